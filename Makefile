@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml Makefile $(TESTED)
 
 # MegaBlocks compiles its helper operators where it finds nvcc and a CUDA torch. For CUDA 13 it has to be relieved of an
 # argument that CUB no longer takes; and if they will not compile all the same, its Python part is installed alone, which
-# finds stand-ins for them in moe/megablocks/megablocks_ops.py. (Merely to be downloaded, it asks for a GPU unless told of one.)
+# finds stand-ins for them in moe/kernels/megablocks_ops.py. (Merely to be downloaded, it asks for a GPU unless told of one.)
 megablocks:
 	rm -rf $(SOURCE)
 	TORCH_CUDA_ARCH_LIST=9.0 $(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary megablocks \

@@ -11,11 +11,11 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding.life.allocator import let_segments_grow
-from expertmesh.sharding.life.torchrun import spans_nodes, tell_mistake
+from expertmesh.moe.util.command import run_command
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.sharding.runtime.allocator import let_segments_grow
+from expertmesh.sharding.torchrun import spans_nodes, tell_mistake
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.start import prepare_process
 
@@ -43,14 +43,14 @@ def read_flags(argv: Sequence[str] | None) -> TrainConfig:
     try:
         config = parse_config(argv)
         prepare_process(config)
-        from expertmesh.sharding.life.process import device_type, settle_malloc
+        from expertmesh.sharding.runtime.process import device_type, settle_malloc
 
         if device_type(config.use_cpu) == "cpu":
             settle_malloc()
         return config
     except ExpertMeshError as error:
         if spans_nodes():
-            from expertmesh.sharding.life.process import refuse_at_start
+            from expertmesh.sharding.runtime.process import refuse_at_start
 
             refuse_at_start(str(error))
         raise

@@ -36,18 +36,18 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from benchmarks.workers import random_mixtral
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding.life.process import end_process_group, settle_malloc, start_process_group
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.process import end_process_group, settle_malloc, start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import assemble, place
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.step import train_step
 
 VARIANTS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")

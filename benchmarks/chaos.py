@@ -27,8 +27,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks.demo import make_inputs
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 
 ROOT = Path(__file__).parents[1]
 ROWS = 2_000

@@ -25,15 +25,15 @@ import expertmesh.checkpoints.ep_shards.manifest as manifest_module
 import expertmesh.checkpoints.hf.source as source_module
 from benchmarks.load_memory import make_checkpoint
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
+from expertmesh.checkpoints.files.dtypes import DTYPE_BYTES
 from expertmesh.checkpoints.hf.reader import SafetensorsReader
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
 from expertmesh.checkpoints.opening import parameter_dtypes
-from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 

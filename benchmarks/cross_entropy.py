@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.load_memory import MB, resident
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.loss.head import LOSS_SUMS, Targets, choose_cross_entropy
 

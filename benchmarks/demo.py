@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.util.terminal import ends_with_reader
 
 ROOT = Path(__file__).parents[1]
 TRAIN_ROWS = 40_000

@@ -24,21 +24,21 @@ import torch.distributed as dist
 
 from benchmarks.network import Network, can_make_networks
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.dispatch import exchange
-from expertmesh.moe.model.build import moe_layers
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.place.choices import Dispatch, Strategy
-from expertmesh.sharding.place.dispatchers import choose_dispatcher
+from expertmesh.sharding.parallelize.choices import Dispatch, Strategy
+from expertmesh.sharding.parallelize.dispatchers import choose_dispatcher
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import assemble, place, topology_of
+from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step
-from expertmesh.training.watch.environment import cpu_model
 
 RANKS_PER_NODE = 2
 VARIANTS: tuple[Dispatch, ...] = ("plain", "rank", "node")

@@ -48,16 +48,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.load_memory import MB, resident, restart_peak
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
 from expertmesh.moe.cpu.matmul import matmul
-from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.hf_model.build import dropless_experts, take_logits
 from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs, choose_kernel
 from expertmesh.moe.megablocks.original import original_dmoe
-from expertmesh.moe.model.build import dropless_experts, take_logits
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse")
@@ -392,7 +392,7 @@ def build_variants(
 
 def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]:
     """The full layer with one of our kernels, and that kernel alone."""
-    experts: DroplessExperts = ours.experts
+    experts: DMoE = ours.experts
     mlp: Any = experts.mlp
     weights = (mlp.w1, mlp.v1, mlp.w2)
     assert kernel.fused is not None

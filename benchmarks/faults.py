@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.chaos import ROOT, ROWS, Run, environment, kill, largest_difference, last_step, run_and_kill
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
-from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.util.terminal import ends_with_reader
 
 DDP_TIMEOUT = 30
 """Of runs that are to stand still, in seconds."""

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expertmesh import train_ep
-from expertmesh.moe.base.command import run_command
+from expertmesh.moe.util.command import run_command
 from expertmesh.sharding.pipeline.messages import Messages
-from expertmesh.sharding.pipeline.stages import experts_here, layers_here
+from expertmesh.sharding.stages import experts_here, layers_here
 from expertmesh.sharding.state import local_tensor
 
 

@@ -1,5 +1,5 @@
 """One example of each call that launches Triton kernels, for `benchmarks.kernels`: our wrappers, and MegaBlocks' and
-stk's as `moe.megablocks.megablocks_kernels` calls them. Sizes: a rank of Mixtral 8x7B at ep 8, with one expert.
+stk's as `moe.kernels.megablocks` calls them. Sizes: a rank of Mixtral 8x7B at ep 8, with one expert.
 
 To add a kernel: a function that calls its wrapper, and an `Example` of it in `EXAMPLES`.
 """
@@ -89,7 +89,7 @@ def _permute(dtype: torch.dtype) -> None:
 
 
 def _widening(dtype: torch.dtype) -> None:
-    from expertmesh.moe.experts.widen_triton import fused_fp8, fused_nf4
+    from expertmesh.moe.linear.widen_triton import fused_fp8, fused_nf4
 
     fused_fp8(_empty(torch.uint8, F, D), _empty(torch.float32, F, 1), dtype)
     pairs = _empty(torch.float32, 256, 2)
@@ -153,7 +153,7 @@ def _rotary(dtype: torch.dtype) -> None:
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
-    from expertmesh.moe.megablocks.megablocks_kernels import megablocks_sparse
+    from expertmesh.moe.kernels.megablocks import megablocks_sparse
 
     rows_RD = torch.zeros(2 * 128, D, dtype=dtype, requires_grad=True)
     weights = [torch.empty(F, D, dtype=dtype, requires_grad=True) for _ in range(3)]

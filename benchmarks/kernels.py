@@ -27,8 +27,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.kernel_calls import EXAMPLES, Example
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 
 KIB = 1024
 SHARED_LIMITS = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}

@@ -28,9 +28,9 @@ import torch
 
 from benchmarks.demo import ROOT, make_inputs
 from benchmarks.workers import random_mixtral
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.training.foresight.columns import Column, open_console, print_table
-from expertmesh.training.watch.environment import cpu_model
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.training.environment import cpu_model
+from expertmesh.training.planning.columns import Column, open_console, print_table
 
 HELD_OUT = 200
 """Rows at the end of --dataset that are not trained on."""

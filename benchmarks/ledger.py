@@ -5,7 +5,7 @@
 
 The real step (forward, backward, clipping, update) runs on fake tensors, and every operator, Triton
 kernel and collective is recorded: FLOPs, bytes read and written, and what part of the step asked for it. Rows are
-single samples of --max-seq-length. Time is at the rates that others attained (training/foresight/rates.json), or those
+single samples of --max-seq-length. Time is at the rates that others attained (training/planning/rates.json), or those
 of --calibrate: a kernel takes as long as its products or its memory, whichever is longer, and its launch; the host
 takes its time for each operator, views included.
 
@@ -20,19 +20,19 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
-from expertmesh.moe.model.counts import seen_pairs, training_flops
+from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
-from expertmesh.training.foresight.planner.hardware import Hardware, products_in
-from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, chosen_hardware
-from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger
-from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
-from expertmesh.training.foresight.rehearsal.told import Told
-from expertmesh.training.foresight.rehearsal.world import rehearse
+from expertmesh.training.planning.imbalance import add_imbalance_flags, read_imbalance
+from expertmesh.training.planning.planner.hardware import Hardware, products_in
+from expertmesh.training.planning.planner.hardware_flags import add_hardware_flags, chosen_hardware
+from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.rehearsal.cost_breakdown import Ledger, ledger
+from expertmesh.training.planning.rehearsal.given_routing import Told
+from expertmesh.training.planning.rehearsal.peaks import PeakMemory
+from expertmesh.training.planning.rehearsal.world import rehearse
 
 
 @ends_with_reader

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from expertmesh.checkpoints.files.file_layout import INDEX_NAME
 from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
-from expertmesh.checkpoints.storage.file_layout import INDEX_NAME
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 

@@ -31,19 +31,19 @@ import torch.distributed as dist
 from benchmarks.plan_accuracy import balance_routing
 from benchmarks.workers import measured_by_workers, random_mixtral
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding.life.process import Ranks, end_process_group, start_process_group
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import Mesh, build_mesh
+from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_process_group
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import assemble, place
-from expertmesh.training.foresight.columns import Column, open_console, print_table
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.columns import Column, open_console, print_table
+from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.step import compute_gradients, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)

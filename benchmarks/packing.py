@@ -29,9 +29,9 @@ import torch.nn.functional as F
 
 from benchmarks.workers import measured_by_workers, random_mixtral
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, Batch, collate

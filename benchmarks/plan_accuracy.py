@@ -9,7 +9,7 @@ equally many tokens, as the forecast assumes. Seconds are the median of 3 steps;
 same ranks measure.
 
 rehearsed: models at full size on 8 to 1,024 GPUs, whose real step is dry-run without a GPU
-(`training.foresight.rehearsal`): the most bytes that tensors hold. The planner composes the same from one layer of each
+(`training.planning.rehearsal`): the most bytes that tensors hold. The planner composes the same from one layer of each
 kind.
 
 published: figures of others' runs, with every assumption said; none is fitted to them (`benchmarks.published`).
@@ -39,30 +39,30 @@ from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
 from benchmarks.variants import forced_experts
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
 from expertmesh.moe.experts.lora import store_frozen
-from expertmesh.moe.model.build import moe_layers
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import Mesh, build_mesh
-from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.place.parallelize import materialize, parallelize
+from expertmesh.sharding.parallelize.choices import Checkpointing
+from expertmesh.sharding.parallelize.parallelize import materialize, parallelize
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import compute_dtype, topology_of
-from expertmesh.training.foresight.planner.check import check_groups, measured_hardware
-from expertmesh.training.foresight.planner.cost import step_time
-from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.peak_memory import peak
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.planner.traffic import step_traffic
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.planning import planned
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.planner.check import check_groups, measured_hardware
+from expertmesh.training.planning.planner.cost import step_time
+from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.planner.traffic import step_traffic
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.run_setting import planned
 from expertmesh.training.step import train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)

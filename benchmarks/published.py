@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from benchmarks.rehearsed import model_config
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.cost import model_flops, step_time, tokens_per_second
-from expertmesh.training.foresight.planner.hardware import LINKS, Hardware, preset
-from expertmesh.training.foresight.planner.measured import MeasuredSpan
-from expertmesh.training.foresight.planner.peak_memory import peak
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.planning.planner.cost import model_flops, step_time, tokens_per_second
+from expertmesh.training.planning.planner.hardware import LINKS, Hardware, preset
+from expertmesh.training.planning.planner.measured import MeasuredSpan
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.rehearsal.run_setting import planned
 
 Unit = Literal["GiB", "tok/s", "TFLOP/s", "steps/s"]
 H100, A100, B200 = preset("H100", "infiniband-ndr"), preset("A100", "infiniband-hdr"), preset("B200", "infiniband-ndr")

@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
-from expertmesh.training.foresight.planner.check import measure_device, median_seconds
-from expertmesh.training.foresight.planner.cost import best_rate
-from expertmesh.training.foresight.planner.hardware import (
+from expertmesh.training.optim.shampoo import EIGEN_FLOPS
+from expertmesh.training.planning.planner.check import measure_device, median_seconds
+from expertmesh.training.planning.planner.cost import best_rate
+from expertmesh.training.planning.planner.hardware import (
     DEVICES,
     LINKS,
     Device,
@@ -36,8 +37,7 @@ from expertmesh.training.foresight.planner.hardware import (
     preset,
     save_measured,
 )
-from expertmesh.training.foresight.rates import FA3, Attained, Constant, Rates, published
-from expertmesh.training.optim.shampoo import EIGEN_FLOPS
+from expertmesh.training.planning.rates import FA3, Attained, Constant, Rates, published
 
 SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}
 GROUPS = {

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.model_config import find_config
-from expertmesh.training.foresight.planner.peak_memory import peak
-from expertmesh.training.foresight.rehearsal.planning import planned
-from expertmesh.training.foresight.rehearsal.world import rehearse
+from expertmesh.training.planning.planner.model_config import find_config
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.rehearsal.run_setting import planned
+from expertmesh.training.planning.rehearsal.world import rehearse
 
 MOST_ERROR = 0.03
 """What the forecast is held to, of the rehearsed peak."""

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, kill, last_step, worker_pids
 from benchmarks.demo import make_inputs
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.terminal import ends_with_reader
 
 SAMPLE_SECONDS = 10.0
 

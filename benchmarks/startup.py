@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.util.terminal import ends_with_reader
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = ["-c", "import torch"]

@@ -37,21 +37,21 @@ import torch.distributed as dist
 
 from benchmarks.workers import random_mixtral
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import assemble, place, topology_of
-from expertmesh.training.foresight.columns import Column, open_console, print_table
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
+from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.columns import Column, open_console, print_table
+from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.step import train_step
-from expertmesh.training.watch.environment import cpu_model
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),

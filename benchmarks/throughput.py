@@ -43,21 +43,21 @@ from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, 
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, build_variant, parse_variant
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.moe.base.whole import whole
 from expertmesh.moe.cpu.matmul import peak_of_products
-from expertmesh.moe.model.build import count_parameters, moe_shape
-from expertmesh.moe.model.counts import seen_pairs, training_flops
-from expertmesh.sharding.life.process import Ranks, end_process_group, start_process_group
-from expertmesh.sharding.life.torchrun import read_environment
-from expertmesh.training.change.compiling import compilation
-from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
+from expertmesh.moe.hf_model.build import count_parameters, moe_shape
+from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_process_group
+from expertmesh.sharding.torchrun import read_environment
 from expertmesh.training.config.settings import CpuMatmul
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.watch.environment import cpu_model
+from expertmesh.training.environment import cpu_model
+from expertmesh.training.model_setup.compiling import compilation
+from expertmesh.training.model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 
 PRELOADED = [
     "transformers.models.mixtral.modeling_mixtral",

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.traffic import KINDS
 from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.training.watch.meter import peak_tflops
+from expertmesh.training.monitoring.meter import peak_tflops
 
 MB = 1e6
 DASHES = ("none", "6 3", "2 3", "9 3 2 3")

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu.matmul import Library, Product, use_libraries
 from expertmesh.moe.registration import NAME, register_ep_implementation
-from expertmesh.sharding.life.process import Ranks, settle_malloc
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.parallelize.choices import Checkpointing
+from expertmesh.sharding.runtime.process import Ranks, settle_malloc
 from expertmesh.sharding.state import set_parameter_dtype
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.moe.base.whole import whole
+from expertmesh.moe.util.atomic_write import whole
 
 
 def measured_by_workers(

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
+from expertmesh.checkpoints.convert import HowToWrite, convert, export_offline
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
+from expertmesh.checkpoints.files.directories import finish_replacement_of_missing, write_errors
+from expertmesh.checkpoints.files.dtypes import FLOATS
+from expertmesh.checkpoints.files.paths import read_ahead
 from expertmesh.checkpoints.hf.source import resolve_model
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
 from expertmesh.checkpoints.opening import is_training, open_readable
-from expertmesh.checkpoints.state.marker import MARKER, check_file, read_marker
-from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
-from expertmesh.checkpoints.storage.dtypes import FLOATS
-from expertmesh.checkpoints.storage.paths import read_ahead
+from expertmesh.checkpoints.training_state.marker import MARKER, check_file, read_marker
 from expertmesh.checkpoints.verify import compare
-from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, refuse_gone
-from expertmesh.moe.base.sizes import parse_size
-from expertmesh.moe.base.terminal import ends_with_reader, folded
+from expertmesh.moe.util.command import run_command
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import Parser, refuse_gone
+from expertmesh.moe.util.sizes import parse_size
+from expertmesh.moe.util.terminal import ends_with_reader, folded
 
 READ_AHEAD = 4 * 10**9
 """Bytes of weights that are read ahead, while the command's work is being prepared."""
@@ -186,7 +186,7 @@ def _written(out: Path) -> str:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from expertmesh.checkpoints.adapter.merge import merge_adapter  # needs torch, which flags do without
+    from expertmesh.checkpoints.adapters.merge import merge_adapter  # needs torch, which flags do without
 
     base, adapter, how = _resolve(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
     read_ahead(base, READ_AHEAD)
@@ -200,7 +200,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise ExpertMeshError(f"--rtol {arguments.rtol}: must be 0 or more")
     paths = [_resolve(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
-        from expertmesh.checkpoints.adapter.adapter_files import compare_adapters
+        from expertmesh.checkpoints.adapters.adapter_files import compare_adapters
 
         comparison = compare_adapters(paths[0], paths[1], arguments.rtol, arguments.ignore_config)
     elif any(map(_is_adapter, paths)):
@@ -230,7 +230,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
                 f"--check: {path} is an adapter, which has no checksums and says nothing of its model's tensors; "
                 "`merge` checks every A and B against that model"
             )
-        from expertmesh.checkpoints.adapter.adapter_files import describe_adapter
+        from expertmesh.checkpoints.adapters.adapter_files import describe_adapter
 
         for line in describe_adapter(path, arguments.tensors):
             print(folded(line))

@@ -7,16 +7,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..moe.model.counts import active_parameters
+from ..moe.hf_model.counts import active_parameters
 from ..sharding.topology import divisors
 from .ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
-from .hf.claims import unfilled
-from .hf.encodings import TensorInfo, decoded
+from .files.dtypes import ALL_NAMES
+from .files.encodings import TensorInfo, decoded
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json
+from .hf.untrained_parts import unfilled
 from .opening import Readable, is_shards
-from .state.marker import MARKER, read_marker
-from .storage.dtypes import ALL_NAMES
+from .training_state.marker import MARKER, read_marker
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def read_heads(path: Path) -> Heads:
         ExpertMeshError: a file is missing or damaged in its header.
     """
     if (path / MARKER).exists():
-        from .state.state_table import StateReader
-        from .storage.tensors import DTYPE_CODES
+        from .files.tensors import DTYPE_CODES
+        from .training_state.state_table import StateReader
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
         infos = {

@@ -6,21 +6,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..moe.base.errors import ExpertMeshError
-from ..sharding.life.process import raise_together
+from ..moe.util.errors import ExpertMeshError
 from ..sharding.mesh import Mesh
-from ..sharding.place.choices import Strategy
-from ..sharding.place.parallelize import materialize, parallelize
+from ..sharding.parallelize.choices import Strategy
+from ..sharding.parallelize.parallelize import materialize, parallelize
+from ..sharding.runtime.process import raise_together
 from ..sharding.state import adapters_of, parameters_of, set_parameter_dtypes
 from ..sharding.topology import Topology
-from .hf.mapping import DiskTensor, overlap
+from .files.checksums import add_sums, row_sum
+from .files.mapping import DiskTensor, overlap
+from .files.tensors import as_tensor
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource
 from .opening import open_checkpoint, parameter_dtypes
 from .shards import ShardedParameter, sharded_parameters
-from .storage.checksums import add_sums, row_sum
-from .storage.tensors import as_tensor
 
 
 def shard_and_load(
@@ -35,7 +35,7 @@ def shard_and_load(
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
-        model: from `build_model`; parallelised in place (see `sharding.place.parallelize`).
+        model: from `build_model`; parallelised in place (see `sharding.parallelize.parallelize`).
         source: the directory it is read from.
         strategy: what is kept, freed and recomputed; by default nothing is.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.

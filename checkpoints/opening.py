@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .ep_shards.manifest import MANIFEST, open_shards
+from .files.dtypes import wider
 from .hf.reader import ParameterReader, SafetensorsReader
 from .hf.source import Checkpoint, ModelSource, open_hf, open_source
-from .state.marker import MARKER
-from .storage.dtypes import wider
+from .training_state.marker import MARKER
 
 if TYPE_CHECKING:
     from .hf.names import Names
@@ -58,7 +58,7 @@ def open_readable(path: Path, strict: bool = True, base: Path | None = None, dro
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
     """
     if is_training(path):
-        from .state.reading import TrainingReader, open_training  # of all forms the one that needs torch
+        from .training_state.reading import TrainingReader, open_training  # of all forms the one that needs torch
 
         training = open_training(path, strict and not drop_untrained, base)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
@@ -81,7 +81,7 @@ def open_origin(path: Path, base: Path | None, names: Names) -> Checkpoint:
     Raises:
         ExpertMeshError: it is no longer there, or damaged.
     """
-    from .state.untrained import origin_of
+    from .training_state.untrained_record import origin_of
 
     directory = origin_of(path) if base is None else base
     return open_checkpoint(open_source(directory), names)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..moe.experts.quantised import fill
+from ..moe.linear.quantized import fill
 from ..sharding.state import StateTensor, local_tensor, saved_state
 from ..sharding.topology import Topology
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..sharding.topology import rows_of
-from .hf.carried import Carried
-from .hf.mapping import Region, overlap
+from .files.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
+from .files.file_layout import OutputTensor
+from .files.mapping import Region, overlap
 from .hf.reader import gather, tied_copies_that_differ
+from .hf.untrained_tensors import Carried
 from .opening import Readable
-from .storage.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
-from .storage.file_layout import OutputTensor
 
 _NOT_COMPUTED = {
     # who wrote the file, how the tensors are stored, what outputs are called

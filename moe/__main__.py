@@ -8,10 +8,10 @@ takes directories, config.json files and hub ids, of which it reads config.json 
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.parser import Parser
-from expertmesh.moe.base.terminal import ends_with_reader, folded
+from expertmesh.moe.util.command import run_command
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import Parser
+from expertmesh.moe.util.terminal import ends_with_reader, folded
 
 _DESCRIPTION = """\
 One line per model family: its class, how many layers have experts, and whether
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import transformers
 
-    from expertmesh.moe.model.families import causal_families
+    from expertmesh.moe.hf_model.families import causal_families
 
     # logs of packages that would make some families faster, once each is built
     transformers.logging.set_verbosity_error()
@@ -74,8 +74,8 @@ def print_support(names: Sequence[str], models: Collection[str]) -> int:
     from transformers import CONFIG_MAPPING
 
     # from a higher layer of the code, as only training knows how it builds a model
-    from expertmesh.training.foresight.planner.model_config import find_config
-    from expertmesh.training.foresight.support import markdown
+    from expertmesh.training.planning.planner.model_config import find_config
+    from expertmesh.training.planning.support import markdown
 
     try:
         configs = [find_config(name).load() if name in models else CONFIG_MAPPING[name]() for name in names]
@@ -89,7 +89,7 @@ def print_support(names: Sequence[str], models: Collection[str]) -> int:
 
 def table(families: Sequence[str]) -> Iterator[str]:
     """Lines of the table, each as soon as it is known."""
-    from expertmesh.moe.model.families import describe_family
+    from expertmesh.moe.hf_model.families import describe_family
 
     yield f"{'family':20}{'class':34}{'layers with experts':21}{'experts':14}supported"
     for family in families:

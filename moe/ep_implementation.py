@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from .base.errors import ExpertMeshError
-from .dispatch.plain import AllToAllDispatcher
+from .dispatch.alltoall import AllToAllDispatcher
 from .experts.expert_mlp import read_layout
 from .experts.router_stats import count_experts
 from .kernels.expert_kernels import Needs, choose_kernel
 from .kernels.expert_products import AddBias, Product
 from .registration import NAME
+from .util.errors import ExpertMeshError
 
 
 class ExpertMeshEP(EPImplementation):

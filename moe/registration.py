@@ -4,7 +4,7 @@ import importlib
 from importlib.metadata import version
 from typing import Any
 
-from .base.errors import ExpertMeshError
+from .util.errors import ExpertMeshError
 
 NAME = "expertmesh"
 """The name of our experts in `DistributedConfig(ep_implementation=...)`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .base.errors import ExpertMeshError
+from .util.errors import ExpertMeshError
 
 if TYPE_CHECKING:
     from torch._C import _current_autograd_node as _current_autograd_node
@@ -108,7 +108,7 @@ def _takes(function: Any, *parameters: str) -> bool:
 
 
 def _is_collective(kind: Any, *parameters: str) -> bool:
-    """Whether a collective of FSDP is called as `sharding.comms.gloo` expects it."""
+    """Whether a collective of FSDP is called as `sharding.collectives.gloo` expects it."""
     allocate = _takes(kind.allocate, "self", "size", "dtype", "device")
     return allocate and _takes(kind.__call__, "self", "output_tensor", "input_tensor", "group", *parameters)
 

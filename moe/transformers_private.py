@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .base.errors import ExpertMeshError
+from .util.errors import ExpertMeshError
 
 SUPPORTED = "5.17 to 5.24"
 """Releases of transformers with which all assumptions made here were tested."""

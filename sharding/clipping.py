@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..moe.base.declared import StepPart
+from ..moe.util.step_parts import StepPart
 from .mesh import Mesh
-from .place.unreached import agree_on_gradients, num_lacking
+from .parallelize.unreached import agree_on_gradients, num_lacking
 from .state import StateTensor, local_tensor, parameters_of
 from .topology import Topology
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..moe.torch_private import _set_pg_timeout
-from .comms.context_parallel import CPGroup
-from .comms.nccl import few_blocks
-from .comms.pipeline_groups import PipelineGroups, make_pipeline_groups
-from .comms.tensor_parallel import TPGroup
-from .comms.warm_up import warm_up
+from .collectives.context_parallel import CPGroup
+from .collectives.nccl import few_blocks
+from .collectives.pipeline_groups import PipelineGroups, make_pipeline_groups
+from .collectives.tensor_parallel import TPGroup
+from .collectives.warm_up import warm_up
 from .topology import Topology
 
 

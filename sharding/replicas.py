@@ -10,8 +10,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from ..moe.base.errors import ExpertMeshError
-from .comms.single import all_gather
+from ..moe.util.errors import ExpertMeshError
+from .collectives.single import all_gather
 from .state import StateTensor, state_of
 from .topology import REPLICATED, Layout, Topology
 

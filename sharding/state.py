@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..moe.base.declared import StepPart
 from ..moe.experts.expert_mlp import ExpertMLP, ExpertParameter
 from ..moe.experts.lora import is_adapter
-from ..moe.experts.quantised import SCALES, Storage, storages_of
-from ..moe.model.build import fp32_parameters
-from ..moe.model.rowwise import RowwiseLinear
-from .pipeline.stages import stages_of
+from ..moe.hf_model.build import fp32_parameters
+from ..moe.linear.quantized import SCALES, Storage, storages_of
+from ..moe.linear.rowwise import RowwiseLinear
+from ..moe.util.step_parts import StepPart
+from .stages import stages_of
 from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
 
 STEP_PART: StepPart = None

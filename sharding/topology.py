@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..moe.base.errors import ExpertMeshError
-from .life.torchrun import nodes_of
+from ..moe.util.errors import ExpertMeshError
+from .torchrun import nodes_of
 
 DenseShard = Literal["full", "hybrid"]
 

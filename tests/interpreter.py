@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.megablocks.megablocks_kernels import load_megablocks
+from expertmesh.moe.kernels.megablocks import load_megablocks
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or sys.platform != "linux", reason="Triton's interpreter is for machines without a GPU"

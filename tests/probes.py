@@ -10,15 +10,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import expertmesh.moe.model.build
-from expertmesh.moe.base.whole import whole
-from expertmesh.moe.model.probe import Probed
+import expertmesh.moe.hf_model.build
+from expertmesh.moe.hf_model.probe import Probed
+from expertmesh.moe.util.atomic_write import whole
 
 
 def remember_probes(directory: Path) -> None:
     """Have this process look into `directory` before it probes a model, and leave there what it has seen: names and
     numbers, which a model's class, config and attention settle."""
-    probe = expertmesh.moe.model.build.probe
+    probe = expertmesh.moe.hf_model.build.probe
     remembered: dict[str, Probed] = {}
 
     def probe_once(model: Any) -> Probed:
@@ -37,4 +37,4 @@ def remember_probes(directory: Path) -> None:
             remembered[key] = pickle.loads(file.read_bytes())
         return remembered[key]
 
-    expertmesh.moe.model.build.probe = probe_once
+    expertmesh.moe.hf_model.build.probe = probe_once

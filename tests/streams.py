@@ -51,7 +51,8 @@ class Beside(TorchDispatchMode):
 def watching_counts() -> Iterator[tuple[list[str], list[int]]]:
     """Within it, (operators of the counts' stream whose memory the host has given up before it has waited for them,
     how many tensors each wait was for)."""
-    from expertmesh.moe.dispatch import once, plain
+    from expertmesh.moe.dispatch import alltoall as plain
+    from expertmesh.moe.dispatch import dedup as once
 
     beside, gone, waits = Beside(), [], []
     wait = plain.wait_for_counts

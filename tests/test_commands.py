@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.moe.base.terminal import UNREAD
+from expertmesh.moe.util.terminal import UNREAD
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
     "expertmesh.train_ep",
     "expertmesh.checkpoints.__main__",
-    "expertmesh.training.foresight.cluster_commands",
+    "expertmesh.training.planning.cluster_commands",
     "expertmesh.training.report.__main__",
 ]
 # a tool of the tests of faults, which hands its flags on to train_ep
@@ -54,15 +54,15 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         ("expertmesh.checkpoints.__main__", ["inspect", "MODEL", "--tensors", "--check"]),
         ("expertmesh.checkpoints.__main__", ["verify", "MODEL", "MODEL"]),
         (
-            "expertmesh.training.foresight.cluster_commands",
+            "expertmesh.training.planning.cluster_commands",
             ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1"],
         ),
         (
-            "expertmesh.training.foresight.cluster_commands",
+            "expertmesh.training.planning.cluster_commands",
             ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1", "--json"],
         ),
-        ("expertmesh.training.foresight.cluster_commands", ["mesh", "--world-size", "16", "--ep-size", "8"]),
-        ("expertmesh.training.foresight.cluster_commands", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
+        ("expertmesh.training.planning.cluster_commands", ["mesh", "--world-size", "16", "--ep-size", "8"]),
+        ("expertmesh.training.planning.cluster_commands", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -91,7 +91,7 @@ def test_work(module: str, arguments: list[str], tiny_model: Path, capfd: pytest
 )
 def test_unknown_flags(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     of_clusters = arguments[0] in ("mesh", "plan", "rehearse")
-    module = "training.foresight.cluster_commands" if of_clusters else "checkpoints.__main__"
+    module = "training.planning.cluster_commands" if of_clusters else "checkpoints.__main__"
     assert importlib.import_module(f"expertmesh.{module}").main(arguments) == 2
     told = capfd.readouterr().err
     assert told.startswith(f"{'sharding' if of_clusters else 'checkpoints'}: error: ")

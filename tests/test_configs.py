@@ -14,28 +14,28 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.moe.hf_model.build import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import check_sizes
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
-from expertmesh.training.foresight import plan_command
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.memory import NEAR
-from expertmesh.training.foresight.planner.hardware import preset
-from expertmesh.training.foresight.planner.model_config import find_config, read_config
-from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
-from expertmesh.training.foresight.rank_memory import choose_pipeline
-from expertmesh.training.foresight.rates import natural_imbalance
-from expertmesh.training.foresight.rehearsal import rehearse_command
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
-from expertmesh.training.foresight.rehearsal.planning import setting_of
-from expertmesh.training.foresight.tables import launch_line, summary
 from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
+from expertmesh.training.planning import plan_command
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.memory import NEAR
+from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.model_config import find_config, read_config
+from expertmesh.training.planning.planner.search import Cluster, Plan, forecast
+from expertmesh.training.planning.planner.setting import Setting
+from expertmesh.training.planning.planner.step_order import PlannedRun, planned_run
+from expertmesh.training.planning.rank_memory import choose_pipeline
+from expertmesh.training.planning.rates import natural_imbalance
+from expertmesh.training.planning.rehearsal import rehearse_command
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
+from expertmesh.training.planning.tables import launch_line, summary
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 
 ROOT = Path(__file__).parents[1]

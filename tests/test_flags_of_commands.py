@@ -20,7 +20,7 @@ from tests.distributed.test_train_ep import run_main
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "sharding": "expertmesh.training.foresight.cluster_commands",
+    "sharding": "expertmesh.training.planning.cluster_commands",
     "checkpoints": "expertmesh.checkpoints.__main__",
     "moe": "expertmesh.moe.__main__",
     "report": "expertmesh.training.report.__main__",

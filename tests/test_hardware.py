@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from expertmesh.training.foresight.planner.model_config import find_config
-from expertmesh.training.foresight.planner.search import Cluster, forecast
-from expertmesh.training.foresight.rates import natural_imbalance
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
-from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.planning.planner.model_config import find_config
+from expertmesh.training.planning.planner.search import Cluster, forecast
+from expertmesh.training.planning.rates import natural_imbalance
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.test_configs import H100, RECIPES, ROOT, config_of, gpus_of, published
 
 METHODS: list[dict[str, Any]] = [{"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.training.foresight import cluster_commands
+from expertmesh.training.planning import cluster_commands
 
 ROOT = Path(__file__).parents[1]
 OURS = ("moe", "sharding", "checkpoints", "training")
@@ -26,9 +26,9 @@ import json, sys
 import expertmesh
 import moe, sharding, checkpoints, training
 from expertmesh import train_ep
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.report.page import write_report
-import expertmesh.sharding.topology, expertmesh.checkpoints.storage.dtypes
+import expertmesh.sharding.topology, expertmesh.checkpoints.files.dtypes
 ours = [sys.modules[name].__file__ for name in sorted(sys.modules) if name.startswith("expertmesh")]
 theirs = [package.MARKER for package in (moe, sharding, checkpoints, training)]
 print(json.dumps([ours, theirs]))
@@ -193,8 +193,8 @@ importlib.machinery.PathFinder.find_spec = staticmethod(
     lambda name, *others: None if name.partition(".")[0] in names else find(name, *others)
 )
 from expertmesh.checkpoints.__main__ import main as checkpoints
-from expertmesh.moe.base.command import end_at_once
-from expertmesh.training.foresight.cluster_commands import main as sharding
+from expertmesh.moe.util.command import end_at_once
+from expertmesh.training.planning.cluster_commands import main as sharding
 from expertmesh.train_ep import main as train
 
 said = {}

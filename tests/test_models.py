@@ -6,9 +6,9 @@ import pytest
 import transformers
 
 from expertmesh.moe.__main__ import main
-from expertmesh.moe.model.families import causal_families, families_with_plan
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
-from expertmesh.training.foresight.support import METHODS
+from expertmesh.moe.hf_model.families import causal_families, families_with_plan
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
+from expertmesh.training.planning.support import METHODS
 from tests.families import test_packing
 from tests.families.models_page import (
     PAGE,

@@ -102,11 +102,11 @@ TAKES_TRAINING_FLAGS = (
 )
 
 
-HANDED_OVER = {"sharding": "training.foresight.cluster_commands"}
+HANDED_OVER = {"sharding": "training.planning.cluster_commands"}
 """What a command hands its flags to."""
-REHEARSE = "expertmesh.training.foresight.rehearsal.rehearse_command"
+REHEARSE = "expertmesh.training.planning.rehearsal.rehearse_command"
 """What `python -m expertmesh.sharding rehearse` hands its flags to."""
-PLAN = "expertmesh.training.foresight.plan_command"
+PLAN = "expertmesh.training.planning.plan_command"
 """And `plan`."""
 
 
@@ -239,7 +239,7 @@ def test_tables_have_as_many_cells_in_each_row(readme: Path) -> None:
 
 def test_the_planners_accuracy_is_told_alike() -> None:
     """The number of settings is the same on the root's page, on the planner's, and in the command."""
-    planner = (ROOT / "training" / "foresight" / "planner" / "README.md").read_text(encoding="utf-8")
+    planner = (ROOT / "training" / "planning" / "planner" / "README.md").read_text(encoding="utf-8")
     told = r"all (\d+) settings of the command .*?memory within 5 % in\s(\d+), .*?bytes sent exact in (\d+)"
     ((settings, within, exact),) = re.findall(told, planner, re.DOTALL)
     assert int(settings) == int(within) == int(exact) == len(cases())

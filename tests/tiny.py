@@ -9,10 +9,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from expertmesh.moe.experts.expert_mlp import ExpertParameter
-from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.experts.layer import DMoE
+from expertmesh.moe.hf_model.build import dropless_experts, take_logits
 from expertmesh.moe.kernels.expert_kernels import KERNELS
-from expertmesh.moe.model.build import dropless_experts, take_logits
-from expertmesh.sharding.place.parallelize import materialize
+from expertmesh.sharding.parallelize.parallelize import materialize
 from expertmesh.sharding.state import state_of
 
 
@@ -38,7 +38,7 @@ def tiny_mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
     return MixtralForCausalLM(tiny_config(**changes))
 
 
-def our_experts(experts: Any, top_k: int, kernel: str = "loop") -> DroplessExperts:
+def our_experts(experts: Any, top_k: int, kernel: str = "loop") -> DMoE:
     """What takes the place of an experts module of transformers, which stays as it is, with the same weights."""
     ours = dropless_experts(deepcopy(experts), top_k, "here")
     ours.mlp.kernel = KERNELS[kernel]
@@ -46,7 +46,7 @@ def our_experts(experts: Any, top_k: int, kernel: str = "loop") -> DroplessExper
     return ours
 
 
-def copy_experts(ours: DroplessExperts, experts: Any) -> None:
+def copy_experts(ours: DMoE, experts: Any) -> None:
     """Give ours the weights of an experts module of transformers."""
     for parameter in ours.mlp.layout.parameters:
         theirs = getattr(experts, parameter.place.tensor)
@@ -76,7 +76,7 @@ def loaded(model: Any, theirs: Any) -> Any:
             if name in expected:
                 tensor.copy_(expected[name].t() if name in transposed else expected[name])
     for path, module in model.named_modules():
-        if isinstance(module, DroplessExperts):
+        if isinstance(module, DMoE):
             copy_experts(module, theirs.get_submodule(path))
     return model
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.state.marker import recorded_order, whole_checkpoints
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.parser import flag_of
-from ..sharding.life.process import Ranks, raise_together
-from ..sharding.place.choices import ranks_of_equal_nodes
+from ..checkpoints.training_state.marker import recorded_order, whole_checkpoints
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.parser import flag_of
+from ..sharding.parallelize.choices import ranks_of_equal_nodes
+from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.topology import Topology, check_sizes, divisors
 from .config.train_config import TrainConfig
-from .watch.environment import FILE as ENVIRONMENT
+from .environment import FILE as ENVIRONMENT
 
 
 def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:

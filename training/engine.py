@@ -17,31 +17,31 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.adapter.adapter_files import export_adapter, load_adapter, read_adapter
-from ..checkpoints.adapter.merge import merge_adapter
-from ..checkpoints.ep_shards.convert import HowToWrite, encoded_as_source
+from ..checkpoints.adapters.adapter_files import export_adapter, load_adapter, read_adapter
+from ..checkpoints.adapters.merge import merge_adapter
+from ..checkpoints.convert import HowToWrite, encoded_as_source
+from ..checkpoints.files.directories import write_errors
 from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.source import Checkpoint, ModelSource
 from ..checkpoints.load import shard_and_load
-from ..checkpoints.state.marker import is_complete
-from ..checkpoints.state.resuming import ResumableOptimizer, load_training_state
-from ..checkpoints.state.saving import Progress, Saver, checkpoint_name
-from ..checkpoints.state.untrained import check_carried
-from ..checkpoints.storage.directories import write_errors
-from ..moe.base.errors import ExpertMeshError
+from ..checkpoints.training_state.marker import is_complete
+from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
+from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
+from ..checkpoints.training_state.untrained_record import check_carried
 from ..moe.experts.lora import store_frozen, to_quantize
+from ..moe.hf_model.build import count_parameters, kernel_needs, moe_shape, outdate_working_weights, use_kernel
+from ..moe.hf_model.counts import ParameterCounts
 from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
-from ..moe.model.build import count_parameters, kernel_needs, moe_shape, outdate_working_weights, use_kernel
-from ..moe.model.counts import ParameterCounts
+from ..moe.util.errors import ExpertMeshError
 from ..sharding.clipping import clip_grad_norm
-from ..sharding.comms.node_groups import check_tp_groups
-from ..sharding.life.process import Ranks, raise_together
-from ..sharding.life.watchdog import collectives_limit
+from ..sharding.collectives.node_groups import check_tp_groups
 from ..sharding.mesh import Mesh, build_mesh
+from ..sharding.parallelize.parallelize import fill_adapters, free_gathered
+from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import cut_into_stages
-from ..sharding.place.parallelize import fill_adapters, free_gathered
-from ..sharding.place.unreached import agree_on_gradients
+from ..sharding.runtime.process import Ranks, raise_together
+from ..sharding.runtime.watchdog import collectives_limit
 from ..sharding.state import set_parameter_dtype
 from ..sharding.topology import Topology, check_sizes
 from .attention.by_sample import apply_packing
@@ -49,11 +49,8 @@ from .attention.context_parallel_attention import apply_context_parallel
 from .attention.flash_3 import use_flash_attention_3
 from .attention.packed_attention import choose_attention
 from .attention.padded_lengths import padding_of
-from .change.compiling import compile_layers
-from .change.dense_precision import multiply_in_fp8
-from .change.freezing import freeze
-from .change.lora_targets import adapt, lora_of, unquantized_lines
 from .config.train_config import TrainConfig
+from .consistency import compare_models
 from .data.batch import IGNORED, Batch, batch_of, collate
 from .data.chat import answer_ends
 from .data.samples import prompt_tokens
@@ -64,14 +61,17 @@ from .generate import generate
 from .inputs import load_tokenizer
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
+from .loss.routing_figures import Routing
+from .model_setup.compiling import compile_layers
+from .model_setup.dense_precision import multiply_in_fp8
+from .model_setup.freezing import freeze
+from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from .overlapped_regions import check_async, symmetric_memory
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, train_step
 from .tensor_parallel import apply_tensor_parallel, divide_vocabulary
-from .watch.alike import compare_models
-from .watch.routing_figures import Routing
 
 
 class Buildable(Protocol):

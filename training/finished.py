@@ -8,16 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.state.marker import whole_checkpoints
-from ..checkpoints.state.saving import checkpoint_name
-from ..checkpoints.storage.directories import write_errors
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.whole import whole
-from ..sharding.life.process import Ranks, raise_together
+from ..checkpoints.files.directories import write_errors
+from ..checkpoints.training_state.marker import whole_checkpoints
+from ..checkpoints.training_state.saving import checkpoint_name
+from ..moe.util.atomic_write import whole
+from ..moe.util.errors import ExpertMeshError
+from ..sharding.runtime.process import Ranks, raise_together
 from .config.train_config import TrainConfig
+from .consistency import Facts
 from .evaluate import Best
 from .resume import Tell, check_order, compare_run
-from .watch.alike import Facts
 
 FILE = "finished.json"
 EXPORTS = ("hf", "adapter")

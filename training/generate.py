@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..moe.base.errors import ExpertMeshError
-from ..sharding.life.process import Ranks
+from ..moe.util.errors import ExpertMeshError
 from ..sharding.pipeline.pipeline import pipeline_of
+from ..sharding.runtime.process import Ranks
 from .inference import inference
 from .pipelined import through_stages
 

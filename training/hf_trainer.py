@@ -28,23 +28,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..checkpoints.storage.directories import write_errors
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.whole import PARTIAL, whole
-from ..moe.model.build import moe_layers
+from ..checkpoints.files.directories import write_errors
+from ..moe.hf_model.build import moe_layers
 from ..moe.transformers_private import in_place_of_trainers
-from ..sharding.life.process import raise_together
+from ..moe.util.atomic_write import PARTIAL, whole
+from ..moe.util.errors import ExpertMeshError
+from ..sharding.runtime.process import raise_together
 from .config.train_config import TrainConfig
 from .data.batch import IGNORED, Batch
 from .data.chat import answer_ends
 from .engine import Engine
 from .inference import inference
 from .loss.balance import choose_balance
+from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step
+from .monitoring.nonfinite import NonFiniteGuard
 from .step import add_gradients, step_result
 from .trainer_arguments import heeded_arguments, overruled_settings
-from .watch.nonfinite import NonFiniteGuard
-from .watch.routing_figures import Routing
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""

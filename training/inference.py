@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..sharding.place.parallelize import free_gathered
+from ..sharding.parallelize.parallelize import free_gathered
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.hf.source import ModelSource
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.terminal import folded
-from ..sharding.life.process import Ranks, raise_together
-from ..sharding.life.torchrun import read_environment
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.terminal import folded
+from ..sharding.runtime.process import Ranks, raise_together
+from ..sharding.torchrun import read_environment
 from .config.train_config import TrainConfig
 from .data.chat import set_chat_template
 from .data.data_files import parse_datasets

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..moe.base.declared import StepPart
 from ..moe.torch_private import _top_saved_tensors_default_hooks
-from ..sharding.comms.tensor_parallel import TPGroup
+from ..moe.util.step_parts import StepPart
+from ..sharding.collectives.tensor_parallel import TPGroup
 
 STEP_PART: StepPart = None
 

@@ -7,17 +7,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.parser import flag_of
-from ..sharding.life.agreement import check_alike
-from ..sharding.life.process import join_process_group, raise_together
-from ..sharding.life.watchdog import collectives_limit
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.parser import flag_of
+from ..sharding.runtime.agreement import check_alike
+from ..sharding.runtime.process import join_process_group, raise_together
+from ..sharding.runtime.watchdog import collectives_limit
 from .config.load_settings import LoadSettings
 from .config.train_config import TrainConfig, make_config
+from .consistency import start_facts
 from .engine import Engine
 from .resume import find_resume
 from .start import prepare_process, start_engine
-from .watch.alike import start_facts
 
 OF_THE_LOOP = frozenset(
     {

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..moe.base.errors import ExpertMeshError
+from ..moe.util.errors import ExpertMeshError
 
 FILE = ".lock"
 _WAIT_SECONDS = 10.0

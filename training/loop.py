@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.state.resuming import load_best_model
-from ..checkpoints.state.saving import Progress, Saver
-from ..moe.base.errors import ExpertMeshError
-from ..moe.model.build import moe_layers, moe_shape
-from ..sharding.life.process import Ranks
-from ..sharding.life.torchrun import node_name
-from ..sharding.life.watchdog import Watchdog
+from ..checkpoints.training_state.resuming import load_best_model
+from ..checkpoints.training_state.saving import Progress, Saver
+from ..moe.hf_model.build import moe_layers, moe_shape
+from ..moe.util.errors import ExpertMeshError
 from ..sharding.replicas import check_replicas
-from .change.compiling import Compilation, compilation
+from ..sharding.runtime.process import Ranks
+from ..sharding.runtime.watchdog import Watchdog
+from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
 from .data.batch import Batch, Padding, PinnedBatch, collate
 from .data.data_order import DataOrder
@@ -27,19 +26,20 @@ from .data.packing import Rows
 from .data.prefetch import made_ahead
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
-from .foresight.rank_memory import free_on_host
 from .generate import generate
 from .inputs import Inputs, Prompts
+from .model_setup.compiling import Compilation, compilation
+from .monitoring.alarms import Alarms
+from .monitoring.collector import SteadyCollector
+from .monitoring.log import RunLog
+from .monitoring.meter import Meter
+from .monitoring.nonfinite import NonFiniteGuard
+from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
+from .planning.rank_memory import free_on_host
 from .preemption import StopRequest
 from .resume import check_order
 from .step import NO_TARGETS
-from .watch.alarms import Alarms
-from .watch.collector import SteadyCollector
-from .watch.log import RunLog
-from .watch.meter import Meter
-from .watch.nonfinite import NonFiniteGuard
-from .watch.profiling import StepProfiler
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.state.marker import is_checkpoint_entry
-from ..checkpoints.storage.directories import finish_replacement, write_errors
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.parser import flag_of
-from ..moe.base.whole import PARTIAL
-from ..sharding.life.process import Ranks, raise_together
-from ..sharding.life.torchrun import node_name, nodes_of
-from ..sharding.life.watchdog import STUCK
+from ..checkpoints.files.directories import finish_replacement, write_errors
+from ..checkpoints.training_state.marker import is_checkpoint_entry
+from ..moe.util.atomic_write import PARTIAL
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.parser import flag_of
+from ..sharding.runtime.process import Ranks, raise_together
+from ..sharding.runtime.watchdog import STUCK
+from ..sharding.torchrun import node_name, nodes_of
 from .config.train_config import TrainConfig
 from .data.data_files import places_read
+from .environment import FILE as ENVIRONMENT
 from .finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_finished, way_to_merge
 from .finished import FILE as FINISHED
 from .lock import DirectoryLock
+from .monitoring.trackers import TRACKERS
 from .report.profiles import PROFILES
-from .watch.environment import FILE as ENVIRONMENT
-from .watch.trackers import TRACKERS
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..moe.base.declared import StepPart
-from ..moe.base.errors import ExpertMeshError
 from ..moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
-from ..sharding.comms.tensor_parallel import TPGroup
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.step_parts import StepPart
+from ..sharding.collectives.tensor_parallel import TPGroup
 
 STEP_PART: StepPart = None
 

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..moe.base.declared import StepPart
+from ..moe.experts.forward import current_forward
 from ..moe.experts.router_stats import RouterStats
-from ..moe.forward import current_forward
-from ..moe.model.build import decoder_layers, moe_layers, moe_shape
+from ..moe.hf_model.build import decoder_layers, moe_layers, moe_shape
+from ..moe.util.step_parts import StepPart
+from ..sharding.parallelize.parallelize import forget_forwards
+from ..sharding.parallelize.weight_gradients import weight_gradients
 from ..sharding.pipeline.cut import StageForward
 from ..sharding.pipeline.messages import Messages, Shapes
 from ..sharding.pipeline.pipeline import Pipeline, pipeline_of
@@ -35,16 +37,14 @@ from ..sharding.pipeline.schedule import (
     make_schedule,
 )
 from ..sharding.pipeline.shared import adding_to_shared
-from ..sharding.pipeline.stages import Stages
 from ..sharding.pipeline.survey import Size
-from ..sharding.place.parallelize import forget_forwards
-from ..sharding.place.weight_gradients import weight_gradients
+from ..sharding.stages import Stages
 from ..sharding.state import parameters_of
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
+from .loss.routing_figures import Routing, routing_of
 from .micro_batch import StepCounts, forward_of, run_model, weigh_losses
-from .watch.routing_figures import Routing, routing_of
 
 STEP_PART: StepPart = "pipeline"
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf.fingerprint import explain_model
+from ..checkpoints.fingerprint import explain_model
 from ..checkpoints.hf.source import well_formed
-from ..checkpoints.state.marker import recorded_facts, recorded_settings
-from ..checkpoints.state.resuming import find_checkpoint
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.parser import flag_of
-from ..moe.model.rope import read_rope_scaling
-from ..sharding.life.agreement import differences
-from ..sharding.life.process import Ranks, raise_together
+from ..checkpoints.training_state.marker import recorded_facts, recorded_settings
+from ..checkpoints.training_state.resuming import find_checkpoint
+from ..moe.hf_model.rope import read_rope_scaling
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.parser import flag_of
+from ..sharding.runtime.agreement import differences
+from ..sharding.runtime.process import Ranks, raise_together
 from .config.train_config import TrainConfig
+from .consistency import Facts
 from .data.digest import explain_samples
-from .watch.alike import Facts
 
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""

@@ -6,29 +6,29 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.state.saving import checkpoint_name
-from ..checkpoints.storage.directories import write_errors
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.terminal import folded, going_on_unread
-from ..sharding.life.debugger import debugging
-from ..sharding.life.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
-from ..sharding.life.watchdog import STUCK, Watchdog, collectives_limit
+from ..checkpoints.files.directories import write_errors
+from ..checkpoints.training_state.saving import checkpoint_name
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.terminal import folded, going_on_unread
+from ..sharding.runtime.debugger import debugging
+from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
+from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
+from .banner import dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
+from .consistency import compare_data, start_facts
 from .data.preview import print_preview
 from .engine import Engine
-from .facts import dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .finished import Finished, find_finished, held_line
-from .foresight.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
 from .inputs import make_prompts, read_inputs
 from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
+from .monitoring.log import RunLog
+from .monitoring.profiling import check_profile
+from .monitoring.trackers import check_trackers
 from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
+from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
 from .resume import find_resume
 from .start import start_engine
-from .watch.alike import compare_data, start_facts
-from .watch.log import RunLog
-from .watch.profiling import check_profile
-from .watch.trackers import check_trackers
 
 STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""

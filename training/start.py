@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.hf.source import check_model
-from ..moe.base.errors import ExpertMeshError
-from ..moe.base.parser import flag_of
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.parser import flag_of
 from .config.train_config import TrainConfig
 from .data.data_files import places_read
 
 if TYPE_CHECKING:
-    from ..sharding.life.process import Ranks
-    from .change.cpu_matmuls import MatmulLibraries
+    from ..sharding.runtime.process import Ranks
     from .engine import Engine
+    from .model_setup.cpu_matmuls import MatmulLibraries
 
 
 def prepare_process(config: TrainConfig) -> None:
@@ -29,9 +29,9 @@ def prepare_process(config: TrainConfig) -> None:
         ExpertMeshError: there is no such model, or a setting does not work here.
     """
     check_model(config.model)
-    from ..sharding.life.process import device_type
-    from .change.determinism import compute_deterministically
-    from .change.tf32 import compute_in_tf32
+    from ..sharding.runtime.process import device_type
+    from .model_setup.determinism import compute_deterministically
+    from .model_setup.tf32 import compute_in_tf32
 
     if config.tf32:
         compute_in_tf32(device_type(config.use_cpu))
@@ -76,11 +76,11 @@ def start_engine(
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
     """
+    from ..checkpoints.files.directories import side_files
     from ..checkpoints.hf.source import open_source, resolve_model
-    from ..checkpoints.storage.directories import side_files
-    from ..sharding.life.process import raise_together
-    from .change.cpu_matmuls import choose_matmul_libraries
+    from ..sharding.runtime.process import raise_together
     from .engine import Engine
+    from .model_setup.cpu_matmuls import choose_matmul_libraries
 
     with raise_together(patient=ranks):
         source = open_source(resolve_model(config.model), config.rope)

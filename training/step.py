@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moe.base.declared import StepPart
-from ..moe.model.build import outdate_working_weights
+from ..moe.hf_model.build import outdate_working_weights
+from ..moe.util.step_parts import StepPart
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.mesh import Mesh
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch
 from .loss.balance import BiasUpdate, LossWeights
+from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step, losses_of
 from .pipelined import pipelined_gradients
-from .watch.routing_figures import Routing
 
 STEP_PART: StepPart = "the step"
 

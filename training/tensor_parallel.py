@@ -1,6 +1,6 @@
 """Tensor parallelism, applied to a finished model: which modules the ranks of a group divide, and how these run.
 
-A region (attention, a dense MLP, shared experts; see `moe.model.tensor_plan`) is called with this rank's positions of
+A region (attention, a dense MLP, shared experts; see `tensor_plan`) is called with this rank's positions of
 each sequence, as all of the model is. It begins by gathering those of the group, computes with this rank's part of its
 weights, and ends by adding up the parts' results, each rank those of its positions. What a region has beside linear
 layers (norms, rotary positions, projections that the plan does not divide) is computed by every rank alike; what is
@@ -24,22 +24,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from ..moe.base.declared import StepPart
-from ..moe.base.errors import ExpertMeshError
 from ..moe.cpu.matmul import Linear
+from ..moe.experts.forward import Forward, current_forward
 from ..moe.experts.lora import A, B
-from ..moe.experts.quantised import SCALES
-from ..moe.forward import Forward, current_forward
+from ..moe.hf_model.build import decoder_layers, fp32_parameters
+from ..moe.hf_model.families import families_with_plan
+from ..moe.hf_model.family_exceptions import UNDIVIDED
+from ..moe.hf_model.tensor_plan import Region, regions_of
+from ..moe.hf_model.trial import counts_tokens
 from ..moe.kernels.fp8_casts import MULTIPLE
-from ..moe.kernels.fp8_linear import Division, FP8Layer
-from ..moe.model.build import decoder_layers, fp32_parameters
-from ..moe.model.families import families_with_plan
-from ..moe.model.family_exceptions import UNDIVIDED
-from ..moe.model.rowwise import RowwiseLinear
-from ..moe.model.tensor_plan import Region, regions_of
-from ..moe.model.trial import counts_tokens
-from ..sharding.comms.tensor_parallel import TPGroup
-from ..sharding.place.vocabulary import divided_vocabulary
+from ..moe.linear.fp8 import Division, FP8Layer
+from ..moe.linear.quantized import SCALES
+from ..moe.linear.rowwise import RowwiseLinear
+from ..moe.util.errors import ExpertMeshError
+from ..moe.util.step_parts import StepPart
+from ..sharding.collectives.tensor_parallel import TPGroup
+from ..sharding.parallelize.vocabulary import divided_vocabulary
 from ..sharding.topology import divisors, either
 from .attention.complete_sequences import mixers_of, rearranges
 from .attention.packed_attention import tells_window

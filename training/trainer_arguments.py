@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..moe.base.errors import ExpertMeshError
+from ..moe.util.errors import ExpertMeshError
 from .config.train_config import TrainConfig
 
 HEEDED: dict[str, tuple[str, ...]] = {

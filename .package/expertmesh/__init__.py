@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .moe.base.errors import ExpertMeshError
     from .moe.registration import register_ep_implementation
+    from .moe.util.errors import ExpertMeshError
     from .training.config.load_settings import LoadSettings
     from .training.engine import Engine
     from .training.evaluate import Evaluation
@@ -42,7 +42,7 @@ __all__ = [
 _MODULES = {
     "Engine": "training.engine",
     "Evaluation": "training.evaluate",
-    "ExpertMeshError": "moe.base.errors",
+    "ExpertMeshError": "moe.util.errors",
     "LoadSettings": "training.config.load_settings",
     "StepResult": "training.step",
     "Trainer": "training.hf_trainer",

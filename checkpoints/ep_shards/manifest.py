@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import xxhash
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
-from ..hf.carried import Carried
-from ..hf.encodings import (
+from ..files.checksums import check_seal, file_checksum, seal
+from ..files.dtypes import DTYPE_NAMES
+from ..files.encodings import (
     SCALE_DTYPES,
     WIDE,
     Codes,
@@ -34,12 +35,11 @@ from ..hf.encodings import (
     is_stored,
     stored_forms,
 )
-from ..hf.mapping import DiskTensor, Region
+from ..files.file_layout import OutputFile, OutputTensor, plan_files
+from ..files.mapping import DiskTensor, Region
+from ..files.paths import named_file
 from ..hf.source import Checkpoint, ModelSource, check_fields, read_header, read_json, well_formed
-from ..storage.checksums import check_seal, file_checksum, seal
-from ..storage.dtypes import DTYPE_NAMES
-from ..storage.file_layout import OutputFile, OutputTensor, plan_files
-from ..storage.paths import named_file
+from ..hf.untrained_tensors import Carried
 
 if TYPE_CHECKING:
     from ..hf.names import Names

@@ -16,13 +16,13 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from ...moe.base.whole import PARTIAL, whole
-from ..hf.encodings import WIDE, Encoding, pack, scale_values, widen
-from ..hf.mapping import Region
+from ...moe.util.atomic_write import PARTIAL, whole
+from ..files.checksums import GRANULE, add_sums, row_sum
+from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
+from ..files.encodings import WIDE, Encoding, pack, scale_values, widen
+from ..files.file_layout import OutputFile, OutputTensor
+from ..files.mapping import Region
 from ..hf.reader import ParameterReader, SafetensorsReader, gather
-from ..storage.checksums import GRANULE, add_sums, row_sum
-from ..storage.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
-from ..storage.file_layout import OutputFile, OutputTensor
 
 if TYPE_CHECKING:
     from ..hf.requantized import Requantized

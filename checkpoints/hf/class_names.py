@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...moe.base.errors import ExpertMeshError
-from ...moe.model.build import model_class
+from ...moe.hf_model.build import model_class
+from ...moe.util.errors import ExpertMeshError
 
 
 @dataclass(frozen=True)

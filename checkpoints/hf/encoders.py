@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..storage.dtypes import Array
-from ..storage.tensors import torch_dtype
-from .encodings import E2M1, Encoding
+from ..files.dtypes import Array
+from ..files.encodings import E2M1, Encoding
+from ..files.tensors import torch_dtype
 
 LARGEST_FP8 = 448.0
 LARGEST_FP4 = 6.0

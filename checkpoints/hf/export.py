@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...moe.base.errors import ExpertMeshError
-from ...sharding.life.process import Ranks, raise_together
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology
+from ..files.directories import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
+from ..files.dtypes import as_bytes
+from ..files.encodings import WIDE
+from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
+from ..files.mapping import Region, overlap
+from ..files.tensors import as_array, torch_dtype
 from ..shards import ShardedParameter, sharded_parameters
-from ..storage.directories import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
-from ..storage.dtypes import as_bytes
-from ..storage.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from ..storage.tensors import as_array, torch_dtype
-from .encodings import WIDE
-from .mapping import Region, overlap
 from .requantized import Requantized, error_lines, errors_of
 from .source import Checkpoint
 

@@ -14,12 +14,12 @@ from itertools import chain
 from typing import Any
 
 from ...moe.experts.expert_mlp import ExpertParameter
-from ...moe.experts.layer import DroplessExperts
-from ...moe.model.build import decoder_layers, moe_layers, moe_shape
-from ...moe.model.family_exceptions import SHARING_OUT
+from ...moe.experts.layer import DMoE
+from ...moe.hf_model.build import decoder_layers, moe_layers, moe_shape
+from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
-from .mapping import DiskTensor, Region
+from ..files.mapping import DiskTensor, Region
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]
@@ -113,7 +113,7 @@ class Names:
 
     def _all_targets(self, state: Mapping[str, StateTensor]) -> dict[str, _Target]:
         targets: dict[str, _Target] = {}
-        layers = {path: module for path, module in self.model.named_modules() if isinstance(module, DroplessExperts)}
+        layers = {path: module for path, module in self.model.named_modules() if isinstance(module, DMoE)}
         for name, part in state.items():
             if part.expert is None:
                 shape = part.shape[::-1] if part.transposed else part.shape

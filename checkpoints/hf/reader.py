@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ...moe.base.errors import ExpertMeshError
-from ..storage.checksums import to_granule_end
-from ..storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
-from ..storage.paths import fill_from
-from .encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
-from .mapping import DiskTensor, Region, overlap
+from ...moe.util.errors import ExpertMeshError
+from ..files.checksums import to_granule_end
+from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
+from ..files.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
+from ..files.mapping import DiskTensor, Region, overlap
+from ..files.paths import fill_from
 from .source import Checkpoint
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Piece:
     """Some rows of a parameter.
 
     rows: which. data: their content, perhaps a transposed view. dtype: of the content (see
-    `checkpoints.storage.dtypes`).
+    `checkpoints.files.dtypes`).
     tensor: where they stood on disk, and in which file.
     """
 

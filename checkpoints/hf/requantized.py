@@ -16,13 +16,13 @@ from math import sqrt
 import numpy as np
 import torch
 
-from ...moe.base.errors import ExpertMeshError
-from ..storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, contiguous
-from ..storage.file_layout import OutputTensor
-from ..storage.tensors import as_tensor
+from ...moe.util.errors import ExpertMeshError
+from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, contiguous
+from ..files.encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
+from ..files.file_layout import OutputTensor
+from ..files.mapping import DiskTensor, Region
+from ..files.tensors import as_tensor
 from .encoders import by_blocks, encode, has_encoder, spread
-from .encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
-from .mapping import DiskTensor, Region
 from .reader import SafetensorsReader
 from .source import Checkpoint
 

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...moe.base.errors import ExpertMeshError
-from ...moe.model.config import check_config
-from ...moe.model.rope import RopeScaling
-from ..storage.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
-from ..storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
-from ..storage.paths import check_regular, named_file
-from .carried import Carried, find_carried, summary
-from .encodings import (
+from ...moe.hf_model.config import check_config
+from ...moe.hf_model.rope import RopeScaling
+from ...moe.util.errors import ExpertMeshError
+from ..files.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from ..files.encodings import (
     StoredForm,
     TensorInfo,
     check_quantization,
@@ -33,10 +30,13 @@ from .encodings import (
     quantization_of,
     stored_forms,
 )
-from .mapping import DiskTensor
+from ..files.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
+from ..files.mapping import DiskTensor
+from ..files.paths import check_regular, named_file
+from .untrained_tensors import Carried, find_carried, summary
 
 if TYPE_CHECKING:
-    from ...moe.model.rope import RopeChange
+    from ...moe.hf_model.rope import RopeChange
     from .names import Names
 
 GENERATION_CONFIG = "generation_config.json"
@@ -95,7 +95,7 @@ class ModelSource:
             ExpertMeshError: transformers cannot read config.json, or has no causal language model for it; or it says
                 that tensors are stored in a way that cannot be read; or the RoPE scaling asked for is not possible.
         """
-        from ...moe.model.rope import changed_config
+        from ...moe.hf_model.rope import changed_config
 
         if self.rope is None:
             return self._config_on_disk
@@ -104,14 +104,14 @@ class ModelSource:
     @cached_property
     def rope(self) -> RopeChange | None:
         """What RoPE scaling changes in config.json."""
-        from ...moe.model.rope import rope_change
+        from ...moe.hf_model.rope import rope_change
 
         return None if self.rope_scaling is None else rope_change(self._config_on_disk, self.rope_scaling)
 
     @cached_property
     def _config_on_disk(self) -> Any:
-        from ...moe.model.build import model_class
-        from ...moe.model.config import load_config
+        from ...moe.hf_model.build import model_class
+        from ...moe.hf_model.config import load_config
 
         file = self.path / "config.json"
         check_quantization(self.quantization, file)
@@ -133,8 +133,8 @@ class ModelSource:
         Raises:
             ExpertMeshError: it cannot be built; the message names config.json.
         """
-        from ...moe.model.build import build_model
-        from ...moe.model.rope import check_rope
+        from ...moe.hf_model.build import build_model
+        from ...moe.hf_model.rope import check_rope
 
         try:
             model = build_model(self.config, attn_implementation)
@@ -167,7 +167,7 @@ class Checkpoint:
         drops_untrained: whether, instead, they do not go along, and an export's config does not claim them.
         left_out: names of tensors that only say how activations were rounded, which are dropped where codes are
             dequantized.
-        row_sums: of each tensor, where the directory has them (see `checkpoints.storage.checksums`).
+        row_sums: of each tensor, where the directory has them (see `checkpoints.files.checksums`).
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
         stored_forms: how encoded ones of `exported` lie in a Hugging Face directory, by name, as far as is known.
@@ -226,7 +226,7 @@ class Checkpoint:
         Raises:
             ExpertMeshError: a config.json without it would describe no model.
         """
-        from ...moe.model.build import model_class
+        from ...moe.hf_model.build import model_class
 
         config = self.source.config
         if isinstance(config, model_class(config).config_class) and config.get_text_config() is not config:
@@ -296,7 +296,7 @@ def _download(model: str) -> Path:
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
-    from ..storage.directories import SIDE_FILES
+    from ..files.directories import SIDE_FILES
 
     path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
-from ..kernels.gpu import computes_on_cpu
+from ..util.gpu import computes_on_cpu
+from ..util.step_parts import StepPart
 from .padding import padded_rows
 
 STEP_PART: StepPart = None

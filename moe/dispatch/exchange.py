@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
-from ..experts.replay import is_replaying, kept, placeholder
+from ..util.recompute_cache import is_replaying, kept, placeholder
+from ..util.step_parts import StepPart
 
 STEP_PART: StepPart = None
 

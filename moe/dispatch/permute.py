@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
-from ..experts.replay import placeholder
-from ..kernels.gpu import takes_triton
+from ..util.gpu import takes_triton
+from ..util.recompute_cache import placeholder
+from ..util.step_parts import StepPart
 
 STEP_PART: StepPart = "permute, combine"
 
@@ -62,7 +62,7 @@ def first_rows(order: ExpertOrder, num_kept: int) -> ExpertOrder:
 class TokensToRows(torch.autograd.Function):
     """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows.
 
-    On a GPU, rows that are not kept are undefined. Without `needs_output` no row is made (see `moe.experts.replay`).
+    On a GPU, rows that are not kept are undefined. Without `needs_output` no row is made (see `recompute_cache`).
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class RowsToTokens(torch.autograd.Function):
 class PermuteRows(torch.autograd.Function):
     """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward. Either way each row is
     read once and written once, which torch's own operator does as well as any. Without `needs_output` no row is moved
-    (see `moe.experts.replay`)."""
+    (see `moe.util.recompute_cache`)."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor, needs_output: bool = True) -> Tensor:

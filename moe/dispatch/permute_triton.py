@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..base.declared import StepPart, writes
+from ..util.step_parts import StepPart, writes
 
 STEP_PART: StepPart = "permute, combine"
 

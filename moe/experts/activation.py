@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.declared import StepPart
+from ..util.step_parts import StepPart
 
 STEP_PART: StepPart = "experts' activation"
 

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..base.declared import StepPart
-from ..base.errors import ExpertMeshError
-from ..dispatch.plain import Part
-from ..forward import current_forward
+from ..dispatch.alltoall import Part
 from ..kernels.carve_out import beside_all_to_alls
 from ..kernels.expert_kernels import LOOP, ExpertKernel
 from ..kernels.expert_products import AddBias
-from ..kernels.gpu import computes_on_cpu
+from ..kernels.weight_gradients import ExpertsCall, deferrable
+from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
+from ..util.errors import ExpertMeshError
+from ..util.gpu import computes_on_cpu
+from ..util.recompute_cache import keeping_products
+from ..util.step_parts import StepPart
 from .activation import Activation
-from .quantised import SCALES, places_of_few, storages_of, stored_product
-from .replay import keeping_products
+from .bf16_copies import WorkingWeights, local_part
+from .forward import current_forward
 from .shape import MoEShape
-from .weight_gradients import ExpertsCall, deferrable
-from .working import WorkingWeights, local_part
 
 STEP_PART: StepPart = "expert GEMMs"
 
@@ -133,7 +133,7 @@ class ExpertMLP(nn.Module):
         kernel: how it computes.
         low_rank: of its adapters, one per matrix; None without adapters.
         working: weights in the rows' dtype, where they are stored in another.
-        keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `moe.experts.replay`).
+        keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `recompute_cache`).
     """
 
     def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
@@ -163,7 +163,7 @@ class ExpertMLP(nn.Module):
         """Pass each chunk's rows through its experts, once they have arrived, and send them back.
 
         Runs even without rows: an expert that sits out would leave the other ranks' collectives waiting. Without
-        `needs_output` no result is computed, only what backward needs (see `moe.experts.replay`).
+        `needs_output` no result is computed, only what backward needs (see `moe.util.recompute_cache`).
 
         Args:
             sent: rows of each chunk, perhaps still being sent. Separate tensors, by which FSDP finds out when backward

@@ -1,9 +1,9 @@
 """The dropless experts of one layer: dispatch, experts, combine. Parallelism is applied to it from outside.
 
     HF's block:   router(x) ─ weights_TK, experts_TK ─┐
-                                                      ├─ DroplessExperts ─ out_TD
+                                                      ├─ DMoE ─ out_TD
                   x_TD ───────────────────────────────┘
-    DroplessExperts:  send ─ for each part of the rows: arrive ─ ExpertMLP ─ give back ─ combine
+    DMoE:  send ─ for each part of the rows: arrive ─ ExpertMLP ─ give back ─ combine
 
 Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D model width, E experts, e experts on this
 rank, K experts per token.
@@ -12,19 +12,19 @@ rank, K experts per token.
 import torch
 from torch import Tensor, nn
 
-from ..base.declared import StepPart
-from ..dispatch.plain import Dispatcher, LocalDispatcher
-from ..forward import forward_of_experts
-from ..model.scores import UNKNOWN
+from ..dispatch.alltoall import Dispatcher, LocalDispatcher
+from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP
+from .forward import forward_of_experts
 from .router_stats import count_experts, router_stats
+from .scores import UNKNOWN
 from .shape import MoEShape
 from .shared_experts import Beside
 
 STEP_PART: StepPart = "router"
 
 
-class DroplessExperts(nn.Module):
+class DMoE(nn.Module):
     """Takes the place of the module that transformers marks as a layer's experts; no token is dropped.
 
     Attributes:

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.declared import StepPart
 from ..cpu.matmul import Linear
-from ..kernels.fp8_linear import FP8Linear, FP8RowwiseLinear
-from ..model.build import layer_prefixes, router_prefixes
-from ..model.rowwise import RowwiseLinear
+from ..hf_model.build import layer_prefixes, router_prefixes
+from ..linear.fp8 import FP8Linear, FP8RowwiseLinear
+from ..linear.quantized import SCALES, Kind, storages_of, store, stored_linear
+from ..linear.rowwise import RowwiseLinear
+from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
-from .layer import DroplessExperts
-from .quantised import SCALES, Kind, storages_of, store, stored_linear
+from .layer import DMoE
 
 STEP_PART: StepPart = "adapters"
 
@@ -74,7 +74,7 @@ def add_adapters(
     for path in routers:
         _adapt_router(model.get_submodule(path), lora)
     for module in model.modules():
-        if experts and isinstance(module, DroplessExperts):
+        if experts and isinstance(module, DMoE):
             _adapt_experts(module.mlp, lora)
 
 

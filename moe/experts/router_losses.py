@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.declared import StepPart
+from ..util.step_parts import StepPart
 from .router_stats import RouterStats
 
 STEP_PART: StepPart = "router"

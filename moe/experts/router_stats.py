@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.declared import StepPart
-from ..model.scores import LOG_SCORES
+from ..util.step_parts import StepPart
+from .scores import LOG_SCORES
 
 STEP_PART: StepPart = "router"
 
@@ -43,7 +43,7 @@ def router_stats(
 
     Args:
         is_token_T: False for padding, and None when there is none.
-        score: how the router scores experts from its logits (see `moe.model.scores`).
+        score: how the router scores experts from its logits (see `moe.experts.scores`).
     """
     if logits_TE is None:
         return RouterStats(counts_E, None, None, None, rows_computed)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..base.declared import StepPart
-from ..forward import Forward, current_forward
+from ..util.step_parts import StepPart
+from .forward import Forward, current_forward
 
 STEP_PART: StepPart = None
 

@@ -5,7 +5,7 @@ import subprocess
 import sysconfig
 from importlib.util import find_spec
 
-from ..base.errors import ExpertMeshError
+from ..util.errors import ExpertMeshError
 
 _NAME = "expertmesh_probe"
 _PROBE = f"""

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.declared import StepPart
+from ..util.step_parts import StepPart
 
 STEP_PART: StepPart = None
 
 LEFT = 16
-"""Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.comms.nccl`)."""
+"""Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.collectives.nccl`)."""
 
 _IS_BESIDE: ContextVar[bool] = ContextVar("_IS_BESIDE", default=False)
 

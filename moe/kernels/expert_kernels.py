@@ -9,7 +9,7 @@ Row r belongs to the expert in whose run it falls when the rows are cut by count
 w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
 For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
 Without `needs_output` the last matmul is left out, and the result serves only for its shape and its backward (see
-`moe.experts.replay`).
+`moe.util.recompute_cache`).
 
 A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in place of two:
 
@@ -30,12 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
-from ..base.errors import ExpertMeshError
 from ..cpu.matmul import matmul, pad_rows
-from ..experts.replay import kept_product, placeholder
-from ..experts.weight_gradients import deferral_of, now_or_later
-from ..megablocks.megablocks_kernels import SPARSE_PACKAGES, check_megablocks_sparse, megablocks_sparse, require
+from ..util.errors import ExpertMeshError
+from ..util.gpu import computes_on_cpu
+from ..util.recompute_cache import kept_product, placeholder
+from ..util.step_parts import StepPart
 from .carve_out import leaving_room
 from .expert_products import (
     Product,
@@ -49,9 +48,10 @@ from .expert_products import (
 )
 from .fp8 import fp8_products
 from .fp8_casts import MULTIPLE, WIDEST
-from .gpu import computes_on_cpu
 from .grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
 from .kernel_names import Precision, check_kernel_name
+from .megablocks import SPARSE_PACKAGES, check_megablocks_sparse, megablocks_sparse, require
+from .weight_gradients import deferral_of, now_or_later
 
 STEP_PART: StepPart = "expert GEMMs"
 

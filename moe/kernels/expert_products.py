@@ -4,7 +4,7 @@
 
 Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
 of one stored as (e, I, O); its gradient then has the same strides. Without `needs_output` nothing is multiplied, and
-the result serves only for its shape and its backward (see `moe.experts.replay`).
+the result serves only for its shape and its backward (see `moe.util.recompute_cache`).
 
 Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
 """
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
 from ..cpu.matmul import matmul, pad_rows
-from ..experts.replay import kept_product, placeholder
-from ..experts.weight_gradients import deferral_of, now_or_later
-from .gpu import computes_on_cpu, is_rehearsing_gpu
+from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
+from ..util.recompute_cache import kept_product, placeholder
+from ..util.step_parts import StepPart
 from .grouped import GroupedMatmul, for_any_rows
+from .weight_gradients import deferral_of, now_or_later
 
 STEP_PART: StepPart = "expert GEMMs"
 

@@ -22,10 +22,10 @@ the model's and the experts'.
 import torch
 from torch import Tensor
 
-from ..base.declared import StepPart
+from ..util.gpu import computes_on_cpu
+from ..util.step_parts import StepPart
 from .carve_out import leaving_room
 from .fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
-from .gpu import computes_on_cpu
 from .grouped import GroupedMatmul
 
 STEP_PART: StepPart = "expert GEMMs"

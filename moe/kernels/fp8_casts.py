@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.declared import StepPart
 from ..cpu.matmul import matmul, pad_rows
+from ..util.gpu import takes_triton
+from ..util.step_parts import StepPart
 from .expert_products import host_counts, runs
-from .gpu import takes_triton
 
 STEP_PART: StepPart = None
 

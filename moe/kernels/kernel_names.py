@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from ..base.errors import ExpertMeshError
+from ..util.errors import ExpertMeshError
 
 KERNEL_NAMES = ("loop", "torch-grouped", "megablocks-sparse")
 """The keys of `KERNELS`, for code that needs no kernel."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..base.declared import StepPart
-from .gpu import takes_triton
+from ..util.gpu import takes_triton
+from ..util.step_parts import StepPart
 
 STEP_PART: StepPart = "experts' activation"
 

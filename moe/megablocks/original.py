@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..experts.shape import MoEShape
-from .megablocks_kernels import check_megablocks_sparse, check_offsets, load_megablocks, with_int32_indices
+from ..kernels.megablocks import check_megablocks_sparse, check_offsets, load_megablocks, with_int32_indices
 
 
 def original_dmoe(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 
 
 class Cuttable(Protocol):

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from ...moe.base.declared import StepPart
-from ...moe.forward import current_forward
-from ...moe.model.build import decoder_layers
-from .stages import Stages
+from ...moe.experts.forward import current_forward
+from ...moe.hf_model.build import decoder_layers
+from ...moe.util.step_parts import StepPart
+from ..stages import Stages
 from .survey import Size
 
 STEP_PART: StepPart = None

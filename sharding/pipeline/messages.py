@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...moe.base.declared import StepPart
+from ...moe.util.step_parts import StepPart
 
 STEP_PART: StepPart = "pipeline"
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...moe.experts.weight_gradients import WeightGradients
-from ..comms.pipeline_groups import PipelineGroups
+from ...moe.kernels.weight_gradients import WeightGradients
+from ..collectives.pipeline_groups import PipelineGroups
 from ..mesh import Mesh
+from ..stages import Stages
 from .balance import cut_stages
 from .schedule import ScheduleName
-from .stages import Stages
 from .survey import survey
 
 

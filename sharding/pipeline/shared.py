@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...moe.base.declared import StepPart
+from ...moe.util.step_parts import StepPart
 from ..state import StateTensor, local_tensor, trainable_of
 from .pipeline import Pipeline
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.model.build import decoder_layers, fp32_parameters, moe_layers, without_computing
-from ...moe.model.trial import counts_tokens
+from ...moe.hf_model.build import decoder_layers, fp32_parameters, moe_layers, without_computing
+from ...moe.hf_model.trial import counts_tokens
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
 from .balance import crossing
 
 STEP_PART: StepPart = "pipeline"

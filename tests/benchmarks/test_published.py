@@ -8,8 +8,8 @@ import pytest
 from benchmarks.published import FULL, ROWS, _in_turn, _within
 from benchmarks.rehearsed import MODELS, PUBLISHED
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.rehearsal.run_setting import planned
 from tests.tiny import tiny_config
 
 

@@ -15,11 +15,11 @@ from benchmarks.throughput import divide_rows, largest_difference, take_figures,
 from benchmarks.throughput_tables import Case, Figures, Result, draw, gain, judge
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, parse_variant
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu.matmul import libraries_in_use
 from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.sharding.comms.gloo import all_gather, reduce_scatter
-from expertmesh.sharding.life.process import Ranks
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.gloo import all_gather, reduce_scatter
+from expertmesh.sharding.runtime.process import Ranks
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older
 from tests.tiny import save_model

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.files.paths import _advise
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.checkpoints.storage.paths import _advise
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.training.foresight.planner.model_config import find_config
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.planner.model_config import find_config
 from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 

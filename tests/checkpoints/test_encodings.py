@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.hf.encodings import Encoding, pack, scale_values, unpack, widen
+from expertmesh.checkpoints.files.encodings import Encoding, pack, scale_values, unpack, widen
+from expertmesh.checkpoints.files.tensors import as_tensor
 from expertmesh.checkpoints.hf.reader import gather
 from expertmesh.checkpoints.opening import open_readable
-from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
 from tests.families.configs import tiny_model
 from tests.hostile.models import loaded

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.files.encodings import Encoding, scale_values
 from expertmesh.checkpoints.hf.encoders import encode, has_encoder
-from expertmesh.checkpoints.hf.encodings import Encoding, scale_values
 from tests.checkpoints.test_encodings import SOURCES
 from tests.encoded import BLOCK, E2M1, change_config, from_fp8, save_fp8
 from tests.families.configs import tiny_model
@@ -224,7 +224,7 @@ def test_only_blocks_that_changed_are_quantized(tmp_path: Path, capsys: pytest.C
     whose origin is quantized otherwise than ours would be."""
     from dataclasses import replace
 
-    from expertmesh.checkpoints.ep_shards.convert import HowToWrite, write_hf
+    from expertmesh.checkpoints.convert import HowToWrite, write_hf
     from expertmesh.checkpoints.opening import open_readable
 
     source = tmp_path / "model"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.adapter.peft_format import unread_settings
+from expertmesh.checkpoints.adapters.peft_format import unread_settings
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.tiny import relative_error
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from expertmesh.checkpoints.hf.mapping import Region
+from expertmesh.checkpoints.files.mapping import Region
 from expertmesh.checkpoints.hf.names import Matched, Names
-from expertmesh.moe.model.build import build_model
-from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.families import causal_families
 from tests.families.configs import skip_if_older, tiny_config, tiny_model
 from tests.tiny import our_rows
 

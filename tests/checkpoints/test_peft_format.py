@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.adapter.peft_format import (
+from expertmesh.checkpoints.adapters.peft_format import (
     LoraPair,
     adapter_config,
     lora_names,
@@ -26,7 +26,7 @@ from expertmesh.checkpoints.adapter.peft_format import (
 )
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.moe.experts.expert_mlp import ExpertLayout, expert_modules, read_layout
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
 from tests.families.configs import TEXT_IDS, skip_if_older, tiny_config, tiny_model
 
 peft = pytest.importorskip("peft")

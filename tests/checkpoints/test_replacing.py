@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.state.marker import MARKER, whole_checkpoints
-from expertmesh.checkpoints.state.saving import checkpoint_name, sweep
-from expertmesh.checkpoints.storage.directories import replace_directory, sweep_beside, temporary_beside
+from expertmesh.checkpoints.files.directories import replace_directory, sweep_beside, temporary_beside
+from expertmesh.checkpoints.training_state.marker import MARKER, whole_checkpoints
+from expertmesh.checkpoints.training_state.saving import checkpoint_name, sweep
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir", "chmod", "symlink")
 

@@ -198,7 +198,7 @@ def _run_job(
 ) -> Any:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from expertmesh.sharding.life.process import end_process_group, start_process_group
+    from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 
     # where a job before has set it: `datasets` puts a copy in the place of os.environ, which then is not set back
     os.environ.pop("GROUP_RANK", None)

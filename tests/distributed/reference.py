@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.kernels.expert_kernels import FP8, KERNELS, KernelChoice
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.state import local_tensor, parameters_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig

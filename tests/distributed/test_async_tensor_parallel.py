@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.torch_private import _resolve_process_group
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine, overlapped_regions
 from expertmesh.training.engine import assemble

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.model.build import take_stats
-from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts, watch_choices
+from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.hf_model.build import take_stats
+from expertmesh.sharding.parallelize.choices import Checkpointing
+from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import forward_of, token_loss_sum

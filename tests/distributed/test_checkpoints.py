@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
-from expertmesh.checkpoints.hf.carried import Carried
+from expertmesh.checkpoints.files.dtypes import Array
 from expertmesh.checkpoints.hf.export import export_model
-from expertmesh.checkpoints.storage.dtypes import Array
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.checkpoints.hf.untrained_tensors import Carried
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool

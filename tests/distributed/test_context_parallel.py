@@ -15,9 +15,9 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from expertmesh.moe.forward import Forward
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.sharding.collectives.context_parallel import CPGroup
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.context_parallel_attention import cp_attention
 from expertmesh.training.data.batch import SplitSequences

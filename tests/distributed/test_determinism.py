@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.training.change.determinism import compute_deterministically
+from expertmesh.training.model_setup.determinism import compute_deterministically
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import ROOT, run_main

@@ -16,17 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.dispatch import exchange
-from expertmesh.moe.dispatch.destinations import first_choices
-from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Tables
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.moe.experts.replay import Keeper
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.model.build import moe_layers
-from expertmesh.sharding.comms.node_groups import make_node_groups
-from expertmesh.sharding.place import recompute
-from expertmesh.sharding.place.choices import Checkpointing, ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
+from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
+from expertmesh.moe.dispatch.dedup import NodeGroups, OnceDispatcher, Tables
+from expertmesh.moe.dispatch.dedup_routes import first_choices
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.recompute_cache import Keeper
+from expertmesh.sharding.collectives.node_groups import make_node_groups
+from expertmesh.sharding.parallelize import recompute
+from expertmesh.sharding.parallelize.choices import (
+    Checkpointing,
+    ranks_of_equal_nodes,
+    ranks_of_nodes,
+    resolve_dispatch,
+)
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.loss.routing_figures import over_ranks
 from expertmesh.training.step import compute_gradients
-from expertmesh.training.watch.routing_figures import over_ranks
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,

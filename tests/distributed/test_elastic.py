@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import tp_sizes_on_nodes
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step

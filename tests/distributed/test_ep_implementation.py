@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.families import causal_families
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.moe.registration import NAME, register_ep_implementation
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.families.configs import UNSHRINKABLE, is_older, tiny_model
 from tests.tiny import relative_error

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.kernels import fp8_linear
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.kernels.fp8_casts import Scaled
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.moe.linear import fp8 as fp8_linear
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training import engine, tensor_parallel
-from expertmesh.training.change.dense_precision import multiply_in_fp8
+from expertmesh.training.model_setup.dense_precision import multiply_in_fp8
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, of_packed, ours, random_samples, reference
 from tests.families.configs import TEXT_IDS, tiny_model

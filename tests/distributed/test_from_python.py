@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import expertmesh
-from expertmesh.sharding.life.process import Ranks
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.inputs import read_inputs

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import current_forward
-from expertmesh.sharding.life.process import Ranks
+from expertmesh.moe.experts.forward import current_forward
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.generate import generate

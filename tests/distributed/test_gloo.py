@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.comms import gloo
-from expertmesh.sharding.comms.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
-from expertmesh.sharding.place.parallelize import communicate_over_gloo
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives import gloo
+from expertmesh.sharding.collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
+from expertmesh.sharding.parallelize.parallelize import communicate_over_gloo
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients

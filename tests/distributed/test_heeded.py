@@ -17,7 +17,7 @@ import torch
 
 import expertmesh
 from expertmesh import train_ep
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.library import OF_THE_LOOP
 from tests.distributed.pool import RankPool

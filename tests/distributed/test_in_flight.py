@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
 from expertmesh.training import tensor_parallel
 from expertmesh.training.loss.balance import LossWeights

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool

@@ -21,8 +21,8 @@ from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.evaluate import Evaluation
+from expertmesh.training.monitoring.anomaly import AnomalyDetector
 from expertmesh.training.step import StepResult
-from expertmesh.training.watch.anomaly import AnomalyDetector
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import flags, shares

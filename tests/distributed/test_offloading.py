@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.model.build import decoder_layers
-from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.place.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from expertmesh.moe.hf_model.build import decoder_layers
+from expertmesh.sharding.parallelize.choices import Checkpointing
+from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.dispatch.alltoall import _places, part_sizes
 from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.plain import _places, part_sizes
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
-from expertmesh.moe.model.build import moe_layers, take_stats
+from expertmesh.moe.hf_model.build import moe_layers, take_stats
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import forward_of, token_loss_sum

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.router_stats import RouterStats
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.model.build import take_stats
+from expertmesh.moe.hf_model.build import take_stats
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
 from expertmesh.training.data.batch import IGNORED, Batch, collate

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.change.compiling import compilation
+from expertmesh.training.model_setup.compiling import compilation
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.tiny import relative_error, save_model

@@ -11,10 +11,10 @@ from torch import nn
 
 from expertmesh.moe.torch_private import FakeStore
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal import world
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.told import EVEN
-from expertmesh.training.foresight.rehearsal.world import Rehearsed
+from expertmesh.training.planning.rehearsal import world
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.given_routing import EVEN
+from expertmesh.training.planning.rehearsal.world import Rehearsed
 from tests.distributed.pool import RankPool
 from tests.tiny import tiny_config
 

@@ -16,7 +16,7 @@ import yaml
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.foresight.rank_memory import recorded_pipeline
+from expertmesh.training.planning.rank_memory import recorded_pipeline
 from expertmesh.training.step import train_step
 from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool

@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.pipeline.stages import layers_here
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.replicas import check_replicas
+from expertmesh.sharding.stages import layers_here
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.change.compiling import compilation
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.packing import pack
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
+from expertmesh.training.loss.routing_figures import over_ranks, routing_metrics
+from expertmesh.training.model_setup.compiling import compilation
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import StepResult, compute_gradients, train_step
-from expertmesh.training.watch.routing_figures import over_ranks, routing_metrics
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     MAX_GRAD_NORM,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.checkpoints.state.marker import whole_checkpoints
+from expertmesh.checkpoints.training_state.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import STEPS, flags, run, stop_at_checkpoint

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.monitoring.anomaly import AnomalyDetector
 from expertmesh.training.step import compute_gradients
-from expertmesh.training.watch.anomaly import AnomalyDetector
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
 from tests.distributed.test_nonfinite import Poison, applied, metrics, run_poisoned

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.model.build import decoder_layers
-from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.place.parallelize import prefetch_layers
+from expertmesh.moe.hf_model.build import decoder_layers
+from expertmesh.sharding.parallelize.choices import Checkpointing
+from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training.loss.balance import LossWeights

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.experts.quantised import SCALES, Kind, Storage, quantise, storages_of
-from expertmesh.moe.experts.working import local_part
+from expertmesh.moe.experts.bf16_copies import local_part
+from expertmesh.moe.linear.quantized import SCALES, Kind, Storage, quantise, storages_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import expertmesh.training.engine
-from expertmesh.checkpoints.state.marker import whole_checkpoints
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.checkpoints.training_state.marker import whole_checkpoints
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding import replicas
 from expertmesh.sharding.replicas import check_replicas, checksum, replicated_state
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.banner import replica_lines
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.facts import replica_lines
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model
 from tests.distributed.test_checkpoints import read

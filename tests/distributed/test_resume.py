@@ -26,12 +26,12 @@ from transformers import MixtralForCausalLM
 from benchmarks.chaos import is_complete
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.state import resuming, saving
-from expertmesh.checkpoints.state.marker import recorded_transposed, whole_checkpoints
-from expertmesh.checkpoints.state.resuming import find_checkpoint
-from expertmesh.checkpoints.state.saving import Saver
-from expertmesh.moe.base.command import INTERRUPTED
-from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.checkpoints.training_state import resuming, saving
+from expertmesh.checkpoints.training_state.marker import recorded_transposed, whole_checkpoints
+from expertmesh.checkpoints.training_state.resuming import find_checkpoint
+from expertmesh.checkpoints.training_state.saving import Saver
+from expertmesh.moe.util.command import INTERRUPTED
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.training.data.batch import collate
 from expertmesh.training.evaluate import Best
 from expertmesh.training.finished import Finished
@@ -345,7 +345,7 @@ def test_another_model_is_not_resumed(ranks: RankPool, tiny_data: Path, finished
 
 def run_otherwise(argv: list[str]) -> tuple[int, str]:
     """A run with a transformers for which nothing beside experts is held transposed."""
-    with mock.patch("expertmesh.moe.model.build.hold_transposed"):
+    with mock.patch("expertmesh.moe.hf_model.build.hold_transposed"):
         return run_main(argv)
 
 
@@ -432,9 +432,9 @@ def test_a_stopped_run_with_adapters_is_at_the_step_it_stopped_at(
 INTERRUPTED_WHILE_SAVING = """
 import os, signal, threading
 from expertmesh import train_ep
-from expertmesh.checkpoints.state import saving
+from expertmesh.checkpoints.training_state import saving
 from expertmesh.training import engine
-from expertmesh.moe.base.command import run_command
+from expertmesh.moe.util.command import run_command
 
 writing, train_step = threading.Event(), engine.train_step
 
@@ -470,7 +470,7 @@ def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: P
 def test_interrupted_command() -> None:
     """Quietly."""
     code = (
-        "from expertmesh.moe.base.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
+        "from expertmesh.moe.util.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import expertmesh
-from expertmesh.checkpoints.state.marker import whole_checkpoints
+from expertmesh.checkpoints.training_state.marker import whole_checkpoints
 from expertmesh.training import loop
-from expertmesh.training.watch.log import RunLog
+from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
 from tests.distributed.test_resume import flags, shares
 from tests.distributed.test_train_ep import run_main

@@ -60,7 +60,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 def otherwise(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As written with a transformers for which nothing beside experts is held transposed."""
     out = tmp_path_factory.mktemp("otherwise") / "ep4"
-    with mock.patch("expertmesh.moe.model.build.hold_transposed"):
+    with mock.patch("expertmesh.moe.hf_model.build.hold_transposed"):
         assert run("convert", tiny_model, out, "--ep-size", 4) == 0
     assert not any(entry["transposed"] for entry in read_manifest(out)["tensors"])
     return out

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import expertmesh.training.engine
-from expertmesh.training.watch.meter import Meter
+from expertmesh.training.monitoring.meter import Meter
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 

@@ -9,9 +9,9 @@ from unittest import mock
 import torch.distributed as dist
 
 import expertmesh
-from expertmesh.sharding.life import agreement
+from expertmesh.sharding.runtime import agreement
 from expertmesh.training import inputs
-from expertmesh.training.foresight import rank_memory
+from expertmesh.training.planning import rank_memory
 from tests.distributed.pool import RankPool
 
 

@@ -11,7 +11,7 @@ import pytest
 from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from expertmesh.training.watch.trackers import TRACKERS, Trackers
+from expertmesh.training.monitoring.trackers import TRACKERS, Trackers
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 
@@ -60,7 +60,7 @@ def run_with_wandb(argv: list[str]) -> tuple[int, str, dict[str, Any], int]:
     wandb = SimpleNamespace(init=mock.Mock(return_value=told), config=mock.MagicMock())
     with (
         mock.patch.dict("sys.modules", wandb=wandb),
-        mock.patch("expertmesh.training.watch.trackers.get_available_trackers", return_value=[LoggerType.WANDB]),
+        mock.patch("expertmesh.training.monitoring.trackers.get_available_trackers", return_value=[LoggerType.WANDB]),
         mock.patch("accelerate.tracking.get_available_trackers", return_value=[LoggerType.WANDB]),
     ):
         code, errors = run_main(argv)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.place.parallelize import communicate_over_gloo
-from expertmesh.sharding.place.unreached import agree_on_gradients, num_lacking, reduce_unreached
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.parallelize import communicate_over_gloo
+from expertmesh.sharding.parallelize.unreached import agree_on_gradients, num_lacking, reduce_unreached
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples, reference

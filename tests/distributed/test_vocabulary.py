@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.vocabulary as vocabulary
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import Forward, Targets
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.sharding.place.vocabulary import divide_embedding, divided_vocabulary
+from expertmesh.moe.experts.forward import Forward, Targets
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.context_parallel import CPGroup
+from expertmesh.sharding.collectives.tensor_parallel import TPGroup
+from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.data.batch import IGNORED, SplitSequences, collate
 from expertmesh.training.loss.head import attach_loss_head, chunked_loss_sum, full_loss_sum, loss_head

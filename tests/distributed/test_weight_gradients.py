@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe.model.build import moe_layers
-from expertmesh.sharding.place.weight_gradients import weight_gradients
+from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.sharding.parallelize.weight_gradients import weight_gradients
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from expertmesh.moe.experts.lora import first_values, store_frozen
-from expertmesh.moe.experts.quantised import quantise, widen
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.linear.quantized import quantise, widen
 from expertmesh.sharding.state import adapters_of, state_of
-from expertmesh.training.change.lora_targets import adapt
 from expertmesh.training.data.batch import collate
+from expertmesh.training.model_setup.lora_targets import adapt
 from tests.distributed.reference import (
     MAX_GRAD_NORM,
     Case,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import transformers
 
-from expertmesh.moe.model.families import NOT_MARKED, causal_families, families_passed_over
-from expertmesh.moe.model.family_exceptions import UNDIVIDED, UNSUPPORTED
-from expertmesh.training.foresight.support import METHODS, support_of
+from expertmesh.moe.hf_model.families import NOT_MARKED, causal_families, families_passed_over
+from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
+from expertmesh.training.planning.support import METHODS, support_of
 from tests.families.configs import tiny_config
 from tests.families.test_parity import FAMILIES as TRAINED
 from tests.published.models import CONFIGS, MODELS

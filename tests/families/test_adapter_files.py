@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.adapter.adapter_files import load_adapter, read_adapter
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.checkpoints.adapters.adapter_files import load_adapter, read_adapter
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine
-from expertmesh.training.change.lora_targets import lora_of
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.model_setup.lora_targets import lora_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, sharded_model
 from tests.distributed.test_checkpoints import read

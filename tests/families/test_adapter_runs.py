@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expertmesh.checkpoints.state.state_table import StateReader
+from expertmesh.checkpoints.training_state.state_table import StateReader
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main

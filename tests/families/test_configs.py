@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertmesh.moe.model.build import build_model
-from expertmesh.moe.model.families import causal_families
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from tests.families.configs import (
     EXPERTS,
     TEXT_IDS,

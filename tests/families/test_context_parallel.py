@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel, complete_sequences_line
 from expertmesh.training.attention.packed_attention import choose_attention
-from expertmesh.training.change.compiling import compilation, compile_layers
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.model_setup.compiling import compilation, compile_layers
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
 from tests.distributed.test_training import lines, start

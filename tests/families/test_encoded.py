@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.files.encodings import Encoding
 from expertmesh.checkpoints.hf.encoders import encode
-from expertmesh.checkpoints.hf.encodings import Encoding
 from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool

@@ -2,7 +2,7 @@
 
 A tiny random model of each: loss and every gradient for every parallel layout, the way to EP shards and back, and an
 export that transformers loads. A family that a new release of transformers brings is among them by itself; one that
-cannot pass stands in `moe.model.family_exceptions` with the reason.
+cannot pass stands in `moe.hf_model.family_exceptions` with the reason.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
+from expertmesh.checkpoints.convert import HowToWrite, convert, export_offline
 from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.moe.__main__ import main
-from expertmesh.moe.model.families import causal_families
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.kernels.gpu import rehearsing_gpu
-from expertmesh.moe.model.families import causal_families
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.training.fused.fuse import fuse_layers
 from tests.families.configs import TEXT_IDS, UNSHRINKABLE, tiny_model
 from tests.interpreter import interpreted

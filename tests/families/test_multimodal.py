@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import (
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, decoder_layers, moe_layers
-from expertmesh.moe.model.families import causal_families
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.hf_model.build import build_model, decoder_layers, moe_layers
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.tiny import loaded

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.model.build import build_model, decoder_layers
+from expertmesh.moe.hf_model.build import build_model, decoder_layers
 from expertmesh.moe.transformers_private import calls
-from expertmesh.sharding.place.recompute import _ATTENTION, _ROUTING, _draws, checkpoint_layers
+from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _draws, checkpoint_layers
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.head import attach_loss_head

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from expertmesh import train_ep
-from expertmesh.checkpoints.adapter.merge import merge_adapter
-from expertmesh.checkpoints.ep_shards.convert import HowToWrite
+from expertmesh.checkpoints.adapters.merge import merge_adapter
+from expertmesh.checkpoints.convert import HowToWrite
 from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model
-from expertmesh.moe.model.rope import read_rope_scaling
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.rope import read_rope_scaling
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.place.choices import Strategy
+from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main

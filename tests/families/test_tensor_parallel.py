@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model
-from expertmesh.moe.model.families import families_with_plan
-from expertmesh.moe.model.family_exceptions import UNDIVIDED
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.families import families_with_plan
+from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients

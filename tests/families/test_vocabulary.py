@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.model.build import build_model, without_computing
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.sharding.place.vocabulary import divide_embedding, divided_vocabulary
+from expertmesh.moe.hf_model.build import build_model, without_computing
+from expertmesh.sharding.collectives.tensor_parallel import TPGroup
+from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
 from tests.families.configs import VOCABULARY, tiny_config
 from tests.families.test_families import FAMILIES
 

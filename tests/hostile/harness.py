@@ -24,8 +24,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.life.process import start_process_group
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import start_process_group
 from tests.distributed.pool import PRELOAD
 
 MULTIPLIER = int(os.environ.get("HOSTILE_CASES", "1"))

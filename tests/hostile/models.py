@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from expertmesh.checkpoints.files.tensors import as_tensor
 from expertmesh.checkpoints.load import load_model
 from expertmesh.checkpoints.opening import open_readable
-from expertmesh.checkpoints.state.marker import MARKER
-from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.sharding.place.parallelize import materialize
+from expertmesh.checkpoints.training_state.marker import MARKER
+from expertmesh.sharding.parallelize.parallelize import materialize
 from expertmesh.sharding.topology import Topology
 
 SMALL: dict[str, Any] = dict(

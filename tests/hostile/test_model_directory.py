@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
-from expertmesh.moe.model.tensor_plan import regions_of
+from expertmesh.moe.hf_model.tensor_plan import regions_of
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL, Tensors, loaded, loaded_model, same_bits
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped

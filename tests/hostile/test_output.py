@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import lock
 from expertmesh.training.lock import DirectoryLock
-from expertmesh.training.watch.log import RunLog
+from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.hostile.models import SMALL
@@ -296,7 +296,7 @@ def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("expertmesh.checkpoints.ep_shards.convert.copy_side_files", fails)
+        patch.setattr("expertmesh.checkpoints.convert.copy_side_files", fails)
         assert checkpoints("export", small, tmp_path / "begun")[0] == 2
     assert (tmp_path / "begun" / "model.safetensors").exists()
     for out in ("whole", "begun"):
@@ -316,7 +316,7 @@ def test_conversion_whose_directory_goes_away(
             (out / "x").write_text("")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"expertmesh.checkpoints.ep_shards.convert.{name}", gone)
+            patch.setattr(f"expertmesh.checkpoints.convert.{name}", gone)
             code, errors = checkpoints(*command, small, out)
         assert (code, f"{out}" in errors) == (2, True), errors
         assert "cannot be written" in errors

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
-from expertmesh.checkpoints.state.marker import MARKER
-from expertmesh.checkpoints.state.resuming import find_checkpoint
-from expertmesh.checkpoints.storage.checksums import seal
+from expertmesh.checkpoints.files.checksums import seal
+from expertmesh.checkpoints.training_state.marker import MARKER
+from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from tests.hostile.harness import Refused, Watch
 from tests.hostile.models import loaded, loaded_model, same_bits
 from tests.hostile.mutations import dumped

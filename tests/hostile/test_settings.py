@@ -15,10 +15,10 @@ import yaml
 from hypothesis import strategies as st
 
 from expertmesh.checkpoints.hf.source import resolve_model
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight.cluster_commands import main as plan_main
-from expertmesh.training.foresight.planner.hardware import preset, save_measured
+from expertmesh.training.planning.cluster_commands import main as plan_main
+from expertmesh.training.planning.planner.hardware import preset, save_measured
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.mutations import BROKEN_TEXTS, changed_bytes, changed_document, dumped
 from tests.hostile.test_model_directory import small

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
+from expertmesh.checkpoints.files.checksums import file_checksum, seal
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads
 from expertmesh.checkpoints.opening import open_readable
-from expertmesh.checkpoints.state.marker import MARKER, recorded_transposed
-from expertmesh.checkpoints.state.resuming import find_checkpoint
-from expertmesh.checkpoints.storage.checksums import file_checksum, seal
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.checkpoints.training_state.marker import MARKER, recorded_transposed
+from expertmesh.checkpoints.training_state.resuming import find_checkpoint
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.hostile.harness import Refused, Watch, fuzz

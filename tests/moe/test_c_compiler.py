@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.kernels.c_compiler import check_c_compiler
+from expertmesh.moe.util.errors import ExpertMeshError
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.config import check_config
-from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.hf_model.config import check_config
+from expertmesh.moe.hf_model.families import causal_families
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral_config
 

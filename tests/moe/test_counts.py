@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.moe.model.build import build_model, count_parameters
-from expertmesh.moe.model.counts import Attention, seen_pairs, training_flops
-from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.moe.hf_model.build import build_model, count_parameters
+from expertmesh.moe.hf_model.counts import Attention, seen_pairs, training_flops
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.samples import Sample
 from tests.families.configs import tiny_config as config_of

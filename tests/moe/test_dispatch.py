@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.dispatch.plain import exchange_counts, wait_for_counts
+from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
 
 
 @pytest.mark.gpu

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.activation import Activation
 from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
+from expertmesh.moe.hf_model.build import build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
 from expertmesh.moe.kernels.expert_kernels import KERNELS
-from expertmesh.moe.model.build import build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import skip_if_older
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import our_experts, our_rows, relative_error, tiny_config

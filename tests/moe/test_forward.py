@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import Forward, current_forward, give_forwards
-from expertmesh.moe.model.build import build_model, take_stats
+from expertmesh.moe.experts.forward import Forward, current_forward, give_forwards
+from expertmesh.moe.hf_model.build import build_model, take_stats
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.tiny import loaded, tiny_block, tiny_config, tiny_mixtral
 
 TOKENS_BS = torch.arange(8).view(2, 4)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.experts.lora import Lora, add_adapters, use_fp8
-from expertmesh.moe.kernels import fp8_linear
-from expertmesh.moe.kernels.fp8_linear import Division, FP8Linear, FP8RowwiseLinear, suits_fp8
-from expertmesh.moe.model.rowwise import hold_transposed
+from expertmesh.moe.linear import fp8 as fp8_linear
+from expertmesh.moe.linear.fp8 import Division, FP8Linear, FP8RowwiseLinear, suits_fp8
+from expertmesh.moe.linear.rowwise import hold_transposed
 from tests.tiny import relative_error
 
 

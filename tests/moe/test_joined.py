@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.experts.expert_mlp import LowRank
-from expertmesh.moe.experts.weight_gradients import WeightGradients
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.kernels.gpu import rehearsing_gpu
-from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts, watch_choices
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.kernels.weight_gradients import WeightGradients
+from expertmesh.moe.util.gpu import rehearsing_gpu
+from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from tests.interpreter import interpreted
 from tests.moe.test_experts import KINDS, TOP_K, WIDTH, D, random
 from tests.moe.test_weight_gradients import Run

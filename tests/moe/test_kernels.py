@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu import matmul
 from expertmesh.moe.kernels.expert_kernels import KERNELS, FusedSwiGLU, Needs, _leaves_empty_groups, choose_kernel
 from expertmesh.moe.kernels.kernel_names import KERNEL_NAMES
+from expertmesh.moe.util.errors import ExpertMeshError
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -306,7 +306,7 @@ def test_choice_by_compute_capability(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_grouped: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name)
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     expected = "torch-grouped" if is_grouped else "megablocks-sparse"
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == expected
 
@@ -314,9 +314,7 @@ def test_choice_by_compute_capability(
 def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"megablocks", "stk", "triton"}
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(
-        "expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name if name in installed else None
-    )
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name if name in installed else None)
     choice = choose_kernel("auto", needs("cuda", 128, 256))
     assert choice.name == "megablocks-sparse"
     assert choice.why == "auto: in grouped_mm this GPU would launch one matmul per expert"
@@ -336,7 +334,7 @@ def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases or another activation: a kernel that has a product. Of several widths, one that suits all."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name)
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     no_swiglu = replace(needs("cuda", 128, 256), is_swiglu=False)
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "megablocks-sparse"
     assert choose_kernel("auto", no_swiglu).name == "torch-grouped"

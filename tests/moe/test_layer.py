@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.dispatch.plain import LocalDispatcher, _transpose_blocks
+from expertmesh.moe.dispatch.alltoall import LocalDispatcher, _transpose_blocks
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
 from expertmesh.moe.experts.router_stats import RouterStats, count_experts, router_stats
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.model.build import _check_alike, build_model, dropless_experts, moe_layers, take_stats
-from expertmesh.moe.model.scores import LOG_SCORES, RouterKind
+from expertmesh.moe.experts.scores import LOG_SCORES, RouterKind
+from expertmesh.moe.hf_model.build import _check_alike, build_model, dropless_experts, moe_layers, take_stats
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import state_of
 from tests.families import configs as families
 from tests.moe.test_kernels import CPU_KERNELS

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.kernels import megablocks_ops
+from expertmesh.moe.kernels.megablocks import _topology, load_megablocks
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
-from expertmesh.moe.megablocks import megablocks_ops
-from expertmesh.moe.megablocks.megablocks_kernels import _topology, load_megablocks
 from expertmesh.moe.megablocks.original import original_dmoe
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import fused
 from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral
@@ -285,7 +285,7 @@ def test_sparse_refuses_tensors_past_its_offsets() -> None:
 
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: None)
     load_megablocks.cache_clear()  # other tests have loaded it
     weight = torch.zeros(D, D)
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.dispatch import permute
-from expertmesh.moe.dispatch.destinations import sparse_rows
+from expertmesh.moe.dispatch.dedup_routes import sparse_rows
 from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
 from tests.interpreter import interpreted
 from tests.tiny import relative_error

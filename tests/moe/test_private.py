@@ -17,8 +17,7 @@ from transformers import Trainer, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.moe import torch_private, transformers_private
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.torch_private import flash_operator
 from expertmesh.moe.transformers_private import (
     in_place_of_trainers,
@@ -27,8 +26,9 @@ from expertmesh.moe.transformers_private import (
     replacing_sample_search,
     wrap_checkpointing,
 )
-from expertmesh.sharding.place.offload import offload_inputs
-from expertmesh.sharding.place.recompute import checkpoint_layers
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.offload import offload_inputs
+from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from tests.tiny import tiny_mixtral
 
 ROOT = Path(__file__).parents[2]

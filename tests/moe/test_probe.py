@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, moe_layers
-from expertmesh.moe.model.probe import SeenExperts, probe
-from expertmesh.moe.model.scores import UNKNOWN, RouterKind
+from expertmesh.moe.experts.scores import UNKNOWN, RouterKind
+from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.hf_model.probe import SeenExperts, probe
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 
@@ -21,7 +21,7 @@ from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 @pytest.fixture(autouse=True)
 def _seen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here parts of a model are exchanged for others, which its config does not tell."""
-    monkeypatch.setattr("expertmesh.moe.model.build.probe", probe)
+    monkeypatch.setattr("expertmesh.moe.hf_model.build.probe", probe)
 
 
 def on_meta(config: Any, attention: str = "sdpa") -> Any:

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.kernels.expert_kernels import KERNELS
 from expertmesh.moe.kernels.expert_products import AddBias, Product
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.moe.test_kernels import (
     COUNTS,
     CPU_KERNELS,

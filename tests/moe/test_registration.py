@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.registration import NAME, register_ep_implementation
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import is_older
 
 

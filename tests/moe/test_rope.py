@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.rope import advised_scaling, read_rope_scaling, rope_change, with_rope_scaling
+from expertmesh.moe.hf_model.rope import advised_scaling, read_rope_scaling, rope_change, with_rope_scaling
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from expertmesh.moe.cpu.matmul import Linear
-from expertmesh.moe.experts.quantised import Storage, quantise, stored_linear
-from expertmesh.moe.kernels.fp8_linear import FP8Linear
-from expertmesh.moe.model import build
-from expertmesh.moe.model.build import build_model
-from expertmesh.moe.model.rowwise import RowwiseLinear
-from expertmesh.moe.model.tensor_plan import regions_of
+from expertmesh.moe.hf_model import build
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.tensor_plan import regions_of
+from expertmesh.moe.linear.fp8 import FP8Linear
+from expertmesh.moe.linear.quantized import Storage, quantise, stored_linear
+from expertmesh.moe.linear.rowwise import RowwiseLinear
 from expertmesh.sharding.state import state_of
 from tests.families.configs import is_older, tiny_config
 from tests.tiny import relative_error

@@ -2,8 +2,8 @@
 
 import pytest
 
-from expertmesh.moe.model.build import build_model, moe_layers
-from expertmesh.moe.model.scores import RouterKind
+from expertmesh.moe.experts.scores import RouterKind
+from expertmesh.moe.hf_model.build import build_model, moe_layers
 from tests.families.configs import tiny_config
 
 SCORES = {

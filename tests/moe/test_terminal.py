@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 
 import pytest
 
-from expertmesh.moe.base.terminal import UNREAD, ends_with_reader, folded, going_on_unread
+from expertmesh.moe.util.terminal import UNREAD, ends_with_reader, folded, going_on_unread
 
 
 @contextmanager

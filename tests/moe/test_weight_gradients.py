@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.experts.expert_mlp import LowRank
-from expertmesh.moe.experts.weight_gradients import WeightGradients
-from expertmesh.moe.forward import Forward
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.moe.kernels.weight_gradients import WeightGradients
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_experts import EXPERTS, KINDS, TOP_K, WIDTH, D, random
 from tests.moe.test_kernels import CPU_KERNELS

@@ -28,7 +28,7 @@ class Figure:
 @dataclass(frozen=True)
 class Published:
     """total, active: parameters of the model and of those that a token meets. top_k, num_experts: routed experts a
-    token, of how many. score: how a router's logits become weights, a key of `moe.model.scores.LOG_SCORES`. num_groups:
+    token, of how many. score: how a router's logits become weights, a key of `LOG_SCORES`. num_groups:
     of experts, of which a token is given some. has_table: whether some layers look a token's experts up by its id."""
 
     total: Figure

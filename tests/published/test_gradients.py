@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from expertmesh.moe.model.families import families_with_plan
+from expertmesh.moe.hf_model.families import families_with_plan
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients

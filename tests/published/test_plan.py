@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.model.build import count_parameters, moe_shape
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.moe.hf_model.build import count_parameters, moe_shape
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.planner.model_config import read_config
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
 from expertmesh.checkpoints.hf.source import ModelSource, open_source
 from tests.published.models import CONFIGS
 from tests.published.tensors import TENSORS, Published

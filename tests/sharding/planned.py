@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch.profiler import ProfilerActivity, profile
 
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.rehearsal.run_setting import planned
 from tests.tiny import tiny_config
 
 ODD_SIZES = {"hidden_size": 40, "intermediate_size": 24, "vocab_size": 331, "num_attention_heads": 4, "head_dim": 16}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.sharding.life.allocator import VARIABLES, let_segments_grow
+from expertmesh.sharding.runtime.allocator import VARIABLES, let_segments_grow
 from tests.distributed.test_train_ep import ROOT
 
 PROGRAM = """

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.sharding.life import failures
-from expertmesh.sharding.life.failures import Notice, Notices, is_broken_collective, is_timeout
+from expertmesh.sharding.runtime import failures
+from expertmesh.sharding.runtime.failures import Notice, Notices, is_broken_collective, is_timeout
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 
@@ -125,9 +125,9 @@ def test_the_recorder_knows_collectives_over_nccl(ranks: RankPool) -> None:
 
 
 def _reduce_on_a_gpu() -> None:
-    from expertmesh.sharding.life.flight_recorder import recorded_collectives
-    from expertmesh.sharding.life.process import end_process_group, start_process_group
     from expertmesh.sharding.mesh import build_mesh
+    from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
+    from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 
     ranks = start_process_group(use_cpu=False, timeout_seconds=60)
     build_mesh("cuda", Topology(1, 1))
@@ -145,8 +145,8 @@ def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
 
 
 def _gather_over_ep() -> str:
-    from expertmesh.sharding.life.flight_recorder import recorded_collectives
     from expertmesh.sharding.mesh import build_mesh
+    from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
 
     mesh = build_mesh("cpu", Topology(4, 2))
     dist.all_gather([torch.empty(2), torch.empty(2)], torch.zeros(2), group=mesh.ep.get_group())

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.moe.forward import Forward
-from expertmesh.sharding.place.recompute import _ATTENTION, _ROUTING, _selective_contexts
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _selective_contexts
 
 FUSED = ("cudnn", "flash", "efficient")
 """Those among which torch chooses on CUDA."""

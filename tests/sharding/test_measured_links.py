@@ -3,10 +3,10 @@
 import pytest
 
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.foresight.planner.check import GroupSpeed, measured_links
-from expertmesh.training.foresight.planner.cost import seconds_among
-from expertmesh.training.foresight.planner.hardware import DEVICES, Hardware, Link
-from expertmesh.training.foresight.planner.traffic import Kind
+from expertmesh.training.planning.planner.check import GroupSpeed, measured_links
+from expertmesh.training.planning.planner.cost import seconds_among
+from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, Link
+from expertmesh.training.planning.planner.traffic import Kind
 
 TRUE_LINKS = Link(450e9, 3e-6), Link(50e9, 8e-6)
 

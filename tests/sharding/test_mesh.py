@@ -14,10 +14,10 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.moe.kernels.carve_out import LEFT
-from expertmesh.sharding.life.flight_recorder import recorded_collectives
 from expertmesh.sharding.mesh import Mesh, build_mesh
-from expertmesh.sharding.place.choices import Strategy
-from expertmesh.sharding.place.dispatchers import choose_dispatcher
+from expertmesh.sharding.parallelize.choices import Strategy
+from expertmesh.sharding.parallelize.dispatchers import choose_dispatcher
+from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 

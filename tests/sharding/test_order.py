@@ -6,10 +6,10 @@ One rank at a time is dry-run, on fake tensors and collectives that send nothing
 import pytest
 from transformers import MixtralConfig
 
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
-from expertmesh.training.foresight.rehearsal.world import rehearse
+from expertmesh.training.planning.rehearsal.collective_order import Call, calls, check_order
+from expertmesh.training.planning.rehearsal.world import rehearse
 
 MEMBERS = {8: (0, 7), 16: (0, 7, 15)}
 """Ranks by world size, at least two of an ep group, of a dp group and of all. Of 100 tokens' rows rank 7 of 8 holds

@@ -11,19 +11,19 @@ from unittest import mock
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.planner.cost import step_time
-from expertmesh.training.foresight.planner.hardware import preset
-from expertmesh.training.foresight.planner.peak_memory import peak
-from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
-from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.planner.stage_costs import balanced
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rank_memory import ChosenPipeline, NoForecast, choose_pipeline
-from expertmesh.training.foresight.this_machine import CPU
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.planner.cost import step_time
+from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.planner.schedule_choice import choose_schedule
+from expertmesh.training.planning.planner.search import Cluster
+from expertmesh.training.planning.planner.stage_costs import balanced
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.rank_memory import ChosenPipeline, NoForecast, choose_pipeline
+from expertmesh.training.planning.this_machine import CPU
 from tests.sharding.planned import flags_of, tiny_run
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, SLOW, run_of
 from tests.tiny import tiny_config
@@ -226,6 +226,6 @@ def test_plan_and_dry_run_have_the_stages_of_a_run(tmp_path: Path, capsys: pytes
 
     dry = ["rehearse", "--model", str(tmp_path), "--gpus", "4", *batch, "--bf16", "--max-seq-length", "32"]
     dry += ["--per-device-train-batch-size", "2", "--pipeline-schedule", best["schedule"]]
-    with mock.patch("expertmesh.training.foresight.rehearsal.world.rehearse", rehearse):
+    with mock.patch("expertmesh.training.planning.rehearsal.world.rehearse", rehearse):
         assert main(dry) == 2
     assert [each.pipeline_layers for each in seen] == [told]

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.foresight import plan_command
-from expertmesh.training.foresight.cluster_commands import _print_speeds, main
-from expertmesh.training.foresight.planner.check import (
+from expertmesh.training.planning import plan_command
+from expertmesh.training.planning.cluster_commands import _print_speeds, main
+from expertmesh.training.planning.planner.check import (
     GroupSpeed,
     check_groups,
     mark_slow,
     measured_hardware,
     measured_links,
 )
-from expertmesh.training.foresight.planner.hardware import DEVICES, Hardware, load_measured, preset, save_measured
-from expertmesh.training.foresight.planner.hardware_flags import chosen_hardware
-from expertmesh.training.foresight.planner.mesh_picture import picture
-from expertmesh.training.foresight.rates import AT_BEST
+from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, load_measured, preset, save_measured
+from expertmesh.training.planning.planner.hardware_flags import chosen_hardware
+from expertmesh.training.planning.planner.mesh_picture import picture
+from expertmesh.training.planning.rates import AT_BEST
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
@@ -372,7 +372,7 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     assert [plan for plan in found if plan["tp"] == 1] == told("--tp-size", "1")
     assert {plan["tp"] for plan in told("--micro-batch", "1", "--gpus-per-node", "2")} == {1, 2}
     # of what was measured all is kept, and nothing is built for it again
-    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.building.build_rehearsed", None)
+    monkeypatch.setattr("expertmesh.training.planning.rehearsal.building.build_rehearsed", None)
     assert {plan["tp"] for plan in told("--micro-batch", "2")} == {1}
 
 
@@ -386,7 +386,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     common = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "32", "--micro-batch", "1"]
     assert main(common) == 0
     first = capsys.readouterr()
-    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.building.build_rehearsed", None)
+    monkeypatch.setattr("expertmesh.training.planning.rehearsal.building.build_rehearsed", None)
     assert main(common) == 0
     again = capsys.readouterr()
     assert first.err == again.err == ""

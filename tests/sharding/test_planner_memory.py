@@ -10,15 +10,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
-from expertmesh.moe.model.build import decoder_layers, moe_layers
-from expertmesh.sharding.place.recompute import checkpoint_layers
+from expertmesh.moe.hf_model.build import decoder_layers, moe_layers
+from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from expertmesh.sharding.state import local_tensor
-from expertmesh.training.foresight.memory import CONTEXT, RING, Memory
-from expertmesh.training.foresight.planner import peak_memory
-from expertmesh.training.foresight.planner.peak_memory import peak
-from expertmesh.training.foresight.planner.step_order import ROOT, Name
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.planning.memory import CONTEXT, RING, Memory
+from expertmesh.training.planning.planner import peak_memory
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.planner.step_order import ROOT, Name
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.step import compute_gradients, train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, allocated, flags_of, tiny_run

@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import make_schedule
-from expertmesh.sharding.pipeline.stages import Stages
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
+from expertmesh.sharding.stages import Stages
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.facts import pipeline_lines
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.memory import Memory
-from expertmesh.training.foresight.planner.cost import _stage_times, step_time, step_times, tokens_per_second
-from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.peak_memory import _peak_of_rank, fullest, peak
-from expertmesh.training.foresight.planner.pipelines import pipeline_seconds
-from expertmesh.training.foresight.planner.search import Cluster, Tried, search
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import Act, PlannedRun
-from expertmesh.training.foresight.planner.traffic import group_ranks, step_traffic
-from expertmesh.training.foresight.rank_memory import ChosenPipeline, Forecast, NoForecast
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
-from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.banner import pipeline_lines
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.memory import Memory
+from expertmesh.training.planning.planner.cost import _stage_times, step_time, step_times, tokens_per_second
+from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
+from expertmesh.training.planning.planner.peak_memory import _peak_of_rank, fullest, peak
+from expertmesh.training.planning.planner.pipelines import pipeline_seconds
+from expertmesh.training.planning.planner.search import Cluster, Tried, search
+from expertmesh.training.planning.planner.setting import Setting
+from expertmesh.training.planning.planner.step_order import Act, PlannedRun
+from expertmesh.training.planning.planner.traffic import group_ranks, step_traffic
+from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, NoForecast
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.sharding.planned import flags_of, tiny_run
 from tests.tiny import tiny_config
 

@@ -8,8 +8,8 @@ from torch import distributed as dist
 
 from benchmarks.plan_accuracy import build_run, full_batch
 from benchmarks.traffic import CountTraffic
-from expertmesh.training.foresight.planner.traffic import step_traffic
 from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.planning.planner.traffic import step_traffic
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, flags_of, tiny_run

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.life import watchdog
-from expertmesh.sharding.life.agreement import _gather, raise_at_start, wait_for_all
-from expertmesh.sharding.life.failures import Notice
-from expertmesh.sharding.life.process import (
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime import watchdog
+from expertmesh.sharding.runtime.agreement import _gather, raise_at_start, wait_for_all
+from expertmesh.sharding.runtime.failures import Notice
+from expertmesh.sharding.runtime.process import (
     _OTHER_DESCRIPTORS,
     _WORLD_GROUPS,
     Ranks,
@@ -28,15 +29,14 @@ from expertmesh.sharding.life.process import (
     start_process_group,
     use_own_cores,
 )
-from expertmesh.sharding.life.watchdog import Watchdog
-from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.runtime.watchdog import Watchdog
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
 import ctypes, sys
 import torch
-from expertmesh.sharding.life.process import settle_malloc
+from expertmesh.sharding.runtime.process import settle_malloc
 
 class Mallinfo2(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -68,7 +68,7 @@ def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
 HEAPS = """
 import ctypes, os, sys, threading
 import torch
-from expertmesh.sharding.life.process import settle_malloc
+from expertmesh.sharding.runtime.process import settle_malloc
 
 if sys.argv[1] == "settled":
     settle_malloc()
@@ -206,9 +206,9 @@ ORPHAN = """
 import os, time
 import torch
 import torch.distributed as dist
-from expertmesh.sharding.life import watchdog
-from expertmesh.sharding.life.process import Ranks
-from expertmesh.sharding.life.watchdog import Watchdog
+from expertmesh.sharding.runtime import watchdog
+from expertmesh.sharding.runtime.process import Ranks
+from expertmesh.sharding.runtime.watchdog import Watchdog
 
 watchdog.NOTICE_SECONDS = 0.1
 begun = os.pipe()
@@ -241,7 +241,7 @@ def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> No
 
 FILES = """
 import resource, sys
-from expertmesh.sharding.life.process import raise_descriptor_limit
+from expertmesh.sharding.runtime.process import raise_descriptor_limit
 
 soft, hard, world_size = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

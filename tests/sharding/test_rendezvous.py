@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.life.rendezvous import agree_on_prefix, torchrun_store
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.rendezvous import agree_on_prefix, torchrun_store
 
 
 def attempt(store: dist.Store, late: dict[int, float], world_size: int = 3) -> list[str]:

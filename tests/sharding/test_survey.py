@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, decoder_layers
+from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.survey import Survey, survey
 from tests.tiny import tiny_config

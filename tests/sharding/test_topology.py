@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import (
     DENSE,
     DIVIDED,

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.lora import first_values
+from expertmesh.moe.hf_model.build import build_model, count_parameters, kernel_needs
 from expertmesh.moe.kernels.expert_kernels import KERNELS, choose_kernel
 from expertmesh.moe.kernels.kernel_names import Precision
-from expertmesh.moe.model.build import build_model, count_parameters, kernel_needs
-from expertmesh.training.change.lora_targets import adapt, unquantized_lines
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.model_setup.lora_targets import adapt, unquantized_lines
 from tests.families.configs import tiny_config
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import Balance, LossWeights
-from expertmesh.training.watch.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
+from expertmesh.training.monitoring.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
 
 EVEN = np.full((2, 4), 25)
 

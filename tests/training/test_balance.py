@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, moe_layers
+from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance
-from expertmesh.training.watch.routing_figures import Routing
+from expertmesh.training.loss.routing_figures import Routing
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config
 

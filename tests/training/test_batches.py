@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.data.batch import IGNORED, Batch, batch_of, collate
 from expertmesh.training.data.samples import Sample
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_config, parse_config
-from expertmesh.training.foresight import plan_command
+from expertmesh.training.planning import plan_command
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate")
 EXPERTS = ("model.layers.0.mlp.experts.3.w1", "model.layers.0.mlp.experts.base_layer", "model.layers.0.mlp.experts")

@@ -11,9 +11,9 @@ from transformers.models.mixtral.modeling_mixtral import (
     MixtralSparseMoeBlock,
 )
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.model.build import build_model, decoder_layers
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.attention.by_sample import BySample, apply_packing, lay_out
 from expertmesh.training.attention.packed_attention import OWN
 from tests.tiny import tiny_config

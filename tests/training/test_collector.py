@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from expertmesh.training.watch.collector import EVERY, SteadyCollector
+from expertmesh.training.monitoring.collector import EVERY, SteadyCollector
 
 
 @pytest.fixture(autouse=True)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.packed_attention import OWN
-from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.inference import inference
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.model_setup.compiling import compile_layers
 from expertmesh.training.tensor_parallel import apply_tensor_parallel
 from tests.families.configs import tiny_config as tiny_family
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral

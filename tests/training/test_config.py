@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.sizes import parse_size
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.sizes import parse_size
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments

@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.coverage import NO_EFFECT, check_covered, not_modelled
-from expertmesh.training.foresight.rehearsal.cached import _with_what_is_read
-from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
+from expertmesh.training.planning.rehearsal.cached import _with_what_is_read
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.families.configs import tiny_config
 from tests.sharding.test_planner_cli import launched
 

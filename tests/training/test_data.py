@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.banner import _data
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.cache import cache_directory, cached_bytes, filling_cache
@@ -28,7 +29,6 @@ from expertmesh.training.data.formats import Columns, Conversation, PlainText, f
 from expertmesh.training.data.packing import make_rows
 from expertmesh.training.data.progress import TokenizingProgress
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples
-from expertmesh.training.facts import _data
 from expertmesh.training.inputs import Inputs, _read_samples
 from tests.tiers import diagonal
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.sharding.life.process import Ranks
-from expertmesh.training.watch.environment import _commit, environment, write_environment
+from expertmesh.sharding.runtime.process import Ranks
+from expertmesh.training.environment import _commit, environment, write_environment
 from tests.distributed.pool import RankPool
 
 ALWAYS = {

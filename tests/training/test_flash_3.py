@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.life.process import Ranks
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.attention import flash_3
 from expertmesh.training.attention.flash_3 import use_flash_attention_3
 from expertmesh.training.config.train_config import TrainConfig

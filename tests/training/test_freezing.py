@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.build import build_model, count_parameters
-from expertmesh.moe.model.counts import training_flops
-from expertmesh.training.change.freezing import freeze, groups_of
+from expertmesh.moe.hf_model.build import build_model, count_parameters
+from expertmesh.moe.hf_model.counts import training_flops
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.model_setup.freezing import freeze, groups_of
 from tests.families.configs import tiny_config
 
 # of each group: parameters that must be in it, in the shape of patterns, and ones that must not

@@ -19,13 +19,13 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
-from expertmesh.moe.kernels.gpu import rehearsing_gpu
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.training.attention.packed_attention import OWN
-from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.fused.fuse import fuse_layers
 from expertmesh.training.fused.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
 from expertmesh.training.fused.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
+from expertmesh.training.model_setup.compiling import compile_layers
 from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpreted
 from tests.tiny import relative_error

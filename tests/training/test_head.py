@@ -20,10 +20,10 @@ from transformers import (
 
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.head as head
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.forward import Forward, Targets
-from expertmesh.moe.model.build import build_model
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.moe.experts.forward import Forward, Targets
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, collate

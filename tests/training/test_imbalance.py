@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.training.foresight.imbalance import imbalance_of, read_imbalance
-from expertmesh.training.foresight.rates import natural_imbalance
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.imbalance import imbalance_of, read_imbalance
+from expertmesh.training.planning.rates import natural_imbalance
 
 
 def metrics(folder: Path, *records: dict[str, object]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import lock
 from expertmesh.training.lock import FILE, DirectoryLock
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.sharding.life.process import Ranks
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.monitoring.log import RunLog
 from expertmesh.training.report import page
 from expertmesh.training.report.page import write_report
-from expertmesh.training.watch.log import RunLog
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 
@@ -112,7 +112,7 @@ def run_and_compare(argv: list[str]) -> tuple[int, str, list[bytes], int]:
 
     with (
         mock.patch.object(page, "read_history", side_effect=page.read_history) as read,
-        mock.patch("expertmesh.training.watch.log.write_report", both),
+        mock.patch("expertmesh.training.monitoring.log.write_report", both),
     ):
         code, errors = run_main(argv)
     return code, errors, written, read.call_count
@@ -166,7 +166,7 @@ def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 10
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
     log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None, None)
     said: list[str] = []
-    with mock.patch("expertmesh.training.watch.log.tqdm.write", said.append), mock.patch.object(log, "_record"):
+    with mock.patch("expertmesh.training.monitoring.log.tqdm.write", said.append), mock.patch.object(log, "_record"):
         for _ in log.steps(start):
             log.bar.disable = True
             log.step(metrics)

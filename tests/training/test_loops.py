@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.measured import Measured, MeasuredModel
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.measure import Measurer
-from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.planning.planner.measured import Measured, MeasuredModel
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.measure import Measurer
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.families.configs import tiny_config
 
 

@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.cost import step_time, update_kernels
-from expertmesh.training.foresight.planner.hardware import preset
-from expertmesh.training.foresight.planner.measured import MeasuredModel, Workload
-from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.planner.peak_memory import communicators, peak
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.planner.traffic import step_traffic
-from expertmesh.training.foresight.rehearsal import account, cached
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
-from expertmesh.training.foresight.rehearsal.ledger import ledger
-from expertmesh.training.foresight.rehearsal.measure import Measurer
-from expertmesh.training.foresight.rehearsal.planning import planned, setting_of
-from expertmesh.training.foresight.rehearsal.world import Rehearsed, rehearse
+from expertmesh.training.planning.planner.cost import step_time, update_kernels
+from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.measured import MeasuredModel, Workload
+from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.planner.peak_memory import communicators, peak
+from expertmesh.training.planning.planner.step_order import PlannedRun
+from expertmesh.training.planning.planner.traffic import step_traffic
+from expertmesh.training.planning.rehearsal import cached
+from expertmesh.training.planning.rehearsal import rank_summary as account
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.rehearsal.cost_breakdown import ledger
+from expertmesh.training.planning.rehearsal.measure import Measurer
+from expertmesh.training.planning.rehearsal.run_setting import planned, setting_of
+from expertmesh.training.planning.rehearsal.world import Rehearsed, rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
 from tests.tiny import tiny_config as tiny_mixtral
@@ -314,7 +315,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def never(*arguments: Any) -> None:
         raise AssertionError("measured a second time")
 
-    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.measure.Measurer", never)
+    monkeypatch.setattr("expertmesh.training.planning.rehearsal.measure.Measurer", never)
     again = measure_of()
     assert again.parameters == measure.parameters
     assert again(workload_of(again)) == found

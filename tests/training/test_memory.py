@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight import rank_memory as memory
-from expertmesh.training.foresight.cluster_commands import main as plan
-from expertmesh.training.foresight.memory import Memory
-from expertmesh.training.foresight.rank_memory import Forecast, available_memory, resident
+from expertmesh.training.planning import rank_memory as memory
+from expertmesh.training.planning.cluster_commands import main as plan
+from expertmesh.training.planning.memory import Memory
+from expertmesh.training.planning.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.families.configs import tiny_config

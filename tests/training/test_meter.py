@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.training.watch.meter import peak_tflops
+from expertmesh.training.monitoring.meter import peak_tflops
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_utils import SchedulerType
 
-from expertmesh.checkpoints.state.saving import Progress
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.checkpoints.training_state.saving import Progress
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.optim.low_bit import (
     AdamW8bit,

@@ -10,8 +10,8 @@ import transformers
 from torch.distributed.run import get_args_parser
 from transformers.training_args import OptimizerNames
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.parser import nearest
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import nearest
 from expertmesh.training.config.other_tools import _OPTIMIZERS, _ROWS, _VALUES
 from expertmesh.training.config.settings import Optimizer
 from expertmesh.training.config.train_config import TrainConfig, _parser, make_config, parse_config

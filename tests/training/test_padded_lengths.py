@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.config.train_config import TrainConfig

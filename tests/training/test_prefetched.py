@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training import loop
 from expertmesh.training.data import batch as batch_module
 from expertmesh.training.data.batch import Batch, Padding, PinnedBatch, collate

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.moe.cpu import matmul
-from expertmesh.sharding.life.process import Ranks
-from expertmesh.training.change import cpu_matmuls as products
-from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.watch.environment import cpu_model
+from expertmesh.training.environment import cpu_model
+from expertmesh.training.model_setup import cpu_matmuls as products
+from expertmesh.training.model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 
 MIXED: dict[matmul.Product, matmul.Library] = {
     "forward": "onednn",

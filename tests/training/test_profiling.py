@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal.parts import StepPlace
-from expertmesh.training.report.profiles import BETWEEN
-from expertmesh.training.watch.profiling import (
+from expertmesh.training.monitoring.profiling import (
     Cost,
     StepProfiler,
     _add_memory,
@@ -24,6 +22,8 @@ from expertmesh.training.watch.profiling import (
     costs_of,
     steps_in_words,
 )
+from expertmesh.training.planning.rehearsal.attribution import StepPlace
+from expertmesh.training.report.profiles import BETWEEN
 
 
 class Told:
@@ -39,7 +39,7 @@ class Told:
 def recorded(run: Any, *, device: str = "cpu") -> tuple[_Recording, float, dict[str, Cost]]:
     """`run(told)` as step 3, told what part it is in by what it sets `told.part` to."""
     told = Told()
-    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told):
+    with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told):
         recording = _Recording(None, torch.device(device))
     try:
         with recording.step(3):
@@ -172,7 +172,7 @@ def test_files_of_a_stretch(tmp_path: Path, device: str, kinds: list[str]) -> No
     told = Told()
     ranks: Any = mock.Mock(rank=2, world_size=4, device=torch.device(device))
     profiler = StepProfiler(config("5-9", profile_ranks=["all"]), None, ranks, tmp_path / "out", said.append)
-    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told), profiler:
+    with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told), profiler:
         for step in (6, 7):
             with profiler.step(step):
                 two_parts(told, device)
@@ -205,7 +205,10 @@ def test_an_error_drops_what_was_not_written(tmp_path: Path) -> None:
             with profiler.step(2):
                 raise ExpertMeshError("not finite")
 
-    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=Told()), pytest.raises(ExpertMeshError):
+    with (
+        mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=Told()),
+        pytest.raises(ExpertMeshError),
+    ):
         loop()
     assert profiler.recording is None
     assert list(tmp_path.iterdir()) == []
@@ -247,7 +250,7 @@ def test_triton_kernels_have_ranges() -> None:
 
     with mock.patch.object(jit.JITFunction, "run", launch):
         told = Told()
-        with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told):
+        with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told):
             recording = _Recording(None, torch.device("cpu"))
         recording.on_cuda = True
         with recording._triton():

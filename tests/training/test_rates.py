@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
-from expertmesh.training.foresight.planner.hardware import DEVICES, load_measured, preset, save_measured
-from expertmesh.training.foresight.rates import (
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.planner.cost import kernel_seconds, seconds_among
+from expertmesh.training.planning.planner.hardware import DEVICES, load_measured, preset, save_measured
+from expertmesh.training.planning.rates import (
     Attained,
     Exchange,
     Operator,

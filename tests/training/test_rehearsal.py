@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from expertmesh.moe.model.counts import training_flops
+from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.rehearsal.kinds import whole_stack
-from expertmesh.training.foresight.rehearsal.ledger import Ledger, PartCost, event_seconds, ledger
-from expertmesh.training.foresight.rehearsal.parts import StepPlace
-from expertmesh.training.foresight.rehearsal.recorder import Event, Recorder
-from expertmesh.training.foresight.rehearsal.world import Rehearsed, _fused_attention, rehearse
+from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
+from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.rehearsal.attribution import StepPlace
+from expertmesh.training.planning.rehearsal.cost_breakdown import Ledger, PartCost, event_seconds, ledger
+from expertmesh.training.planning.rehearsal.layer_kinds import whole_stack
+from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
+from expertmesh.training.planning.rehearsal.world import Rehearsed, _fused_attention, rehearse
 from tests.published.models import CONFIGS
 
 TOKENS = 512

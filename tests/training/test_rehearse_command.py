@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.memory import FRAGMENTATION, LASTING, PEER, RING
-from expertmesh.training.foresight.rates import natural_imbalance
-from expertmesh.training.foresight.rehearsal.collective_order import Call, check_order
-from expertmesh.training.foresight.rehearsal.told import Told, skewed
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
+from expertmesh.training.planning.rates import natural_imbalance
+from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
+from expertmesh.training.planning.rehearsal.given_routing import Told, skewed
 
 LAYERS = 7
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]

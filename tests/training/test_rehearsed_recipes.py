@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from expertmesh.moe.model.build import count_parameters
-from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.planner.peak_memory import fullest
-from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.moe.hf_model.build import count_parameters
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.planner.peak_memory import fullest
+from expertmesh.training.planning.rehearsal.run_setting import planned
 from tests.test_configs import (
     RECIPES,
     ROOT,

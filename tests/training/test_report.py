@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3NextConfig
 
-from expertmesh.moe.model.build import build_model
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.hardware import preset
-from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers, shortened_stack
-from expertmesh.training.foresight.rehearsal.ledger import PartCost, ledger
-from expertmesh.training.foresight.rehearsal.recorder import Event
-from expertmesh.training.foresight.rehearsal.world import Rehearsed, rehearse
+from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.rehearsal.cost_breakdown import PartCost, ledger
+from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers, shortened_stack
+from expertmesh.training.planning.rehearsal.recorder import Event
+from expertmesh.training.planning.rehearsal.world import Rehearsed, rehearse
 
 SIZES: dict[str, Any] = dict(
     vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2

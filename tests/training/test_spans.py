@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.measure import Measurer
-from expertmesh.training.foresight.rehearsal.planning import setting_of
-from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, between, on_line
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.measure import Measurer
+from expertmesh.training.planning.rehearsal.run_setting import setting_of
+from expertmesh.training.planning.rehearsal.seen_spans import SeenSpans, Tape, between, on_line
 from tests.families.configs import tiny_config
 
 

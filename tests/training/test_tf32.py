@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.training.change.tf32 import compute_in_tf32
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.model_setup.tf32 import compute_in_tf32
 
 
 @pytest.fixture(autouse=True)

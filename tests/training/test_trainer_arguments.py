@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TrainingArguments
 
 import expertmesh
-from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import correction_biases
 from expertmesh.training.trainer_arguments import (

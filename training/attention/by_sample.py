@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.experts.layer import DroplessExperts
-from ...moe.forward import Forward, current_forward
-from ...moe.model.build import decoder_layers
-from ...moe.model.trial import counts_tokens, standing_in_for_weights
+from ...moe.experts.forward import Forward, current_forward
+from ...moe.experts.layer import DMoE
+from ...moe.hf_model.build import decoder_layers
+from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
 from .packed_attention import attention_arguments, kinds_by_layer, seen_by_mask, tells_window, told_whether_packed
@@ -214,7 +214,7 @@ def apply_packing(model: Any) -> None:
                 model, f"({type(layer or model).__name__}) give others for packed samples than for each alone"
             )
     for child in (child for layer in layers for child in layer.children()):
-        if isinstance(child.forward, BySample) and any(isinstance(part, DroplessExperts) for part in child.modules()):
+        if isinstance(child.forward, BySample) and any(isinstance(part, DMoE) for part in child.modules()):
             raise _refused(model, f"({type(child).__name__}) mix tokens beside experts")
 
 

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.forward import Forward, current_forward
-from ...moe.model.trial import counts_tokens
+from ...moe.experts.forward import Forward, current_forward
+from ...moe.hf_model.trial import counts_tokens
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
 from ..data.batch import SplitSequences
 from .by_heads import SplitFunctions, splitting, without_unnamed
 from .by_sample import BySample

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.forward import Forward, current_forward
-from ...moe.model.build import decoder_layers, without_computing
-from ...sharding.comms.context_parallel import CPGroup
-from ...sharding.comms.tensor_parallel import TPGroup
+from ...moe.experts.forward import Forward, current_forward
+from ...moe.hf_model.build import decoder_layers, without_computing
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
+from ...sharding.collectives.context_parallel import CPGroup
+from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.topology import divisors, either
 from ..data.batch import SplitSequences, collate
 from ..data.samples import Sample

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...moe.base.declared import StepPart
-from ...moe.kernels.gpu import is_rehearsing_gpu
 from ...moe.torch_private import flash_operator
+from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.step_parts import StepPart
 
 STEP_PART: StepPart = None
 

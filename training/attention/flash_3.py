@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...moe.base.errors import ExpertMeshError
 from ...moe.torch_private import SUPPORTED
-from ...sharding.life.process import Ranks
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks
 from ..config.train_config import TrainConfig
 
 _MODULE, _PACKAGE, _NAME = "flash_attn_interface", "flash_attn_3", "FA3"

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.model.build import decoder_layers, model_class, settled_attention
+from ...moe.hf_model.build import decoder_layers, model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
 

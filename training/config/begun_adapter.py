@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.hf.source import read_header, read_json
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}
 OF_ADAPTER = (*_FROM_CONFIG, "lora_targets")

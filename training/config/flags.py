@@ -9,8 +9,8 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ...moe.base.errors import ExpertMeshError
-from ...moe.base.parser import Parser, Switch, flag_of, nearest
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import Parser, Switch, flag_of, nearest
 from .other_tools import TORCHRUN, answer, answer_to_value
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ...moe.kernels.kernel_names import Precision
+from ...sharding.parallelize.choices import Checkpointing, Dispatch, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName
-from ...sharding.place.choices import Checkpointing, Dispatch, DispatchSums
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import islice
 
-from ...moe.base.parser import truth_of
+from ...moe.util.parser import truth_of
 
 _SHARDED = (
     "parameters, gradients and optimizer state are always sharded by FSDP2; leave it out (see --dense-shard, "

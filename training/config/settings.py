@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from ...moe.base.errors import ExpertMeshError
-from ...moe.base.parser import flag_of, unknown_name
-from ...moe.base.sizes import parse_size
+from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.kernels.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
-from ...moe.model.rope import RopeScaling, read_rope_scaling
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of, unknown_name
+from ...moe.util.sizes import parse_size
+from ...sharding.parallelize.choices import Checkpointing, Dispatch, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName, schedule_without_queue
-from ...sharding.place.choices import Checkpointing, Dispatch, DispatchSums
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy

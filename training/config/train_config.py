@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from ...moe.base.errors import ExpertMeshError
-from ...moe.base.parser import flag_of, unknown_name
-from ...moe.base.whole import whole
-from ...sharding.place.choices import Strategy
+from ...moe.util.atomic_write import whole
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of, unknown_name
+from ...sharding.parallelize.choices import Strategy
 from .begun_adapter import OF_ADAPTER, with_init_adapter
 from .flags import FlagParser, default_of
 from .settings import (

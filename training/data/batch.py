@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.base.errors import ExpertMeshError
-from ...sharding.comms.context_parallel import CPGroup
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.collectives.context_parallel import CPGroup
 from .samples import Sample
 
 IGNORED = -100

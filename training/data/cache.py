@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 
 
 def cache_directory() -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 from .formats import Conversation
 from .message_spans import find_spans
 from .templates import TEMPLATES, template_for

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 from .splits import split_files
 
 # (where it stands, for messages; the record)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.base.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 from .cache import cache_error, filling_cache
 from .chat import TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.base.declared import StepPart, writes
+from ...moe.util.step_parts import StepPart, writes
 
 STEP_PART: StepPart = "norms"
 

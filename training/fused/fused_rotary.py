@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...moe.base.declared import StepPart
-from ...moe.kernels.gpu import takes_triton
+from ...moe.util.gpu import takes_triton
+from ...moe.util.step_parts import StepPart
 
 STEP_PART: StepPart = "rotary"
 

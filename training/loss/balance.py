@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.model.build import moe_layers
+from ...moe.hf_model.build import moe_layers
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import StepPart
 from ..config.train_config import TrainConfig
-from ..watch.routing_figures import Routing
+from .routing_figures import Routing
 
 STEP_PART: StepPart = "optimizer step"
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.base.declared import StepPart
 from ...moe.cpu.matmul import add_product, matmul, pad_rows
-from ...moe.forward import Targets
-from ...moe.kernels.gpu import computes_on_cpu
+from ...moe.experts.forward import Targets
+from ...moe.util.gpu import computes_on_cpu
+from ...moe.util.step_parts import StepPart
 
 STEP_PART: StepPart = "LM head, loss"
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.forward import Forward, Targets, current_forward
-from ...moe.kernels.gpu import takes_triton
-from ...sharding.comms.tensor_parallel import TPGroup
+from ...moe.experts.forward import Forward, Targets, current_forward
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.gpu import takes_triton
+from ...moe.util.step_parts import StepPart
+from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
@@ -41,7 +41,7 @@ class LossHead(nn.Linear):
         kind: how the loss is computed, a key of `LOSS_SUMS`.
         is_last: whether the model's logits are what this gave, as they were.
         vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is (see
-            `sharding.place.vocabulary`), which then is this rank's rows; `kind` says nothing then. None: it is not
+            `vocabulary`), which then is this rank's rows; `kind` says nothing then. None: it is not
             divided.
     """
 

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...moe.base.declared import StepPart
-from ...moe.base.errors import ExpertMeshError
-from ...moe.forward import Targets
-from ...moe.kernels.gpu import takes_triton
-from ...sharding.comms.tensor_parallel import TPGroup
+from ...moe.experts.forward import Targets
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.gpu import takes_triton
+from ...moe.util.step_parts import StepPart
+from ...sharding.collectives.tensor_parallel import TPGroup
 from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
 
 STEP_PART: StepPart = "LM head, loss"

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.state.resuming import ResumableOptimizer
-from ...moe.base.declared import StepPart, lasting
-from ...moe.kernels.gpu import takes_triton
-from ...sharding.place.parallelize import zeros_by_rows
+from ...checkpoints.training_state.resuming import ResumableOptimizer
+from ...moe.util.gpu import takes_triton
+from ...moe.util.step_parts import StepPart, lasting
+from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 
 STEP_PART: StepPart = "optimizer step"

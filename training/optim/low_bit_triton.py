@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.base.declared import StepPart, writes
+from ...moe.util.step_parts import StepPart, writes
 from .low_bit import LARGEST_BLOCK, Update
 
 STEP_PART: StepPart = "optimizer step"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checkpoints.hf.mapping import overlap
-from ...checkpoints.state.resuming import ResumableOptimizer
-from ...moe.base.declared import StepPart
+from ...checkpoints.files.mapping import overlap
+from ...checkpoints.training_state.resuming import ResumableOptimizer
+from ...moe.util.step_parts import StepPart
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.base.declared import StepPart, lasting
+from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from .matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients

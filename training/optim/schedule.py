@@ -12,8 +12,8 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from transformers.trainer_utils import SchedulerType
 
-from ...checkpoints.state.saving import Progress
-from ...moe.base.errors import ExpertMeshError
+from ...checkpoints.training_state.saving import Progress
+from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 
 Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checkpoints.state.resuming import StateLayout
-from ...moe.base.declared import StepPart, lasting
+from ...checkpoints.training_state.resuming import StateLayout
+from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from .matrices import Matrix, MatrixOptimizer, UpdateKernel, block_shapes, on_owners, with_gradients

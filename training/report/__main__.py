@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.parser import Parser
-from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.util.command import run_command
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import Parser
+from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.report.page import write_report
 
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from ...checkpoints.storage.directories import write_errors
-from ...moe.base.errors import ExpertMeshError
-from ...moe.base.whole import PARTIAL, whole
+from ...checkpoints.files.directories import write_errors
+from ...moe.util.atomic_write import PARTIAL, whole
+from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from .history import History, read_history
 from .profiles import BETWEEN, read_profiles

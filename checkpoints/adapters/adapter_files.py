@@ -1,0 +1,678 @@
+"""Adapters as PEFT's directories hold them: written from a sharded model, and read for resuming or merging.
+
+    adapter_config.json, adapter_model.safetensors (see `checkpoints.adapters.peft_format`)
+    tokenizer and chat template                    as beside a model, so that whoever has the adapter has them too
+    generation_config.json                         where other tokens end answers than the base's generation: for merge
+    rope_scaling.json                              where the base was trained with RoPE scaling, as PEFT has no
+                                                   place for it: what `read_rope_scaling` reads
+
+Shape suffixes: E experts, r rank.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...moe.experts.layer import DMoE
+from ...moe.experts.lora import A, B, Lora
+from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
+from ...moe.util.atomic_write import whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import raise_together
+from ...sharding.state import adapters_of
+from ...sharding.topology import Topology
+from ..files.directories import write_errors, write_generation_config, write_tokenizer
+from ..files.dtypes import DTYPE_NAMES
+from ..files.file_layout import OutputFile, OutputTensor
+from ..files.mapping import DiskTensor, Region
+from ..files.tensors import DTYPE_CODES
+from ..hf.class_names import ClassNames, class_names
+from ..hf.export import WRITER, Output, brought, replacing
+from ..hf.names import Names
+from ..hf.source import Checkpoint, read_header, read_json
+from ..shards import ShardedParameter, sharded_parameters
+from ..verify import Comparison
+from .peft_format import (
+    PREFIX,
+    REMAPPED,
+    SCALE_SETTINGS,
+    LoraPair,
+    adapter_config,
+    is_target,
+    lora_names,
+    names_a_pattern,
+    pack_experts,
+    packed_paths,
+    rank_and_scaling,
+    reads_by_expert,
+    target_name,
+    unpack_experts,
+    unread_settings,
+)
+
+CONFIG, WEIGHTS, ROPE = "adapter_config.json", "adapter_model.safetensors", "rope_scaling.json"
+Form = Literal["auto", "per-expert", "packed"]
+_PAIRS_KEPT = 4
+"""Gate, up and down of a layer's experts, and a linear layer's."""
+
+
+def export_adapter(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    topology: Topology,
+    out: Path,
+    lora: Lora,
+    base_model: str,
+    form: Form = "auto",
+    tokenizer: Any = None,
+) -> None:
+    """Write the adapters of a sharded model as a directory that PEFT loads. All ranks call it together.
+
+    Args:
+        checkpoint: of the model beside them.
+        out: is replaced if it exists, once the new one is complete.
+        base_model: what PEFT is to load it onto: a name on the hub or a path.
+        form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
+            PEFT reads such adapters.
+        tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
+
+    Raises:
+        ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
+    """
+    with raise_together():
+        plan = _Plan(model, checkpoint, form)
+    linear = {path: isinstance(model.get_submodule(path), nn.Linear) for path in plan.modules}
+    there = plan.class_names.there
+    config = adapter_config(
+        base_model=base_model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        use_rslora=lora.use_rslora,
+        modules=[there(path) for path in plan.modules if linear[path]],
+        weights=[there(path) for path in plan.modules if not linear[path]],
+        experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
+        others=_not_adapted(plan.class_names.model or model, plan),
+        model_class=None if plan.class_names.model is None else type(plan.class_names.model),
+    )
+    shards = sharded_parameters(model, topology, adapters_of(model))
+    with replacing(out) as partial, raise_together(), write_errors(out):
+        _write_tensors(list(plan.parts(config)), shards, partial)
+        if partial is not None:
+            with whole(partial / CONFIG) as file:
+                file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if (scaling := checkpoint.source.rope_scaling) is not None:
+                (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
+            write_generation_config(checkpoint.source, partial)
+            write_tokenizer(checkpoint.source, tokenizer, partial)
+
+
+def read_rope(path: Path) -> RopeScaling | None:
+    """The RoPE scaling of the model that an adapter in a directory is for.
+
+    Raises:
+        ExpertMeshError: the file that says so is damaged.
+    """
+    file = path / ROPE
+    return read_rope_scaling(json.dumps(read_json(file)), str(file)) if file.exists() else None
+
+
+def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
+    adapted = set(map(plan.class_names.there, (*plan.modules, *plan.experts)))
+    return {path for path, _ in model.named_modules() if path not in adapted} | {
+        name for name, _ in model.named_parameters() if not name.endswith((A, B))
+    }
+
+
+Shards = dict[str, ShardedParameter]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some tensors of the file, and how rank 0 comes by their content, in order; the other ranks send what they own."""
+
+    outputs: list[OutputTensor]
+    pieces: Callable[[Shards], Iterator[Tensor]]
+
+
+class _Plan:
+    """What is written.
+
+    Attributes:
+        modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+        class_names: of the class that PEFT is to load.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, form: Form):
+        self.state = adapters_of(model)
+        self.modules = [name.removesuffix(f".{A}") for name in self.state if name.endswith(f".{A}")]
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, DMoE)}
+        self.experts = {path: layer for path, layer in layers.items() if layer.mlp.layout.adapters}
+        self.class_names = class_names(model, checkpoint.source.config)
+        self.by_expert = _tensors_of_experts(checkpoint)
+        matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
+        missing = next((name for name in matrices if name not in self.by_expert), None)
+        if form == "per-expert" and missing is not None:
+            raise ExpertMeshError(
+                f"--adapter-format per-expert: {checkpoint.source.path} has one tensor for all experts' {missing}, and "
+                "no names for each; use packed"
+            )
+        loaded, there = self.class_names.model or model, self.class_names.there
+        first = [(there(path), layer.mlp.layout) for path, layer in self.experts.items()][:1]
+        is_read = missing is None and all(reads_by_expert(loaded, path, layout) for path, layout in first)
+        self.is_packed = form == "packed" or (form == "auto" and not is_read)
+
+    def parts(self, config: Mapping[str, Any]) -> Iterator[_Part]:
+        for path in self.modules:
+            names = lora_names(self.class_names.there(path))
+            for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
+                yield self._rows(name, own, range(self.state[own].num_rows))
+        for path, layer in self.experts.items():
+            if self.is_packed:
+                yield self._packed(path, layer, config)
+            else:
+                yield from self._per_expert(path, layer)
+
+    def _rows(self, name: str, own: str, rows: range) -> _Part:
+        """Rows of one of our parameters as a tensor."""
+        part = self.state[own]
+        region = Region(own, rows)
+        dtype = part.tensor.dtype
+        output = OutputTensor(DiskTensor(name, (len(rows), part.shape[1]), (region,)), DTYPE_CODES[dtype])
+        return _Part([output], lambda shards: brought(shards[own], region, dtype))
+
+    def _per_expert(self, path: str, layer: DMoE) -> Iterator[_Part]:
+        for matrix in _matrices(layer):
+            for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
+                names = lora_names(self.class_names.there(tensor.removesuffix(".weight")))
+                for name, which in zip(names, (A, B), strict=True):
+                    own = f"{path}.mlp.{matrix}_{which}"
+                    count = self.state[own].num_rows // layer.shape.num_experts
+                    yield self._rows(name, own, range(number * count, (number + 1) * count))
+
+    def _packed(self, path: str, layer: DMoE, config: Mapping[str, Any]) -> _Part:
+        layout, num_experts = layer.mlp.layout, layer.shape.num_experts
+        own = {name: tuple(f"{path}.mlp.{name}_{which}" for which in (A, B)) for name in _matrices(layer)}
+        where = packed_paths(self.class_names.there(path), layout, config["target_parameters"])
+
+        def pack(values: Mapping[str, Tensor]) -> list[Tensor]:
+            pairs = {
+                name: LoraPair(*(values[part].unflatten(0, (num_experts, -1)) for part in pair))
+                for name, pair in own.items()
+            }
+            packed = pack_experts(pairs, layout)
+            return [value.contiguous() for tensor in where for value in packed[tensor]]
+
+        def pieces(shards: Shards) -> Iterator[Tensor]:
+            values = {}
+            for part in (part for pair in own.values() for part in pair):
+                state = self.state[part]
+                rows = list(brought(shards[part], Region(part, range(state.num_rows)), state.tensor.dtype))
+                values[part] = torch.cat(rows)
+            yield from pack(values) if dist.get_rank() == WRITER else ()
+
+        shapes = pack(
+            {part: torch.empty(self.state[part].shape, device="meta") for pair in own.values() for part in pair}
+        )
+        names = [name for tensor in where for name in lora_names(where[tensor])]
+        dtype = DTYPE_CODES[self.state[own["w1"][0]].tensor.dtype]
+        outputs = [
+            OutputTensor(DiskTensor(name, tuple(shape.shape), ()), dtype)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        return _Part(outputs, pieces)
+
+
+def _matrices(layer: DMoE) -> list[str]:
+    return [part.name for part in layer.mlp.layout.parameters if part.row]
+
+
+def _tensors_of_experts(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """By parameter, the tensors that each hold all that one expert has of it, in the order of experts."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for output in checkpoint.exported:
+        if len(output.tensor.regions) == 1 and not output.tensor.regions[0].index:
+            (region,) = output.tensor.regions
+            found.setdefault(region.parameter, []).append((region.rows.start, output.tensor.name))
+    return {name: [tensor for _, tensor in sorted(tensors)] for name, tensors in found.items() if len(tensors) > 1}
+
+
+def _write_tensors(parts: Sequence[_Part], shards: Shards, directory: Path | None) -> None:
+    """Write into a file on rank 0.
+
+    Raises:
+        OSError: there, it cannot be written; everything was sent all the same.
+    """
+    outputs = [output for part in parts for output in part.outputs]
+    with Output(OutputFile(WEIGHTS, outputs), directory) as file:
+        for part in parts:
+            for piece in part.pieces(shards):
+                file.write(piece)
+    if file.failure is not None:
+        raise file.failure
+
+
+def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
+    """Lines: form, base, rank, targets, tensors, file."""
+    config, infos = read_json(path / CONFIG), read_header(path / WEIGHTS)
+    numbers = sum(prod(info.shape) for info in infos.values())
+    experts = sum(prod(info.shape) for name, info in infos.items() if ".experts." in name)
+    dtypes = sorted({DTYPE_NAMES.get(info.dtype, info.dtype) for info in infos.values()})
+    targets = [*(config.get("target_modules") or []), *(config.get("target_parameters") or [])]
+    yield f"path        {path}"
+    yield f"form        PEFT adapter, {config.get('peft_type')}, of peft {config.get('peft_version')}"
+    yield f"base        {config.get('base_model_name_or_path')}"
+    yield f"rank        {config.get('r')}, alpha {config.get('lora_alpha')}" + ", rsLoRA" * bool(
+        config.get("use_rslora")
+    )
+    yield f"targets     {', '.join(map(str, targets))}"
+    yield f"elements    {numbers:,}, of them {experts:,} in tensors of experts"
+    yield f"tensors     {len(infos):,}: {', '.join(dtypes)}"
+    yield f"files       1, {(path / WEIGHTS).stat().st_size / 1e9:,.2f} GB"
+    if (scaling := read_rope(path)) is not None:
+        yield f"rope        for RoPE scaling by {json.dumps(scaling.as_json())}"
+    if list_tensors:
+        for name, info in infos.items():
+            yield f"  {name}  {list(info.shape)}"
+
+
+def compare_adapters(a: Path, b: Path, rtol: float | None, ignore_config: bool = False) -> Comparison:
+    """Compare two adapters: what their configs say of scales and of anything beyond low-rank deltas, and the union of
+    their tensors, by name: shape, then dtype and bits; or, with `rtol`, values within rtol of the tensor's largest. Not
+    the path of the base, which may have moved."""
+    differences, infos = [], [read_header(path / WEIGHTS) for path in (a, b)]
+    if not ignore_config:
+        configs = [read_json(path / CONFIG) for path in (a, b)]
+        settings = [{key: c[key] for key in SCALE_SETTINGS if c.get(key)} | unread_settings(c) for c in configs]
+        differences += [
+            f"{CONFIG}: {key} is {settings[0].get(key)!r:.80} in {a}, {settings[1].get(key)!r:.80} in {b}"
+            for key in sorted(settings[0].keys() | settings[1].keys())
+            if settings[0].get(key) != settings[1].get(key)
+        ]
+        if read_rope(a) != read_rope(b):
+            differences.append(f"{ROPE}: RoPE scaling differs")
+    with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
+        for name in sorted(infos[0].keys() | infos[1].keys()):
+            alone = next((path for path, of in zip((b, a), infos, strict=True) if name not in of), None)
+            if alone is not None:
+                differences.append(f"{name}: only in {alone}")
+                continue
+            one, other = file_a.get_tensor(name), file_b.get_tensor(name)
+            if one.shape != other.shape or (rtol is None and one.dtype != other.dtype):
+                differences.append(f"{name}: {list(one.shape)} {one.dtype} against {list(other.shape)} {other.dtype}")
+                continue
+            if rtol is None and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+                continue
+            off = (one.double() - other.double()).abs().amax() if one.numel() else torch.zeros(())
+            # not true of NaN
+            if rtol is None or not off <= rtol * torch.maximum(one.abs().amax(), other.abs().amax()):
+                differences.append(f"{name}: values differ, by at most {float(off):.3g}")
+    return Comparison(differences, len(infos[0].keys() | infos[1].keys()))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A pair in a file: names of its tensors, and the rank and scale that the config gives it."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+class Adapter:
+    """An adapter in a directory, that PEFT or `export_adapter` wrote, for a model of these names.
+
+    Args:
+        names: of the model that it is for.
+        class_names: of the class that its config names; its names are read as well as the model's own.
+
+    Attributes:
+        pair: (parameter) -> A and B beside it; the last few are kept.
+
+    Raises:
+        ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
+            place, or another shape than its twin or its rank asks for.
+    """
+
+    def __init__(self, path: Path, names: Names, class_names: ClassNames | None = None):
+        self.path, self.names, self.class_names = path, names, class_names or ClassNames()
+        self.config = read_json(path / CONFIG)
+        self._check_config()
+        self.infos = read_header(path / WEIGHTS)
+        self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DMoE)}
+        # by the base's parameter and, of experts, the number of each; of packed ones, by layer and transformers' tensor
+        self.found: dict[str, dict[int, _Found]] = {}
+        self.packed: dict[str, dict[str, _Found]] = {}
+        # an export goes expert by expert, and asks for a layer's matrices in alternation
+        self.pair = lru_cache(maxsize=_PAIRS_KEPT)(self._pair)
+        self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
+        self._find()
+
+    @property
+    def parameters(self) -> set[str]:
+        """The model's parameters that it changes; of tied ones, by the name that the adapter is beside."""
+        of_layers = {
+            f"{path}.mlp.{part.name}"
+            for path, tensors in self.packed.items()
+            for part in self.layers[path].mlp.layout.parameters
+            if part.row and part.place.tensor in tensors
+        }
+        return set(self.found) | of_layers
+
+    def _pair(self, parameter: str) -> LoraPair | None:
+        """A and B beside a parameter, an expert's along dim 0 where it is experts'; None if it has none."""
+        if parameter in self.found:
+            pairs = [self._read(found) for _, found in sorted(self.found[parameter].items())]
+            if parameter not in self.names.experts:
+                return pairs[0]
+            return LoraPair(*(torch.stack(values) for values in zip(*pairs, strict=True)))
+        path, _, own = parameter.rpartition(".mlp.")
+        return self._layer_pairs(path).get(own) if path in self.packed else None
+
+    def scale(self, parameter: str) -> float:
+        """What B · A is multiplied by."""
+        if parameter in self.found:
+            return self.found[parameter][0].scale
+        path, _, own = parameter.rpartition(".mlp.")
+        part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
+        return self.packed[path][part.place.tensor].scale
+
+    def theirs(self, parameter: str) -> str:
+        """What transformers calls the module or tensor that holds a parameter."""
+        path, _, own = parameter.rpartition(".mlp.")
+        if parameter not in self.names.experts:
+            return self.class_names.there(parameter.removesuffix(".weight"))
+        part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
+        return f"{self.class_names.there(path)}.{part.place.tensor}"
+
+    def _check_config(self) -> None:
+        file = self.path / CONFIG
+        if self.config.get("peft_type") != "LORA":
+            raise ExpertMeshError(f"{file}: peft_type is {self.config.get('peft_type')!r:.80}; only LORA is read")
+        for name in ("r", "lora_alpha"):
+            value = self.config.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a positive number")
+        for name, kind in (("target_parameters", list), ("rank_pattern", dict), ("alpha_pattern", dict)):
+            if not isinstance(self.config.get(name) or kind(), kind):
+                raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
+        for name, value in unread_settings(self.config).items():
+            raise ExpertMeshError(
+                f"{file}: {name} is {value!r:.80}, with which an adapter is more than low-rank deltas of the base's "
+                "weights; "
+                "that is not supported: merge it with PEFT"
+            )
+
+    def _find(self) -> None:
+        pairs = self._pairs()
+        of_experts = {self.class_names.here(_wrapped(base)): _wrapped(base) for base in pairs}
+        for path, layer in self.layers.items():
+            theirs, targets = of_experts.get(path, path), self.config.get("target_parameters") or []
+            places = packed_paths(theirs, layer.mlp.layout, targets)
+            there = {
+                tensor: self._settled(pairs.pop(where), f"{theirs}.{tensor}", layer.shape.num_experts)
+                for tensor, where in places.items()
+                if where in pairs
+            }
+            if there:
+                self.packed[path] = there
+        self._find_linear(pairs)
+        self._check_targets()
+        for parameter, numbers in self.found.items():
+            if parameter not in self.names.experts:
+                continue
+            if len(numbers) != self.names.shape.num_experts:
+                missing = min(set(range(self.names.shape.num_experts)) - set(numbers))
+                raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
+            if len({(found.rank, found.scale) for found in numbers.values()}) > 1:
+                raise ExpertMeshError(
+                    f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales; that is not "
+                    "supported"
+                )
+
+    def _check_targets(self) -> None:
+        """An adapter of a model with fewer layers would leave the others of this one as they are, without a word.
+
+        Raises:
+            ExpertMeshError: something that the config names as a target has no adapter.
+        """
+        modules, config = self.config.get("target_modules"), self.config
+        narrowed = ("exclude_modules", "layers_to_transform", "layers_pattern")
+        if any(config.get(key) for key in narrowed):
+            return  # PEFT's rules, of which targets are left
+        there, linear = self.class_names.there, list[tuple[str, str]]()
+        if isinstance(modules, list):
+            plain = [target for target in modules if target not in REMAPPED]
+            linear = [
+                (there(path), f"{path}.weight")
+                for path, module in self.names.model.named_modules()
+                if isinstance(module, nn.Linear) and is_target(there(path), plain)
+            ]
+        experts = [
+            (f"{there(path)}.{part.place.tensor}", f"{path}.mlp.{part.name}")
+            for path, layer in self.layers.items()
+            for part in layer.mlp.layout.parameters
+            if part.row and is_target(f"{there(path)}.{part.place.tensor}", config.get("target_parameters") or [])
+        ]
+        adapted = self.parameters
+        for name, parameter in (*linear, *experts):
+            if parameter not in adapted:
+                raise ExpertMeshError(
+                    f"{self.path / WEIGHTS}: has nothing for {name}, which is among the targets in {CONFIG}: it was "
+                    "trained beside another model"
+                )
+
+    def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> None:
+        """Find the pairs of linear layers, and of single experts' matrices."""
+        bases, shapes = {}, {}
+        for base, (a, b) in pairs.items():
+            # of the matrix that they are beside, which is what transformers' mapping of names knows
+            name = f"{self.class_names.here(base)}.weight"
+            bases[name], shapes[name] = base, (self.infos[b].shape[0], self.infos[a].shape[1])
+        known = {tensor.name: tensor for tensor in self.names.match(shapes).tensors}
+        for name, base in bases.items():
+            if name not in known or len(known[name].regions) != 1:
+                raise ExpertMeshError(f"{self.path / WEIGHTS}: {PREFIX}{base} has no place in this model")
+            (region,) = known[name].regions
+            parameter = name if name in self.names.aliases else region.parameter
+            number = self.names.experts.get(parameter)
+            if number is None:
+                found = self._settled(pairs[base], target_name(self.config, base), 1)
+            else:
+                found = self._settled_expert(pairs[base], base, parameter)
+            self.found.setdefault(parameter, {})[0 if number is None else region.rows.start // number] = found
+
+    def _settled_expert(self, pair: tuple[str, str], base: str, parameter: str) -> _Found:
+        """The pair of one expert's matrix, with rank and scale. Patterns may name it, or transformers' tensor of all
+        experts': where that is made of gate and up, with the sum of their ranks."""
+        path, _, own = parameter.rpartition(".mlp.")
+        layout = self.layers[path].mlp.layout
+        tensor = next(part.place.tensor for part in layout.parameters if part.name == own)
+        fused = f"{self.class_names.there(path)}.{tensor}"
+        with self._readable(base):
+            if names_a_pattern(self.config, base) or not names_a_pattern(self.config, fused):
+                return self._settled(pair, base, 1)
+        joined = sum(part.place.tensor == tensor and bool(part.row) for part in layout.parameters)
+        return self._settled(pair, fused, 1, joined)
+
+    def _settled(self, pair: tuple[str, str], name: str, num_experts: int, joined: int = 1) -> _Found:
+        """
+        Args:
+            name: by which patterns know it.
+            num_experts: in the pair. joined: of how many such pairs the one is made whose rank the config has.
+        """
+        with self._readable(name):
+            rank, scale = rank_and_scaling(self.config, name)
+        if not 0 < scale < 1e9:
+            raise ExpertMeshError(f"{self.path / CONFIG}: makes the scale of {name} {scale:g}")
+        (a, b), (of_a, of_b) = pair, (self.infos[name].shape for name in pair)
+        if of_a[0] * joined != rank * num_experts or of_b[1] * joined != rank * num_experts:
+            times = f" x {num_experts} experts" if num_experts > 1 else ""
+            wanted = f"{rank}{times}" if joined == 1 else f"{rank} / {joined}"
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: {a} has shape {list(of_a)} and {b} {list(of_b)}; {CONFIG} makes their rank "
+                f"{wanted}"
+            )
+        return _Found(a, b, rank // joined, scale)
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ExpertMeshError(f"{self.path / CONFIG}: the scale of {name} cannot be read: {error}") from error
+
+    def _pairs(self) -> dict[str, tuple[str, str]]:
+        """Names of A and B by what they are beside."""
+        pairs = {}
+        for name, info in self.infos.items():
+            base = name.removeprefix(PREFIX).removesuffix(f".{A}.weight")
+            if name.endswith(f".{A}.weight"):
+                a, b = name, lora_names(base)[1]
+                if b not in self.infos:
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {b} is missing")
+                if len(info.shape) != 2 or len(self.infos[b].shape) != 2 or not info.shape[0]:
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {a} or {b} is no matrix")
+                pairs[base] = (a, b)
+        others = set(self.infos) - {name for pair in pairs.values() for name in pair}
+        if others:
+            bias = self.config.get("bias") or "none"
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model: it is no {A} or {B} of a "
+                "linear layer or of experts" + (f"; {CONFIG} has bias {bias!r:.80}" if bias != "none" else "")
+            )
+        return pairs
+
+    def _unpacked(self, path: str) -> dict[str, LoraPair]:
+        """The pairs of a layer whose pairs are packed, by the layout's names."""
+        packed = {tensor: self._read(found) for tensor, found in self.packed[path].items()}
+        try:
+            return unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
+        except ValueError as error:
+            raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
+
+    def _read(self, found: _Found) -> LoraPair:
+        values = []
+        with safe_open(self.path / WEIGHTS, framework="pt") as file:
+            for name in (found.a, found.b):
+                value = file.get_tensor(name).float()
+                if not value.isfinite().all():
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
+                values.append(value)
+        return LoraPair(*values)
+
+
+def _wrapped(base: str) -> str:
+    """The module whose parameters are adapted, each by a wrapper around the one before."""
+    while base.endswith(".base_layer"):
+        base = base.removesuffix(".base_layer")
+    return base
+
+
+def read_adapter(
+    model: nn.Module,
+    path: Path,
+    lora: Lora,
+    rope_scaling: RopeScaling | None = None,
+    model_config: Any = None,
+) -> Adapter:
+    """Read an adapter that a model's own are to begin as, which needs none of its weights.
+
+    Args:
+        model: with its adapters, on any device; whole, not cut into stages.
+        lora: of the model.
+        rope_scaling: of the model.
+        model_config: that the model was built from, if the adapter may go by the names of another class than its own.
+
+    Raises:
+        ExpertMeshError: it is not of the same rank, scale and modules as the model's adapters, or was trained with
+            another RoPE scaling.
+    """
+    if (scaling := read_rope(path)) != rope_scaling:
+        there, here = (
+            "no --rope-scaling" if found is None else f"--rope-scaling '{json.dumps(found.as_json())}'"
+            for found in (scaling, rope_scaling)
+        )
+        raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
+    adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
+    wanted = {_beside(name) for name in adapters_of(model)}
+    if wanted != adapter.parameters:
+        name = min(wanted ^ adapter.parameters)
+        targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
+        raise ExpertMeshError(
+            f"--init-adapter {path}: {adapter.theirs(name)} "
+            f"{'has no adapter there' if name in wanted else 'has one there'}; --lora-targets must name the same: "
+            f"{CONFIG} has {', '.join(map(str, targets)):.200}"
+        )
+    for base in sorted(wanted):
+        if not _is_as(adapter, base, lora.rank, lora.low_rank.scale):
+            raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
+    return adapter
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
+    """Fill a sharded model's adapters from what `read_adapter` has read. All ranks call it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when a file cannot be read.
+    """
+    with raise_together():
+        here = {name: part for name, part in adapters_of(model).items() if part.is_here}
+        shards = sharded_parameters(model, topology, here)
+        names = Names(model)
+        for base in sorted({_beside(name) for name in shards}):
+            pair = adapter.pair(base)
+            assert pair is not None
+            for which, values in zip((A, B), pair, strict=True):
+                name = _adapter_of(base, which, names)
+                shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
+
+
+def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:
+    """Whether what an adapter has beside a parameter is of this rank and scale."""
+    pair = adapter.pair(base)
+    return pair is None or (pair.a.shape[-2] == rank and math.isclose(adapter.scale(base), scale, rel_tol=1e-6))
+
+
+def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
+    """Why a run with other settings cannot start from an adapter, and what to do. base: where they differ."""
+    pair, scale = adapter.pair(base), adapter.scale(base)
+    assert pair is not None
+    rank = pair.a.shape[-2]
+    other = next((name for name in sorted(adapter.parameters) if not _is_as(adapter, name, rank, scale)), None)
+    if other is not None:
+        return (
+            f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, and not so "
+            f"{adapter.theirs(other)}: a run has one rank and one scale for all"
+        )
+    rslora = bool(adapter.config.get("use_rslora"))
+    there = Lora(rank, scale * (math.sqrt(rank) if rslora else rank), use_rslora=rslora)
+    wanted, given = (
+        f"--lora-rank {each.rank} --lora-alpha {each.alpha:g}" + " --use-rslora" * each.use_rslora
+        for each in (there, lora)
+    )
+    without = ", without --use-rslora" if lora.use_rslora and not rslora else ""
+    return f"was trained with {wanted}, and this run has {given}: give the former{without}"
+
+
+def _beside(adapter: str) -> str:
+    """The parameter that an adapter's is beside."""
+    if adapter.endswith((f".{A}", f".{B}")):
+        return f"{adapter.rpartition('.')[0]}.weight"
+    return adapter.removesuffix(f"_{A}").removesuffix(f"_{B}")
+
+
+def _adapter_of(parameter: str, which: str, names: Names) -> str:
+    return f"{parameter}_{which}" if parameter in names.experts else f"{parameter.removesuffix('weight')}{which}"

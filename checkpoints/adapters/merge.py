@@ -1,0 +1,124 @@
+"""The command `merge`: a model with an adapter's LoRA deltas added to its weights, in Hugging Face form."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..convert import HowToWrite, write_hf
+from ..ep_shards.manifest import check_all_bytes
+from ..files.file_layout import OutputTensor
+from ..files.tensors import as_array, as_tensor
+from ..hf.class_names import ClassNames, class_names
+from ..hf.reader import ParameterReader, Piece
+from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
+from ..opening import open_readable
+from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
+from .peft_format import LoraPair
+
+_ROWS_AT_ONCE = 256
+
+
+def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
+    """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W. Sums are rounded once
+    to fp32, from fp64, and then to the dtype of the base. The config has the RoPE scaling that the adapter was trained
+    with, and no longer ties what the adapter makes differ.
+
+    Returns:
+        How many parameters were changed.
+
+    Raises:
+        ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
+    """
+    readable = open_readable(base, drop_untrained=how.drop_untrained)
+    check_all_bytes(base)
+    there = class_names(readable.names.model, readable.checkpoint.source.config)
+    changed = Adapter(adapter, readable.names, there)
+    for parameter in sorted(changed.parameters):
+        changed.pair(parameter)  # what cannot be merged is refused before anything is written
+
+    def make_reader() -> ParameterReader:
+        return MergedReader(readable.make_reader(), Adapter(adapter, readable.names, there))
+
+    # what is written depends on these files too
+    files = [*readable.checkpoint.files, adapter / CONFIG, adapter / WEIGHTS]
+    checkpoint = replace(readable.checkpoint, files=files)
+    if (scaling := read_rope(adapter)) is not None:
+        checkpoint = checkpoint.stretched(scaling, readable.names)
+    if (adapter / GENERATION_CONFIG).exists():
+        checkpoint = checkpoint.ending_in(read_ends(adapter / GENERATION_CONFIG))
+    for alias, parameter in readable.names.aliases.items():
+        if {alias, parameter} & changed.parameters:
+            checkpoint = _untied(checkpoint, there, alias, parameter)
+    write_hf(replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
+    return len(changed.parameters)
+
+
+def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
+    """With a tensor for each of the two modules that share a weight, as an adapter beside one of them is not beside the
+    other: PEFT adds it to the output projection alone, until it merges it into both."""
+    exported, missing = [], {alias: there.there(alias), parameter: there.there(parameter)}
+    copies = {tensor.name for tensor in checkpoint.tied_copies} | {missing[alias]}
+    for output in checkpoint.exported:
+        (region, *_) = output.tensor.regions
+        if region.parameter == parameter:
+            owner = alias if output.tensor.name in copies else parameter
+            output = _output(output, output.tensor.name, owner)
+            shared, _ = output, missing.pop(owner)
+        exported.append(output)
+    exported += [_output(shared, name, owner) for owner, name in missing.items()]
+    return replace(checkpoint, exported=exported, source=replace(checkpoint.source, is_untied=True))
+
+
+def _output(like: OutputTensor, name: str, parameter: str) -> OutputTensor:
+    (region,) = like.tensor.regions
+    return replace(like, tensor=replace(like.tensor, name=name, regions=(replace(region, parameter=parameter),)))
+
+
+class MergedReader:
+    """A `ParameterReader` of another's parameters with an adapter's LoRA deltas added, to each of two tied ones its
+    own. Not for several threads."""
+
+    def __init__(self, base: ParameterReader, adapter: Adapter):
+        self.base, self.adapter = base, adapter
+
+    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+        for piece in self.base.pieces(self.adapter.names.aliases.get(parameter, parameter), rows):
+            pair = self.adapter.pair(parameter)
+            yield piece if pair is None else self._with(piece, parameter, pair)
+
+    def close(self) -> None:
+        self.base.close()
+
+    def _with(self, piece: Piece, parameter: str, pair: LoraPair) -> Piece:
+        scale, width = self.adapter.scale(parameter), self.adapter.names.experts.get(parameter)
+        merged = torch.empty(piece.data.shape, dtype=torch.float32)
+        base = as_tensor(piece.data, piece.dtype)
+        start = piece.rows.start
+        while start < piece.rows.stop:
+            # within one expert
+            end = piece.rows.stop if width is None else (start // width + 1) * width
+            rows = range(start, min(end, piece.rows.stop, start + _ROWS_AT_ONCE))
+            here = slice(rows.start - piece.rows.start, rows.stop - piece.rows.start)
+            update = _update(pair, rows, width, self._is_transposed(parameter))
+            merged[here] = (base[here].double() + scale * update).float()
+            start = rows.stop
+        return replace(piece, data=as_array(merged), dtype="F32")
+
+    def _is_transposed(self, parameter: str) -> bool:
+        names = self.adapter.names
+        return parameter.endswith(".w2") if parameter in names.experts else parameter in names.transposed
+
+
+def _update(pair: LoraPair, rows: range, width: int | None, is_transposed: bool) -> Tensor:
+    """Rows of B · A in fp64, or of its transpose.
+
+    Args:
+        width: rows per expert of the parameter, if it is experts'.
+    """
+    expert, first = (..., rows.start) if width is None else divmod(rows.start, width)
+    within = slice(first, first + len(rows))
+    a, b = pair.a[expert].double(), pair.b[expert].double()
+    return a[:, within].t() @ b.t() if is_transposed else b[within] @ a

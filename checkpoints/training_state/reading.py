@@ -1,0 +1,90 @@
+"""Training checkpoints as sources of exports and comparisons, outside of any process group."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.topology import rows_of
+from ..ep_shards.manifest import exported_from
+from ..files.encodings import TensorInfo
+from ..files.mapping import DiskTensor, Region
+from ..files.tensors import DTYPE_CODES, as_array, torch_dtype
+from ..hf.reader import Piece
+from ..hf.source import Checkpoint, open_source, well_formed
+from .marker import MARKER, check_file, read_marker, recorded_transposed
+from .state_table import StateReader, load_state
+from .untrained_record import with_carried
+
+
+class TrainingReader:
+    """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one full parameter is
+    held at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path):
+        self.checkpoint = checkpoint
+        self.path = path
+        self.parameter = self.dtype = ""
+        self.content = torch.empty(0)
+
+    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+        (tensor,) = (t for t in self.checkpoint.tensors if t.name == parameter)
+        if parameter != self.parameter:
+            self.dtype = self.checkpoint.infos[parameter].dtype
+            self.content = torch.empty(tensor.shape, dtype=torch_dtype(self.dtype))
+            state = {f"model.{parameter}": self.content}
+            load_state(state, self.path / "state", no_dist=True)
+            if tensor.regions[0].transposed:
+                self.content = self.content.t()
+            self.parameter = parameter
+        content = self.content.view(-1) if self.content.dim() == 0 else self.content
+        yield Piece(rows, as_array(content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
+
+    def close(self) -> None:
+        self.parameter, self.content = "", torch.empty(0)
+
+
+def open_training(path: Path, strict: bool = True, base: Path | None = None) -> Checkpoint:
+    """A training checkpoint as a source for exports and comparisons, every file checked.
+
+    Args:
+        strict: stop where tensors that are not trained are no longer where the checkpoint says; else list it.
+        base: the directory of the model that they are to be taken from instead.
+
+    Raises:
+        ExpertMeshError: it is damaged or incomplete.
+    """
+    marker = read_marker(path)
+    if marker.get("base") is not None:
+        raise ExpertMeshError(
+            f"{path}: contains only adapters, not the base model; resume from it, with "
+            "--max-steps at its step, to export them"
+        )
+    for file, described in marker["files"].items():
+        check_file(path, file, described)
+    source = open_source(path / "model")
+    names = source.names
+    saved = StateReader(path / "state").read_metadata().state_dict_metadata
+    tensors, infos = [], {}
+    recorded = recorded_transposed(path)
+    for name in recorded:
+        if len(names.parameters.get(name, ())) != 2:
+            raise ExpertMeshError(f"{path / MARKER}: transposed lists {name!r:.80}, which is no matrix of this model")
+    otherwise = recorded ^ names.transposed
+    for name, held in names.parameters.items():
+        entry: Any = saved.get(f"model.{name}")
+        shape = held[::-1] if name in otherwise else held
+        if entry is None or tuple(entry.size) != shape:
+            raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
+        if entry.properties.dtype not in DTYPE_CODES:
+            raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
+        region = Region(name, range(rows_of(held)), transposed=name in otherwise)
+        tensors.append(DiskTensor(name, shape, (region,)))
+        infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
+    with well_formed(path / MARKER):
+        exported = exported_from(marker["exported"], names)
+    files = [path / name for name in marker["files"] if name.startswith("state/")]
+    checkpoint = Checkpoint(source, tensors, [], infos, exported, files=files)
+    return with_carried(checkpoint, marker, path, strict, base)

@@ -1,0 +1,337 @@
+"""Brings tokens to their experts and the results back: within one process, or by all-to-all over the `ep` ranks.
+
+A dispatcher is plain data and one function, no `nn.Module`: `send` begins to send rows and returns a `Sent`. What is
+computed between `send`, each part's `arrive` and `give_back`, and `combine` overlaps the all-to-alls.
+
+Shape suffixes: T tokens on this rank, D model width, E experts, e experts on this rank, K experts per token, N = T·K
+routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R rows of a part that this rank receives.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.expert_products import even
+from ..util.recompute_cache import is_replaying, kept
+from ..util.step_parts import StepPart
+from .exchange import Exchange
+from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
+
+STEP_PART: StepPart = "dispatch"
+
+
+class Part(Protocol):
+    """The rows of some consecutive experts of this rank: one chunk.
+
+    num_experts: how many. num_rows: R.
+    """
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows sorted by expert, and how many each has, int64, on their device. Waits for rows that are still being
+        received."""
+        ...
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        """Begin to send the experts' results back; returns what `Sent.combine` takes."""
+        ...
+
+
+class Sent(Protocol):
+    """All of a layer's rows.
+
+    rows: those of each part, to be read by its `arrive` alone.
+    """
+
+    @property
+    def rows(self) -> Sequence[Tensor]: ...
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether `give_back` reads the values of the rows that it gets in this forward, not only their shape."""
+        ...
+
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
+        """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
+        ...
+
+
+@dataclass(frozen=True)
+class _LocalRows:
+    """The rows of all experts, which are on this rank."""
+
+    rows_RD: Tensor
+    counts_e: Tensor
+    order: ExpertOrder
+    weights_TK: Tensor
+
+    reads_outputs = True
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_e.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows_RD.shape[0]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        return [self.rows_RD]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self]
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        return sent_RD, self.counts_e
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        return rows_RD
+
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
+        (rows_RD,) = returned
+        return RowsToTokens.apply(rows_RD, self.weights_TK, self.order)
+
+
+class LocalDispatcher:
+    """Every expert is on this rank: sort by expert, and back."""
+
+    is_remote = False
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+
+    def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+        """
+        Args:
+            x_TD: tokens.
+            experts_TK: int64 expert of each choice; E stands for padding, which is not routed.
+            weights_TK: fp32 or wider weight of each choice; that of padding may be anything.
+            counts_E: int64, how many entries of experts_TK name each expert.
+            has_padding: whether any entry may be E. Without padding the host need not wait for the device.
+        """
+        order = expert_order(experts_TK, self.num_experts, has_padding)
+        if has_padding:
+            # read by the host: in a replay it must not wait for the device
+            order = first_rows(order, kept("rows without padding", lambda: int(counts_E.sum())))
+        return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order, weights_TK)
+
+
+@dataclass(frozen=True)
+class _ExchangedPart:
+    """by_expert_R, by_source_R: permutations of received rows, sorted by source, to the order of experts, and back.
+    None when the part is one expert: the rows are then grouped by expert already."""
+
+    exchange: Exchange
+    number: int
+    counts_e: Tensor
+    by_expert_R: Tensor | None
+    by_source_R: Tensor | None
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_e.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.exchange.received[self.number])
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        rows_RD = self.exchange.arrive(self.number, sent_RD)
+        if self.by_expert_R is not None:
+            rows_RD = PermuteRows.apply(rows_RD, self.by_expert_R, self.by_source_R)
+        return rows_RD, self.counts_e
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        if self.by_source_R is not None:
+            rows_RD = PermuteRows.apply(rows_RD, self.by_source_R, self.by_expert_R, not is_replaying())
+        return self.exchange.give_back(self.number, rows_RD)
+
+
+@dataclass(frozen=True)
+class _ExchangedRows:
+    rows: tuple[Tensor, ...]
+    parts: list[Part]
+    exchange: Exchange
+    order: ExpertOrder
+    weights_TK: Tensor
+
+    @property
+    def reads_outputs(self) -> bool:
+        """False in a replay, where the returned rows have been kept (see `moe.util.recompute_cache`)."""
+        return not is_replaying()
+
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
+        return RowsToTokens.apply(self.exchange.home(returned), self.weights_TK, self.order)
+
+
+class AllToAllDispatcher:
+    """Expert i lives on ep rank i // e. Rows are exchanged in two all-to-alls per part, one there and one back.
+
+    The counts are sent ahead of the rows, and read on the host once per layer: the only wait for the device. They are
+    sent on a stream of their own, and the rows are sorted meanwhile, so that a GPU is at work while the host waits.
+
+    Attributes:
+        num_parts: chunks in which the rows are sent. Each has the rows of some of every rank's experts, so that no
+            expert's rows are divided: results are the same bit for bit, and each weight is read once.
+    """
+
+    is_remote = True
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, num_parts: int = 1):
+        self.num_experts = num_experts
+        self.group = group
+        self.ep_size = dist.get_world_size(group)
+        assert num_experts % self.ep_size == 0, (num_experts, self.ep_size)
+        self.sizes = part_sizes(num_experts // self.ep_size, num_parts)
+        self._place_E = _places(num_experts, self.ep_size, self.sizes)
+
+    def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+        """As `LocalDispatcher.send`."""
+        receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
+        order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
+        rows_nD = TokensToRows.apply(x_TD, order, not is_replaying())
+
+        wait_for_counts(counts_E.device)
+        sent_PS, received_PS = splits_2PS.tolist()
+        if has_padding:
+            num_kept = sum(map(sum, sent_PS))
+            order, rows_nD = first_rows(order, num_kept), rows_nD[:num_kept]
+        exchange = Exchange(self.group, sent_PS, received_PS)
+        rows = exchange.send(rows_nD)
+        # row s: what ep rank s sends here, by local expert
+        receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
+        counts = receive_counts_Se.split(self.sizes, dim=1)
+        parts: list[Part] = [self._part(exchange, number, counts_Se) for number, counts_Se in enumerate(counts)]
+        return _ExchangedRows(rows, parts, exchange, order, weights_TK)
+
+    def _part(self, exchange: Exchange, number: int, counts_Se: Tensor) -> Part:
+        by_expert_R, by_source_R = None, None
+        if counts_Se.shape[1] > 1:
+            num_rows = sum(exchange.received[number])
+            by_expert_R = _transpose_blocks(counts_Se, num_rows)
+            by_source_R = _transpose_blocks(counts_Se.t(), num_rows)
+        return _ExchangedPart(exchange, number, counts_Se.sum(dim=0), by_expert_R, by_source_R)
+
+    def _places(self, experts_TK: Tensor) -> Tensor:
+        """The place of each choice's row among those that are sent."""
+        if len(self.sizes) == 1:
+            return experts_TK
+        self._place_E = self._place_E.to(experts_TK.device)
+        return self._place_E[experts_TK]
+
+
+class Dispatcher(Protocol):
+    """What brings a layer's tokens to its experts.
+
+    is_remote: whether to other ranks, so that something else can be computed meanwhile.
+    """
+
+    @property
+    def is_remote(self) -> bool: ...
+
+    def send(
+        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool
+    ) -> Sent: ...
+
+
+def part_sizes(num_experts: int, num_parts: int) -> list[int]:
+    """The number of experts in each part, as even as possible."""
+    assert 1 <= num_parts <= num_experts, (num_parts, num_experts)
+    return even(num_experts, num_parts)
+
+
+def _places(num_experts: int, ep_size: int, sizes: list[int]) -> Tensor:
+    """Each expert's place in the order by part, then by rank; padding's is the last."""
+    by_rank_Se = torch.arange(num_experts).view(ep_size, -1)
+    in_order_E = torch.cat([part_Se.flatten() for part_Se in by_rank_Se.split(sizes, dim=1)])
+    return torch.cat([in_order_E.argsort(), in_order_E.new_tensor([num_experts])])
+
+
+def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
+    """Index that brings rows grouped (a, b) into the order (b, a); block (a, b) has lengths_AB[a, b] rows.
+
+    Pure arithmetic on the counts: nothing is sorted a second time.
+    """
+    lengths_old = lengths_AB.reshape(-1)
+    starts_old_AB = (lengths_old.cumsum(0) - lengths_old).view_as(lengths_AB)
+    lengths_new = lengths_AB.t().reshape(-1)
+    starts_new = lengths_new.cumsum(0) - lengths_new
+    shift = starts_old_AB.t().reshape(-1) - starts_new
+    rows = torch.arange(num_rows, device=lengths_AB.device)
+    return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
+
+
+def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Tell every ep rank how many rows its experts will get from here. Neither result may be read before
+    `wait_for_counts` has returned.
+
+    Args:
+        counts_E: int64, rows for each expert.
+        group: the S ep ranks.
+        sizes: experts of each of the P parts.
+
+    Returns:
+        receive_counts_E, int64: row by row of (S, e), how many rows each rank sends to each expert on this rank.
+        splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
+    """
+    receive_counts_E = torch.empty_like(counts_E)
+    with on_counts_stream(counts_E, receive_counts_E):
+        dist.all_to_all_single(receive_counts_E, counts_E, group=group)
+        both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
+        splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
+        splits_2PS = splits_2PS.to("cpu", non_blocking=True)
+    return receive_counts_E, splits_2PS
+
+
+@contextmanager
+def on_counts_stream(*tensors: Tensor) -> Iterator[None]:
+    """Within it, operators run on the stream of the counts, after what has been queued so far.
+
+    Args:
+        tensors: all that these operators read or write and that exist already. They are kept until `wait_for_counts`
+            has returned: the allocator would give the memory of one that the host gives up before to the next tensor
+            of the stream that computes, which does not wait for this one.
+    """
+    module, counts = torch.get_device_module(tensors[0].device), _counts_stream(tensors[0].device)
+    counts.kept.extend(tensors)
+    counts.stream.wait_stream(module.current_stream())
+    with module.stream(counts.stream):
+        yield
+
+
+def wait_for_counts(device: torch.device) -> None:
+    """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
+    done, counts = torch.get_device_module(device).Event(), _counts_stream(device)
+    done.record(counts.stream)
+    done.synchronize()
+    counts.kept.clear()
+
+
+@dataclass(frozen=True)
+class _CountsStream:
+    """stream: on a CPU, where nothing is queued, a stand-in. kept: what its operators under way read and write."""
+
+    stream: Any
+    kept: list[Tensor] = field(default_factory=list)
+
+
+@cache
+def _counts_stream(device: torch.device) -> _CountsStream:
+    """A stream apart from the one that computes, so that the counts do not wait for work queued there."""
+    return _CountsStream(torch.get_device_module(device).Stream())

@@ -1,0 +1,199 @@
+"""Rows that are sent once to each destination, there spread over their experts, and summed before they go back: as
+nodes of autograd's graph, each of which begins some exchanges and waits for others.
+
+    by rank    Send ──────── ArriveAndSpread ─ experts ─ SumAndReturn ────────────── Combine
+    by node    Send ─ Relay ─ ArriveAndSpread ─ experts ─ SumAndReturn ─ RelayBack ─ Combine
+
+Backward goes the same way with gradients: those of results are sent once to each destination and spread there, those of
+tokens are summed there and once more where they come back to. As in `moe.dispatch.exchange`, what is under way is in an
+`Exchange`, and the tensors on the edges between two ranks only form the graph.
+
+In a replay (see `recompute_cache`) nothing is sent. Kept from the first run: the rows that experts computed with,
+before they were spread, the experts' results, of which the weights' gradients are made, and the tokens' sums.
+
+`sum_dtype` is that in which sums travel: a token's sum over the experts of one destination is rounded to it.
+
+Shape suffixes: T tokens, or rows that arrived from the hop before, D model width, K experts per token, n rows sent, U
+rows received, R rows of experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..util.recompute_cache import is_replaying, kept, placeholder
+from ..util.step_parts import StepPart
+from .exchange import Exchange
+from .permute import ExpertOrder, combine_backward, gather_sum, spread
+
+STEP_PART: StepPart = "permute, combine"
+
+
+def _save(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:
+    """Save an order for backward, and other tensors: where a layer is checkpointed, none of them is kept until it is
+    recomputed. As `Combine` saves some, recomputation runs through to where all that has begun is waited for."""
+    ctx.is_sparse = order.is_sparse
+    ctx.save_for_backward(order.source_n, order.position_TK, order.is_kept_TK, *tensors)
+
+
+def _saved(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
+    source_n, position_TK, is_kept_TK, *tensors = ctx.saved_tensors
+    return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
+
+
+class Send(torch.autograd.Function):
+    """Begin to send each token's rows of `order`; returns what is received of each part, for `ArriveAndSpread` or
+    `Relay`. `is_last`: for the former, which needs the rows in a replay too."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, exchange: Exchange, is_last: bool) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.dtype = exchange, x_TD.dtype
+        _save(ctx, order)
+        parts = range(len(exchange.sent))
+
+        def begin() -> tuple[Tensor, ...]:
+            rows_nD = spread(x_TD, order)
+            return tuple(exchange.begin_sending(part, rows_nD) for part in parts)
+
+        if is_replaying() and not is_last:
+            return tuple(placeholder(x_TD, sum(exchange.received[part]), x_TD.shape[1]) for part in parts)
+        sent: tuple[Tensor, ...] = kept("rows sent", begin) if is_last else begin()
+        return sent
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        order, _ = _saved(ctx)
+        return gather_sum(ctx.exchange.wait_for_returned(), order, None, ctx.dtype), None, None, None
+
+
+class Relay(torch.autograd.Function):
+    """Wait for a part's rows and begin to send them on; returns what is then received."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        arriving_TD: Tensor,
+        exchange: Exchange,
+        part: int,
+        order: ExpertOrder,
+        onward: Exchange,
+        sum_dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.exchange, ctx.part, ctx.onward, ctx.sum_dtype = exchange, part, onward, sum_dtype
+        ctx.shape = arriving_TD.shape
+        _save(ctx, order)
+        if not is_replaying():
+            exchange.wait_for_sent(part)
+        sent_UD: Tensor = kept("rows sent", lambda: onward.begin_sending(0, spread(arriving_TD, order)))
+        return sent_UD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = _saved(ctx)
+        grad_nD = ctx.onward.wait_for_returned()
+        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_nD, order, None, ctx.sum_dtype))
+        return placeholder(grad_UD, *ctx.shape), None, None, None, None, None
+
+
+class ArriveAndSpread(torch.autograd.Function):
+    """Wait for a part's rows; returns the rows of its experts, each the row of its token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, arriving_UD: Tensor, exchange: Exchange, part: int, order: ExpertOrder, sum_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.exchange, ctx.part, ctx.sum_dtype = exchange, part, sum_dtype
+        ctx.shape = arriving_UD.shape
+        _save(ctx, order)
+        if not is_replaying():
+            exchange.wait_for_sent(part)
+        return spread(arriving_UD, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = _saved(ctx)
+        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_RD, order, None, ctx.sum_dtype))
+        return placeholder(grad_RD, *ctx.shape), None, None, None, None
+
+
+class SumAndReturn(torch.autograd.Function):
+    """Begin to send back each row's weighted sum of its experts' results; the return value is for `RelayBack` or
+    `Combine`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_UK: Tensor,
+        order: ExpertOrder,
+        exchange: Exchange,
+        part: int,
+        sum_dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.exchange, ctx.part = exchange, part
+        rows_RD = kept("experts' results", lambda: rows_RD)
+        _save(ctx, order, rows_RD, weights_UK)
+        if not is_replaying():
+            exchange.begin_returning(part, gather_sum(rows_RD, order, weights_UK, sum_dtype))
+        return rows_RD.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, (rows_RD, weights_UK) = _saved(ctx)
+        grad_UD = ctx.exchange.wait_for_sent(ctx.part)
+        return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None
+
+
+class RelayBack(torch.autograd.Function):
+    """Wait for what `onward` brings back and begin to return its sums to where the part's rows came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        returned: Tensor,
+        onward: Exchange,
+        order: ExpertOrder,
+        exchange: Exchange,
+        part: int,
+        sum_dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.onward, ctx.exchange, ctx.part = onward, exchange, part
+        _save(ctx, order)
+        if not is_replaying():
+            exchange.begin_returning(part, gather_sum(onward.wait_for_returned(), order, None, sum_dtype))
+        return returned.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = _saved(ctx)
+        ctx.onward.begin_sending(0, spread(ctx.exchange.wait_for_sent(ctx.part), order))
+        return grad.new_empty(0), None, None, None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """Wait for all parts' sums; returns out_TD, for each token the sum of what its destinations sent back, in `dtype`;
+    zero for padding."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, order: ExpertOrder, dtype: torch.dtype, *returned: Tensor) -> Tensor:
+        ctx.exchange, ctx.num_parts = exchange, len(returned)
+        _save(ctx, order)
+        out_TD: Tensor = kept("tokens' sums", lambda: gather_sum(exchange.wait_for_returned(), order, None, dtype))
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = _saved(ctx)
+        rows_nD = spread(grad_TD, order)
+        # the last part's experts come first in backward
+        for part in reversed(range(ctx.num_parts)):
+            ctx.exchange.begin_sending(part, rows_nD)
+        return None, None, None, *(grad_TD.new_empty(0) for _ in range(ctx.num_parts))

@@ -1,0 +1,181 @@
+"""The context of one micro-batch's forward: its inputs beside the model's arguments, and its results beside the output.
+
+A `Forward` is current while its model runs, so that routers, experts, head and attention find it without involving the
+modules between. Recomputation in backward finds it by `Forward.again`, which activation checkpointing takes when a
+layer first runs and makes current when it is recomputed. So no state of a micro-batch is on a module, and any number of
+them may wait for their backwards, in any order.
+
+Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, D model width, E experts.
+"""
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from ..kernels.weight_gradients import WeightGradients
+from ..torch_private import _current_autograd_node
+from ..util.errors import ExpertMeshError
+from ..util.step_parts import StepPart
+from .router_stats import RouterStats
+
+STEP_PART: StepPart = None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The targets of a forward.
+
+    targets_BS: int64, the next token; undefined where there is no loss. index_N: int64, the flat positions with a loss.
+    """
+
+    targets_BS: Tensor
+    index_N: Tensor
+
+
+@dataclass(eq=False)
+class Forward:
+    """Current within `with forward:`, for one call of a model or of some of its layers.
+
+    A call of a model for which none is current gets one of its own, which is discarded afterwards.
+
+    Attributes:
+        is_token_BS: bool, False for padding, which is not routed; None where there is none. If it is None, a model that
+            is called with a 2-D `attention_mask` takes it from there.
+        targets: the targets for the head's loss; None: the head returns logits.
+        split: the sequences of which each rank of a context-parallel group holds a part (`training.data.
+            SplitSequences`); None: they are complete.
+        segments: lengths of the samples, and of the padding behind them, of complete sequences, one sequence after the
+            other; None: each is one sample.
+        layout: what modules that run sample by sample need to know of segments, once one has run
+            (`training.attention.by_sample.SampleLayout`); if the sequences are split, of those that are complete on
+            this rank.
+        within_tp: what regions of tensor parallelism have in common, once one has run (`training.tensor_parallel.
+            Within`). gathered: what is the same in all of them, such as rotary positions, by its number; also for
+            recomputation.
+        stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
+        weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
+        is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
+            recorded once more, they would keep alive all that was recomputed.
+        logits_TE: the logits of each router that has run and whose experts have not, by these.
+        ahead_TD: for each block, tokens and results of what was computed during the all-to-alls (see
+            `moe.experts.shared_experts`).
+        stats: routing statistics by layer, until `take_stats` takes them. They hold the graph of the losses made of
+            them.
+        has_run: whether a model was called.
+    """
+
+    is_token_BS: Tensor | None = None
+    targets: Targets | None = None
+    split: Any = None
+    segments: tuple[int, ...] | None = None
+    layout: Any = None
+    within_tp: Any = None
+    gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stage: Any = None
+    weight_gradients: WeightGradients | None = None
+    is_again: bool = False
+    logits_TE: dict[nn.Module, Tensor] = field(default_factory=dict)
+    ahead_TD: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stats: dict[nn.Module, RouterStats] = field(default_factory=dict)
+    has_run: bool = False
+
+    def __enter__(self) -> Self:
+        self._token: Token[Forward | None] = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _CURRENT.reset(self._token)
+        # after an exception, with which recomputation ends once it has all it needs, what was handed over is not needed
+        self.logits_TE.clear()
+        self.ahead_TD.clear()
+
+    def again(self) -> "Forward":
+        """The `Forward` for a recomputation of parts of it: with the same inputs, and without results of the first run,
+        whose graph will hold it. May be current more than once, one time after the other."""
+        return Forward(
+            self.is_token_BS,
+            split=self.split,
+            segments=self.segments,
+            layout=self.layout,
+            gathered=self.gathered,
+            stage=self.stage,
+            weight_gradients=self.weight_gradients,
+            is_again=True,
+        )
+
+    def of_split(self, split: Any) -> "Forward":
+        """The `Forward` for a part of it in which other ranks share the sequences."""
+        other = self.again()
+        other.is_token_BS, other.split, other.layout, other.is_again = None, split, None, self.is_again
+        return other
+
+    def of_complete_sequences(self, segments: tuple[int, ...] | None) -> "Forward":
+        """The `Forward` for a part of it that is given complete sequences, though they are split elsewhere.
+
+        Args:
+            segments: of these sequences.
+        """
+        complete = self.again()
+        complete.is_token_BS, complete.split, complete.is_again = None, None, self.is_again
+        complete.segments = segments
+        return complete
+
+
+_CURRENT: ContextVar[Forward | None] = ContextVar("_CURRENT", default=None)
+
+
+def current_forward() -> Forward | None:
+    """The forward that is being run; None where a part of a model is called by itself."""
+    return _CURRENT.get()
+
+
+def forward_of_experts() -> Forward:
+    """The forward that is being run, or for experts that are called by themselves a new one, without padding.
+
+    Raises:
+        ExpertMeshError: they are recomputed in backward by a checkpointing that does not say for which forward.
+    """
+    forward = current_forward()
+    if forward is None and _current_autograd_node() is not None:
+        raise ExpertMeshError(
+            "experts are computed again in backward, and it is not known of which forward: their layers are "
+            "checkpointed otherwise than by --gradient-checkpointing (sharding.checkpointing.checkpoint_layers)"
+        )
+    return Forward() if forward is None else forward
+
+
+def give_forwards(model: nn.Module) -> None:
+    """Have each call of a model take from its own arguments which positions are tokens, and have a `Forward` of its own
+    where none is current, in place."""
+    model.register_forward_pre_hook(_before_model, with_kwargs=True)
+    model.register_forward_hook(_after_model, always_call=True)
+
+
+@dataclass(eq=False)
+class _OwnForward(Forward):
+    """The `Forward` of a call of a model for which none was current: it ends with the call."""
+
+
+def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Padding is marked by a 2-D `attention_mask`, as with any HF model, or by `Forward.is_token_BS` alone. The latter
+    suffices for right-padded training batches, where causal attention hides the padding by itself and a mask would only
+    cost memory."""
+    forward = current_forward()
+    if forward is None:
+        forward = _OwnForward().__enter__()
+    assert not forward.has_run, "a Forward is one forward of a model: make a new one for the next"
+    forward.has_run = True
+    attention_mask = kwargs.get("attention_mask")
+    if forward.is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next(t for t in candidates if t is not None)
+        # with a KV cache the mask also covers the tokens of earlier calls
+        forward.is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
+
+
+def _after_model(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    forward = current_forward()
+    if isinstance(forward, _OwnForward):
+        forward.__exit__()

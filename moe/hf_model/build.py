@@ -1,0 +1,484 @@
+"""A causal mixture-of-experts model of transformers, of any family, with our experts in place of its own.
+
+All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
+"""
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cpu.matmul import use_linear
+from ..experts.activation import Activation
+from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
+from ..experts.forward import Forward, current_forward, give_forwards
+from ..experts.layer import DMoE
+from ..experts.router_stats import RouterStats
+from ..experts.shape import MoEShape
+from ..experts.shared_experts import Beside
+from ..kernels.expert_kernels import ExpertKernel, Needs
+from ..linear.rowwise import hold_transposed
+from ..util.errors import ExpertMeshError
+from ..util.step_parts import StepPart
+from .counts import ParameterCounts, active_parameters
+from .families import NOT_MARKED
+from .probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
+from .rope import forget_earlier_rows
+
+STEP_PART: StepPart = None
+
+
+def build_model(config: Any, attn_implementation: str = "auto") -> Any:
+    """The model that a config of transformers describes, on the meta device, fp32, with its experts swapped.
+
+    Parameters hold no memory yet. Buffers that no checkpoint holds, which transformers computes from the config, are
+    filled already, on the CPU; the others are there too.
+
+    Args:
+        attn_implementation: as transformers has it, or "auto" (see `settled_attention`).
+
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
+            experts that transformers marks as such, or ones that are not supported.
+    """
+    from .tensor_plan import regions_of  # which asks for the layers of what is built here
+
+    model = _build(config, attn_implementation)
+    model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))
+    _make_constants_buffers(model)
+    seen = probe(model)
+    _fill_buffers(model)
+    forget_earlier_rows(model)
+    swap_experts(model, seen)
+    _check_alike(model)
+    model.head_is_last = seen.head_is_last
+    model.masks_by_position = seen.masks_by_position
+    model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
+    model.attention, model.draws = seen.attention, seen.draws
+    give_forwards(model)
+    for region in regions_of(model):
+        for path in region.rowwise:
+            hold_transposed(model.get_submodule(path))
+    for layer in decoder_layers(model):
+        use_linear(layer)
+    return model
+
+
+def _without_experts(model: nn.Module) -> str:
+    """Why no layer of a model can be sharded over ep."""
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if "experts" in type(module).__name__.lower() or type(module).__name__.endswith("MoE"):
+            return (
+                f"{name} has mixture-of-experts layers, but {NOT_MARKED} "
+                f"({type(module).__name__} at {path}) as one that may be replaced (use_experts_implementation): they "
+                "cannot be sharded over ep. A later release of transformers may mark it; `python -m "
+                "expertmesh.moe families` "
+                "lists what can be trained"
+            )
+    return f"{name} has no mixture-of-experts layer with this config: nothing to shard over ep"
+
+
+def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = deepcopy(config)
+    _forget_plans(config)
+    # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
+    text_config = config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        text_config.output_router_logits = False
+    with torch.device("meta"):
+        attn_implementation = settled_attention(config, attn_implementation)
+        auto, _ = _classes(config)
+        try:
+            model = auto.from_config(
+                config,
+                attn_implementation=_of_text(config, attn_implementation),
+                dtype=dtype,
+                trust_remote_code=False,
+            )
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot build a model of type {config.model_type} from this config.json "
+                f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
+            ) from error
+    if not any(True for _ in expert_modules(model)):
+        raise ExpertMeshError(_without_experts(model))
+    _run_on_text(model)
+    _give_head(model)
+    leave_out(model, unmet_by_text(model))
+    return model
+
+
+def _forget_plans(config: Any) -> None:
+    """Remove, in place, the plans of how to distribute a model over devices (`base_model_tp_plan` and others) that a
+    config.json brought: those of transformers' classes hold. transformers never writes one to a file, and a wrong one
+    would divide modules whose results cannot be added up."""
+    for name in [name for name in vars(config) if re.fullmatch(r"base_model_\w+_plan", name)]:
+        delattr(config, name)
+    for part in config.sub_configs:
+        if hasattr(getattr(config, part, None), "sub_configs"):
+            _forget_plans(getattr(config, part))
+
+
+def _of_text(config: Any, attn_implementation: str) -> str | dict[str, str]:
+    """An attention for the language model; the other parts of a config, which are not run, get one that all have."""
+    text = config.get_text_config()
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    if text is config or not any(part is not None and part.get_text_config() is text for part in parts.values()):
+        return attn_implementation
+    others = {name: "eager" for name, part in parts.items() if part is None or part.get_text_config() is not text}
+    return {name: others.get(name, attn_implementation) for name in ("", *parts)}
+
+
+def leave_out(model: Any, paths: Collection[str]) -> None:
+    """Empty the modules at `paths`, in place: their parameters and buffers, and the modules in them, are gone, and
+    checkpoints carry their tensors over. `model.left_out` has the names of these tensors, by path.
+
+    Beside experts, parameters that their family never trains stay: a checkpoint may hold them in one tensor with those
+    of the experts that are trained.
+    """
+    from transformers import PreTrainedModel
+
+    before = list(model.state_dict())
+    for path in paths:
+        module = model.get_submodule(path)
+        _empty(module, keeps_constants=any(True for _ in expert_modules(module)))
+        for part in module.modules():
+            if isinstance(part, PreTrainedModel):
+                # asked of every model within another, where layers are checkpointed
+                part.get_input_embeddings = _no_embeddings  # type: ignore[method-assign,assignment]
+        if not isinstance(module, PreTrainedModel) and not any(True for _ in module.parameters()):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.Module())  # a linear layer without a weight is none
+    after = set(model.state_dict())
+    model.left_out = {
+        path: frozenset(name for name in before if name.startswith(f"{path}.") and name not in after) for path in paths
+    }
+
+
+def _no_embeddings() -> None:
+    return None
+
+
+def _empty(module: nn.Module, keeps_constants: bool) -> None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or parameter.requires_grad or not keeps_constants:
+            del module._parameters[name]
+    module._buffers.clear()
+    for name, child in list(module.named_children()):
+        _empty(child, keeps_constants)
+        if not any(True for _ in child.parameters()):
+            del module._modules[name]
+
+
+def _run_on_text(model: Any) -> None:
+    """Have a model that has no forward of its own for text, but holds one that has, run the latter, in place."""
+    if _predicts_tokens(model):
+        return
+    text = model.config.get_text_config()
+    for path, part in model.named_children():
+        if hasattr(part, "config") and part.config.get_text_config() is text and _predicts_tokens(part):
+            model.forward = MethodType(partial(_forward_of, path), model)
+            return
+    raise ExpertMeshError(
+        f"transformers' {type(model).__name__} (type {model.config.model_type}) does not predict next tokens: its "
+        "forward takes no labels. It cannot be trained here"
+    )
+
+
+def _predicts_tokens(model: Any) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+def _forward_of(path: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.get_submodule(path)(*args, **kwargs)
+
+
+def _give_head(model: Any) -> None:
+    """Have a model that does not know the head of the language model in it say it, and its embedding, in place."""
+    if model.get_output_embeddings() is None:
+        heads = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
+        owner = next((part for part in heads if part.get_output_embeddings() is not None), None)
+        if owner is None:
+            raise ExpertMeshError(f"transformers' {type(model).__name__} has no head that predicts tokens")
+        model.get_output_embeddings, model.set_output_embeddings = (
+            owner.get_output_embeddings,
+            owner.set_output_embeddings,
+        )
+        model.get_input_embeddings = owner.get_input_embeddings
+
+
+def _fp32_names(model: Any) -> frozenset[str]:
+    """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
+    (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them:
+    DeepSeek-V4's, in some releases of transformers, passes a norm's fp32 output to a matmul in bf16.
+
+    Args:
+        model: from transformers, on the meta device, built in bf16; it cannot be used afterwards.
+    """
+    plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
+    names = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 or any(re.search(pattern, name) for pattern in plan):
+            names.add(name)
+            parameter.data = parameter.data.float()
+    return frozenset(names) if names and runs(model) else frozenset()
+
+
+def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters, by name, that a family keeps in fp32 beside others in bf16, both stored and computed with."""
+    return {name: parameter for name, parameter in model.named_parameters() if name in model.fp32_names}
+
+
+def _check_alike(model: nn.Module) -> None:
+    found = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
+    if len(found) > 1:
+        kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(found))
+        raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
+
+
+def model_class(config: Any) -> Any:
+    """The class that is trained: the causal language model; or where there is none, the one that takes images too.
+
+    Raises:
+        ExpertMeshError: transformers has neither for this config.
+    """
+    return _classes(config)[1]
+
+
+def _classes(config: Any) -> tuple[Any, Any]:
+    """(transformers' class for any config, the one that it makes of this config)"""
+    import transformers
+
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForMultimodalLM,
+    ):
+        if type(config) in auto._model_mapping:
+            return auto, auto._model_mapping[type(config)]
+    raise ExpertMeshError(
+        f"transformers has no language model of type {config.model_type}: it cannot be trained here "
+        "(`python -m expertmesh.moe families` lists what can)"
+    )
+
+
+def settled_attention(config: Any, attn_implementation: str) -> str:
+    """The attention that "auto" stands for: sdpa, or eager for a class that has no sdpa; any other name is itself."""
+    if attn_implementation != "auto":
+        return attn_implementation
+    return "sdpa" if model_class(config)._supports_sdpa else "eager"
+
+
+def _make_constants_buffers(model: nn.Module) -> None:
+    """Make buffers of parameters that their family never trains, such as a router's correction bias in some: as in
+    other families they are then neither sharded nor rounded. Likewise of parameters without elements, such as those of
+    shared experts in a family that builds them for a config that has none: FSDP cannot shard them."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not (parameter.requires_grad and parameter.numel()):
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach(), persistent=True)
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any) -> None:
+    """Give all buffers memory, and the values that transformers' `_init_weights` computes for those that are in no
+    checkpoint: `from_pretrained`, which also starts on the meta device, relies on it."""
+    for owner, module in _with_models(model, model):
+        if not module._buffers:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
+        try:
+            # parameters are on the meta device: initialising them does nothing
+            owner._init_weights(module)
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot fill the buffers of {type(module).__name__} with this config: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _with_models(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module]]:
+    """Modules, each with the innermost model of transformers that has it: a part's config is not the complete one's."""
+    from transformers import PreTrainedModel
+
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield owner, module
+    for child in module.children():
+        yield from _with_models(child, owner)
+
+
+def swap_experts(model: nn.Module, seen: Probed) -> None:
+    """Replace each experts module by `DMoE` on the meta device, in place; its router hands
+    it its logits."""
+    for path, experts in list(expert_modules(model)):
+        if path not in seen.experts:
+            raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
+        called: SeenExperts = seen.experts[path]
+        with torch.device("meta"):
+            ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, ours)
+        if called.beside is not None:
+            ours.beside = Beside(model.get_submodule(called.beside))
+        ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
+        if called.router is not None and called.num_logits == ours.shape.num_experts:
+            ours.router, ours.kind = called.router, called.kind
+            take_logits(model.get_submodule(called.router), ours)
+
+
+def _correction_bias(model: nn.Module, block: str, num_experts: int) -> str | None:
+    """Path of the buffer, in the block around a layer's experts, that some families call a correction bias: a value per
+    expert, which checkpoints hold and no gradient reaches."""
+    for name, buffer in model.get_submodule(block).named_buffers(prefix=block):
+        if name.endswith("bias") and buffer.numel() == num_experts and buffer.is_floating_point():
+            return name
+    return None
+
+
+def dropless_experts(experts: Any, top_k: int, where: str) -> DMoE:
+    """The replacement for an experts module of transformers, with uninitialised weights of its own. The module loses
+    its parameters; its activation stays in use.
+
+    Raises:
+        ExpertMeshError: this kind of experts is not supported; `where` names it.
+    """
+    layout = read_layout(experts, top_k, where)
+    if not 1 <= top_k <= layout.shape.num_experts:
+        raise ExpertMeshError(f"{where}: {top_k} experts per token, of {layout.shape.num_experts}")
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+    for name in list(experts._parameters):
+        del experts._parameters[name]
+    return DMoE(ExpertMLP(layout, Activation(experts)), norm)
+
+
+def take_logits(router: nn.Module, experts: DMoE) -> None:
+    """Have a router that returns (logits, ...) pass its logits to the experts that it chooses from."""
+    router.register_forward_hook(_LogitsTo(experts))
+
+
+class _LogitsTo:
+    """A hook on a router: leaves its logits with the current `Forward`, for the experts it chooses from."""
+
+    def __init__(self, experts: DMoE):
+        self.experts = experts
+
+    def __call__(self, router: nn.Module, args: Any, output: Any) -> None:
+        forward = current_forward()
+        if forward is not None:
+            forward.logits_TE[self.experts] = output[0].reshape(-1, self.experts.shape.num_experts)
+
+
+def use_kernel(model: nn.Module, kernel: ExpertKernel) -> None:
+    """Have all experts computed by `kernel`."""
+    for layer in moe_layers(model):
+        layer.mlp.kernel = kernel
+
+
+def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Needs:
+    """The requirements of this model on an expert kernel."""
+    layers = moe_layers(model)
+    widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
+    is_swiglu = all(layer.mlp.is_swiglu and layer.mlp.low_rank is None for layer in layers)
+    return Needs(device_type, dtype, tuple(widths), is_swiglu)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model, those without experts included."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and any(isinstance(part, DMoE) for part in module.modules()):
+            return module
+    raise AssertionError("no list of layers holds experts")
+
+
+def moe_layers(model: nn.Module) -> list[DMoE]:
+    """The experts of the model's MoE layers, first to last."""
+    return [module for module in model.modules() if isinstance(module, DMoE)]
+
+
+def layer_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of names in a decoder layer."""
+    layers = set(decoder_layers(model))
+    return tuple(f"{path}." for path, module in model.named_modules() if module in layers)
+
+
+def router_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of names of routers' parameters."""
+    return tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+
+
+def moe_shape(model: nn.Module) -> MoEShape:
+    """The sizes of the model's MoE layers: those of the first, as all have equally many experts."""
+    return moe_layers(model)[0].shape
+
+
+@contextmanager
+def without_computing(model: Any) -> Iterator[None]:
+    """Within it, a forward of a model on the meta device gives the shapes of its results; experts are not called."""
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(answering_host())
+        stack.enter_context(leaving_no_trace(model))
+        for layer in moe_layers(model):
+            stack.enter_context(_as_wide_as_tokens(layer))
+        for module in model.modules():
+            module._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextmanager
+def _as_wide_as_tokens(layer: DMoE) -> Iterator[None]:
+    """Have a layer return an output of the right shape."""
+    layer.forward = lambda x_TD, experts_TK, weights_TK: torch.empty_like(x_TD)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def count_parameters(model: Any) -> ParameterCounts:
+    """Counts of a model whose experts were swapped; it may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    active = active_parameters(total, experts, moe_shape(model))
+    frozen_experts = sum(
+        p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
+    )
+    counted_apart = {id(embedding), id(head)}
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
+    return ParameterCounts(
+        *(total, experts, embedding.numel(), head.numel(), active, model.attention),
+        frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
+        frozen_head=not head.requires_grad,
+    )
+
+
+def outdate_working_weights(model: nn.Module) -> None:
+    """Have experts that keep a copy of their weights in another dtype (see `bf16_copies`) round them anew, after
+    each update."""
+    for layer in moe_layers(model):
+        layer.mlp.working.outdate()
+
+
+def take_stats(model: nn.Module, forward: Forward) -> list[RouterStats]:
+    """The routing statistics that a forward of the model has left with it, one entry per MoE layer, first to last; they
+    are removed from the forward."""
+    layers = moe_layers(model)
+    assert all(layer in forward.stats for layer in layers), "take_stats before the forward, or twice"
+    return [forward.stats.pop(layer) for layer in layers]

@@ -1,0 +1,230 @@
+"""MegaBlocks' expert kernel: the block-sparse matmuls of stanford-stk.
+
+Neither package, nor triton, is imported before the kernel runs. Where MegaBlocks' compiled helper operators
+are missing, those of `moe.kernels.megablocks_ops` take their place.
+
+Shape suffixes: R rows, P rows with each expert's padded to full blocks, D model width, F expert width, e experts on
+this rank.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..util.errors import ExpertMeshError
+from ..util.recompute_cache import placeholder
+from ..util.step_parts import StepPart
+from .swiglu import SwiGLU
+
+STEP_PART: StepPart = "expert GEMMs"
+
+BLOCK = 128
+"""Side of a block of stk's matrices; MegaBlocks knows no other."""
+
+SPARSE_PACKAGES = ("megablocks", "stk", "triton")
+
+_INSTALL = {
+    "megablocks": "make install",
+    "stk": "make install",
+    "triton": "pip install 'triton>=3.6'",
+}
+
+
+def megablocks_sparse(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """Block-sparse matmuls over all experts at once, as `SparseGLU` in MegaBlocks (Gale et al. 2022).
+
+    The hidden activations of all experts are one matrix (P, e·F) whose blocks are zero but where rows and columns
+    belong to the same expert. The host waits once, for P. In fp32, a GPU multiplies in TF32.
+
+    Raises:
+        ExpertMeshError: D or F is no multiple of 128, a tensor is too large, or MegaBlocks is not installed.
+    """
+    width = w1.shape[0] // counts_e.numel()
+    check_megablocks_sparse(rows_RD.shape[1], width)
+    check_offsets(rows_RD.shape[0] + (BLOCK - 1) * counts_e.numel(), width, w1)
+    load_megablocks()
+    import megablocks.ops as ops
+    import stk
+
+    counts_e = counts_e.int()
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+    padded_ends_e = ops.round_up(counts_e, BLOCK).cumsum(0, dtype=torch.int32)
+    rows = torch.arange(rows_RD.shape[0], dtype=torch.int32, device=rows_RD.device)
+    expert_R = torch.searchsorted(ends_e, rows, right=True, out_int32=True)
+
+    rows_PD = ops.padded_gather(rows_RD.contiguous(), rows, expert_R, ends_e, padded_ends_e, 1)
+    topology = _topology(padded_ends_e, rows_PD.shape[0], width)
+    gate, up = stk.ops.sdd(rows_PD, w1.t(), topology), stk.ops.sdd(rows_PD, v1.t(), topology)
+    out_PD = _LastProduct.apply(
+        SwiGLU.apply(gate.data, up.data), w2, topology.size(), needs_output, *_indices(topology)
+    )
+    return _Unpad.apply(out_PD, rows, expert_R, ends_e, padded_ends_e, needs_output)
+
+
+def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
+    """stk.Matrix (P, e·F) on the meta device with a row of F / 128 blocks for each 128 rows, under their expert's
+    columns; and the same by columns (`ParallelDroplessMLP.topology` and `.sparse_transpose` in MegaBlocks).
+
+    Indices are int32. MegaBlocks has int16, which a Triton of today (3.9, say) multiplies by 128 in 16 bits within
+    stk's kernels: from block 256 on that is silently another block.
+    """
+    import megablocks.ops as ops
+    import stk
+
+    block_rows, blocks_per_row = num_rows // BLOCK, width // BLOCK
+    block_columns = padded_ends_e.numel() * blocks_per_row
+    device = padded_ends_e.device
+    offsets = torch.arange(block_rows + 1, dtype=torch.int32, device=device) * blocks_per_row
+    column_indices = ops.topology(padded_ends_e, BLOCK, block_rows, blocks_per_row).int()
+    row_indices = torch.arange(block_rows, dtype=torch.int32, device=device).repeat_interleave(
+        blocks_per_row, output_size=column_indices.numel()
+    )
+
+    _, by_column = ops.sort(column_indices, max((block_columns - 1).bit_length(), 1))
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    offsets_t = torch.cat([zero, ops.histogram(column_indices, block_columns).cumsum(0, dtype=torch.int32)])
+    return stk.Matrix(
+        (num_rows, block_columns * BLOCK),
+        torch.empty(column_indices.numel(), BLOCK, BLOCK, device="meta"),
+        row_indices,
+        column_indices,
+        offsets,
+        row_indices.gather(0, by_column.long()),
+        offsets_t,
+        by_column,
+    )
+
+
+def with_int32_indices(t: Any, data: Tensor | None = None) -> Any:
+    """A matrix of stk's, MegaBlocks' own topology say, with indices that stk can multiply (see `_topology`), and with
+    other data if they are given. Indices that are int32 already are shared, not copied."""
+    import stk
+
+    return stk.Matrix(t.size(), t.data if data is None else data, *(index.int() for index in _indices(t)))
+
+
+def _indices(t: Any) -> tuple[Tensor, ...]:
+    """The indices, in the order in which `stk.Matrix` takes them."""
+    return (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
+
+
+class _LastProduct(torch.autograd.Function):
+    """`stk.ops.dsd` of the hidden activations and w2, whose result can be left out (see `moe.util.recompute_cache`)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, w2: Tensor, size: torch.Size, needs_output: bool, *indices: Tensor) -> Tensor:
+        import stk
+
+        ctx.save_for_backward(hidden, w2, *indices)
+        ctx.size = size
+        if not needs_output:
+            return placeholder(w2, size[0], w2.shape[1])
+        out_PD: Tensor = stk.ops.dsd(stk.Matrix(size, hidden, *indices), w2)
+        return out_PD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
+        import stk
+
+        hidden, w2, *indices = ctx.saved_tensors
+        matrix = stk.Matrix(ctx.size, hidden, *indices)
+        grad_hidden = stk.ops.sdd(grad_PD, w2.t(), matrix).data
+        grad_w2 = stk.ops.dsd(matrix.t(), grad_PD) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_w2, None, None, *(None for _ in indices)
+
+
+class _Unpad(torch.autograd.Function):
+    """`megablocks.ops.padded_scatter`, whose own backward would ask the device for P again, and wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        padded_PD: Tensor,
+        rows: Tensor,
+        expert_R: Tensor,
+        ends_e: Tensor,
+        padded_ends_e: Tensor,
+        needs_output: bool,
+    ) -> Tensor:
+        from megablocks.backend import kernels
+
+        ctx.save_for_backward(rows, expert_R, ends_e, padded_ends_e)
+        ctx.padded_shape = padded_PD.shape
+        if not needs_output:
+            return placeholder(padded_PD, rows.numel(), padded_PD.shape[1])
+        return kernels.padded_scatter(padded_PD, rows, expert_R, None, ends_e, padded_ends_e, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        rows, expert_R, ends_e, padded_ends_e = ctx.saved_tensors
+        # an expert's rows end at ends_e and its padding at padded_ends_e: all padding before an expert shifts its rows
+        padding_before_e = torch.cat([ends_e.new_zeros(1), (padded_ends_e - ends_e)[:-1]])
+        position_R = rows + padding_before_e.index_select(0, expert_R)
+        grad_PD = grad_RD.new_zeros(ctx.padded_shape).index_copy_(0, position_R.long(), grad_RD)
+        return grad_PD, None, None, None, None, None
+
+
+def check_megablocks_sparse(model_width: int, width: int) -> None:
+    """
+    Raises:
+        ExpertMeshError: a width is no multiple of 128.
+    """
+    if model_width % BLOCK or width % BLOCK:
+        raise ExpertMeshError(
+            f"--expert-kernel megablocks-sparse needs hidden and expert width to be multiples of {BLOCK}; "
+            f"this model has {model_width} and {width}; use --expert-kernel torch-grouped or loop"
+        )
+
+
+def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
+    """
+    Raises:
+        ExpertMeshError: the kernels' offsets into a tensor, 32 bits wide, would wrap around.
+    """
+    largest = max(padded_rows * max(width, weight.shape[1]), weight.numel())
+    if largest >= 2**31:
+        raise ExpertMeshError(
+            f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} tokens and "
+            f"weights {tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
+        )
+
+
+def require(what: str, packages: Sequence[str]) -> None:
+    """
+    Raises:
+        ExpertMeshError: a package is not installed; the message says that `what` needs it, and how to install it.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        commands = dict.fromkeys(_INSTALL[package] for package in missing)
+        raise ExpertMeshError(f"{what} needs {' and '.join(missing)}, not installed here; run {' && '.join(commands)}")
+
+
+@cache
+def load_megablocks(what: str = "--expert-kernel megablocks-sparse") -> None:
+    """Import MegaBlocks, on our helper operators where its compiled ones are missing or were built for another torch.
+
+    Raises:
+        ExpertMeshError: it is not installed; the message says that `what` needs it.
+    """
+    require(what, SPARSE_PACKAGES)
+    try:
+        import megablocks_ops
+    except ImportError:
+        from . import megablocks_ops
+
+        sys.modules["megablocks_ops"] = megablocks_ops
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Grouped GEMM not available")
+        import megablocks  # noqa: F401

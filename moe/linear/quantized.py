@@ -1,0 +1,290 @@
+"""Quantized frozen weights, in 8 or 4 bits, each row by itself, so that rows may be sharded, read and stored in any
+way.
+
+    fp8   a code of 8 bits (float8_e4m3), and one scale per row
+    nf4   a code of 4 bits (a quantile of the normal distribution; QLoRA, arXiv 2305.14314), and one scale per 64 values
+
+Codes and scales are bytes. FSDP gets them as a view in the compute dtype, since it casts every parameter of another
+dtype (before torch 2.13 integers, too). Matmuls dequantize a weight temporarily, in forward and again in backward; of
+experts, a few at a time.
+
+Shape suffixes: M tokens, O and I the output and input widths of a matrix, e experts on this rank, R rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..cpu.matmul import matmul, pad_rows, padded_matmul
+from ..kernels.expert_products import host_counts, runs
+from ..util.gpu import computes_on_cpu, takes_triton
+from ..util.recompute_cache import kept, kept_product, placeholder
+from ..util.step_parts import StepPart
+
+STEP_PART: StepPart = "dequantization"
+
+Kind = Literal["fp8", "nf4"]
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The values of bitsandbytes' table."""
+BLOCK = 64
+SCALES = "_scales"
+"""Suffix of the name of the parameter with a weight's scales."""
+WORD = 4
+"""A row of codes fills complete words of this many bytes, so that it can be viewed in any compute dtype."""
+
+_FP8_MAX = 448.0
+_STRIP = 2**20
+_WIDENED_BYTES = 64 * 2**20
+_WIDENED_BYTES_ON_GPU = 2**30
+"""Of dequantized experts' weights at a time. On a GPU the host has to wait for the counts where this takes several."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a weight (rows, columns) is stored: codes (rows, code_bytes) and scales (rows, scale_bytes), uint8 or these
+    bytes viewed in another dtype. Codes are padded with zeros to full words."""
+
+    kind: Kind
+    columns: int
+
+    @property
+    def code_bytes(self) -> int:
+        own = self.columns if self.kind == "fp8" else -(-self.columns // 2)
+        return -(-own // WORD) * WORD
+
+    @property
+    def num_scales(self) -> int:
+        return 1 if self.kind == "fp8" else -(-self.columns // BLOCK)
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 * self.num_scales
+
+
+def store(module: nn.Module, name: str, kind: Kind) -> None:
+    """Have a module store its frozen weight `name` as codes and scales, uninitialised; before it is sharded."""
+    weight = module._parameters[name]
+    assert weight is not None
+    assert not weight.requires_grad
+    storage = Storage(kind, weight.shape[1])
+    for part, columns in ((name, storage.code_bytes), (name + SCALES, storage.scale_bytes)):
+        empty = torch.empty(weight.shape[0], columns, dtype=torch.uint8, device=weight.device)
+        module.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+    stored: Any = module
+    stored.storages = {**storages_of(module), name: storage}
+
+
+def storages_of(module: nn.Module) -> dict[str, Storage]:
+    """How a module's quantized weights are stored, by name."""
+    storages: dict[str, Storage] = getattr(module, "storages", {})
+    return storages
+
+
+def view_codes(model: nn.Module, dtype: torch.dtype) -> None:
+    """View all codes and scales of a model as tensors of `dtype`, in place, before it is sharded: what already has the
+    compute dtype is not cast."""
+    for module in model.modules():
+        for name in storages_of(module):
+            for part in (name, name + SCALES):
+                codes = module.get_parameter(part).detach()
+                module.register_parameter(part, nn.Parameter(codes.view(dtype), requires_grad=False))
+
+
+@torch.no_grad()
+def fill(codes: Tensor, scales: Tensor, rows: Tensor, storage: Storage) -> None:
+    """Write rows of a weight, of any dtype, as codes and scales; some at a time."""
+    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+    step = max(1, _STRIP // storage.columns)
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        new_codes, new_scales = quantise(rows[part].to(codes.device), storage)
+        codes[part], scales[part] = new_codes, new_scales
+
+
+def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
+    """Quantize rows: (codes, scales)."""
+    values = rows.float()
+    if storage.kind == "fp8":
+        scales = values.abs().amax(dim=1, keepdim=True) / _FP8_MAX
+        codes = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn).view(torch.uint8)
+        return F.pad(codes, (0, storage.code_bytes - storage.columns)), scales.view(torch.uint8)
+    blocks = F.pad(values, (0, storage.num_scales * BLOCK - storage.columns)).unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=2)
+    share = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, : storage.columns]
+    table = torch.tensor(NF4, device=rows.device)
+    nearest = torch.bucketize(share.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    nearest = F.pad(nearest, (0, 2 * storage.code_bytes - storage.columns))
+    return nearest[:, 0::2] | (nearest[:, 1::2] << 4), scales.contiguous().view(torch.uint8)
+
+
+def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
+    """Dequantize: the rows that codes and scales stand for, multiplied in fp32, rounded once. In one Triton kernel on a
+    GPU; some at a time on a CPU."""
+    codes = codes.view(torch.uint8)
+    if storage.kind == "fp8":
+        codes = codes[:, : storage.columns]
+    if takes_triton(codes):
+        from .widen_triton import fused_fp8, fused_nf4
+
+        factors = scales.contiguous().view(torch.float32)
+        if storage.kind == "fp8":
+            return fused_fp8(codes.contiguous(), factors, dtype)
+        return fused_nf4(codes.contiguous(), factors, nf4_pairs(codes.device), storage.columns, dtype)
+    num_rows = codes.shape[0]
+    wide = torch.empty(num_rows, storage.columns, dtype=dtype, device=codes.device)
+    # intermediate results take several times the memory of the values
+    step = max(1, _STRIP // storage.columns) if computes_on_cpu(codes) else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        factors = scales[rows].contiguous().view(torch.float32)
+        if storage.kind == "fp8":
+            wide[rows] = codes[rows].view(torch.float8_e4m3fn).float().mul_(factors)
+            continue
+        values = F.embedding(codes[rows].int(), nf4_pairs(codes.device)).flatten(1)[:, : storage.columns]
+        wide[rows] = values.mul(factors.repeat_interleave(BLOCK, dim=1)[:, : storage.columns])
+    return wide
+
+
+@cache
+def nf4_pairs(device: torch.device) -> Tensor:
+    """The two values of each byte, (256, 2)."""
+    byte = torch.arange(256)
+    return torch.tensor(NF4)[torch.stack([byte & 0xF, byte >> 4], dim=1)].to(device)
+
+
+def stored_linear(x: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool = False) -> Tensor:
+    """x · Wᵀ with a quantized weight; x · W with one that is held transposed."""
+    out_MO: Tensor = _StoredLinear.apply(x.flatten(0, -2), codes, scales, storage, is_transposed)
+    return out_MO.unflatten(0, x.shape[:-1])
+
+
+class _StoredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.storage, ctx.is_transposed = storage, is_transposed
+        weight = widen(codes, scales, storage, x_MI.dtype)
+        return padded_matmul(x_MI, weight if is_transposed else weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scales = ctx.saved_tensors
+        weight = widen(codes, scales, ctx.storage, grad_MO.dtype)
+        product = matmul(pad_rows(grad_MO), weight.t() if ctx.is_transposed else weight)
+        return product[: len(grad_MO)], *(None,) * 4
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def stored_product(
+    x_RI: Tensor,
+    counts_e: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    storage: Storage,
+    product: Product,
+    is_transposed: bool,
+    needs_output: bool = True,
+    places: Sequence[slice] = (),
+) -> Tensor:
+    """`product` (see `moe.kernels.expert_products`) of experts whose weights (e · rows, columns) are quantized.
+
+    Args:
+        is_transposed: whether an expert multiplies by the transpose of its rows.
+        places: what `places_of_few` gives.
+    """
+    how = (storage, product, is_transposed, needs_output, places)
+    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, *how)
+    return out_RO
+
+
+def places_of_few(
+    x_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], storages: Mapping[str, Storage]
+) -> Sequence[slice]:
+    """Each expert's rows, for which the host waits, once for all matrices of a layer and for backward; none where each
+    matrix of all experts is dequantized at once.
+
+    Args:
+        weights: codes, by name.
+    """
+    num_experts = counts_e.numel()
+    if all(_few(weights[name], num_experts, storage, x_RD) >= num_experts for name, storage in storages.items()):
+        return ()
+    places: Sequence[slice] = kept("experts' rows", lambda: runs(host_counts(counts_e, x_RD.shape[0])))
+    return places
+
+
+def _few(codes: Tensor, num_experts: int, storage: Storage, x: Tensor) -> int:
+    """As many experts as may be dequantized at once."""
+    room = _WIDENED_BYTES if computes_on_cpu(x) else _WIDENED_BYTES_ON_GPU
+    return max(1, room // (codes.shape[0] // num_experts * storage.columns * x.dtype.itemsize))
+
+
+class _StoredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RI: Tensor,
+        counts_e: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        storage: Storage,
+        product: Product,
+        is_transposed: bool,
+        needs_output: bool,
+        places: Sequence[slice],
+    ) -> Tensor:
+        ctx.save_for_backward(counts_e, codes, scales)
+        ctx.storage, ctx.product, ctx.is_transposed, ctx.places = storage, product, is_transposed, places
+        if not needs_output:
+            width = storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
+            return placeholder(x_RI, x_RI.shape[0], width)
+        return kept_product(lambda: _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed, places))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
+        counts_e, codes, scales = ctx.saved_tensors
+        # with interleaved gate and up it is not contiguous, which grouped_mm does not take
+        grad_RO = grad_RO.contiguous()
+        how = (ctx.storage, ctx.product, not ctx.is_transposed, ctx.places)
+        return _by_few(grad_RO, counts_e, codes, scales, *how), *(None,) * 8
+
+
+@torch.no_grad()
+def _by_few(
+    x_RI: Tensor,
+    counts_e: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    storage: Storage,
+    product: Product,
+    is_transposed: bool,
+    places: Sequence[slice],
+) -> Tensor:
+    """The product, of as many experts at a time as may be dequantized at once."""
+    num_experts = counts_e.numel()
+    rows_an_expert = codes.shape[0] // num_experts
+    few = _few(codes, num_experts, storage, x_RI)
+    assert places or few >= num_experts, "the host does not know which rows are whose"
+    outputs = []
+    for first in range(0, num_experts, few):
+        last = min(first + few, num_experts)
+        rows = slice(first * rows_an_expert, last * rows_an_expert)
+        weight = widen(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
+        x = x_RI[places[first].start : places[last - 1].stop] if places else x_RI
+        outputs.append(product(x, counts_e[first:last], weight.transpose(1, 2) if is_transposed else weight))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

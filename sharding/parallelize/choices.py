@@ -1,0 +1,88 @@
+"""What a run can choose of memory against time, by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Literal
+
+Checkpointing = Literal["none", "full", "selective"]
+"""What a decoder layer recomputes in backward (see `sharding.parallelize.recompute`)."""
+
+Dispatch = Literal["auto", "plain", "rank", "node"]
+"""How tokens travel to their experts: a row for each choice, once to each rank, or once to each node (see
+`sharding.parallelize.dispatchers`)."""
+
+ResolvedDispatch = Literal["plain", "rank", "node"]
+
+DispatchSums = Literal["same", "float32"]
+"""The dtype in which sums over a token's experts travel; same: the compute dtype."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a step trades memory for time; what it computes is the same.
+
+    Attributes:
+        checkpointing: which results of a decoder layer to recompute in backward (see `checkpoint_layers`).
+        keep_expert_products: in how many layers, the last ones, selective checkpointing also keeps the outputs of each
+            expert's first GEMMs.
+        offload: keep parameters and gradients in host memory, but for the layer that is being computed.
+        reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward;
+            False keeps them, all layers' at once.
+        offload_activations: keep checkpointed layers' inputs in host memory until backward (see `offload_inputs`).
+        overlap_chunks: chunks in which a layer's rows are sent to their experts; one chunk's all-to-all overlaps
+            another's GEMMs.
+        dispatch: how tokens travel to their experts.
+        ranks_per_node: of all ranks, as many as have fast links between them; None: those that share a host.
+        sums_in_fp32: whether sums of several experts' results, and of gradients, travel in fp32; else as tokens do.
+    """
+
+    checkpointing: Checkpointing = "none"
+    keep_expert_products: int = 0
+    offload: bool = False
+    reshard_after_forward: bool = True
+    overlap_chunks: int = 1
+    offload_activations: bool = False
+    dispatch: Dispatch = "auto"
+    ranks_per_node: int | None = None
+    sums_in_fp32: bool = False
+
+
+def ranks_of_nodes(nodes: Sequence[str], ep_size: int) -> int | None:
+    """The ranks that each node has of an ep group; the size of the group where none spans nodes. None where nodes have
+    unequally many, or a node's are not adjacent.
+
+    Args:
+        nodes: the name of every rank's node.
+    """
+    sizes = set()
+    for first in range(0, len(nodes), ep_size):
+        runs = [(name, len(list(ranks))) for name, ranks in groupby(nodes[first : first + ep_size])]
+        if len({name for name, _ in runs}) < len(runs):
+            return None
+        sizes |= {size for _, size in runs}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+@cache
+def ranks_of_equal_nodes(world_size: int, ranks_per_node: int, ep_size: int) -> int | None:
+    """As `ranks_of_nodes`, where every node has as many ranks."""
+    return ranks_of_nodes([str(rank // ranks_per_node) for rank in range(world_size)], ep_size)
+
+
+def resolve_dispatch(asked: Dispatch, ep_size: int, ranks_per_node: int | None, top_k: int) -> ResolvedDispatch:
+    """ "plain", "rank" or "node".
+
+    Args:
+        asked: "auto" becomes "plain" inside a node, where links are fast, and with one expert per token, of which
+            nothing is sent twice; else "node".
+        ranks_per_node: of an ep group (see `ranks_of_nodes`). With one rank on each node, or all on one, once
+            to each node is once to each rank.
+    """
+    if asked in ("plain", "rank"):
+        return asked
+    spans_nodes = ranks_per_node is None or ranks_per_node < ep_size
+    if asked == "auto" and (top_k == 1 or not spans_nodes):
+        return "plain"
+    return "node" if ranks_per_node is not None and 1 < ranks_per_node < ep_size else "rank"

@@ -1,0 +1,291 @@
+"""Applies expert parallelism, activation checkpointing and FSDP2 to a finished model on the meta device.
+
+The loss of every rank is its local sum divided by a global count, so gradients are plain sums over ranks: FSDP's
+averaging is switched off, and no factor of dp or ep exists anywhere.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ...moe.experts.lora import first_values
+from ...moe.hf_model.build import fp32_parameters, moe_layers
+from ...moe.linear.quantized import view_codes
+from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.step_parts import StepPart, lasting
+from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
+from ..mesh import Mesh
+from ..pipeline.cut import cut
+from ..stages import experts_here, layers_by_stage, layers_here, stages_of
+from ..state import adapters_of, local_tensor, parameters_of
+from ..topology import Topology, check_chunks
+from .choices import Strategy
+from .dispatchers import choose_dispatcher
+from .offload import offload_inputs
+from .recompute import checkpoint_layers, keep_products
+from .tensor_parallel import divided_here, place_divided
+from .unreached import reduce_unreached
+
+STEP_PART: StepPart = None
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    strategy: Strategy,
+) -> None:
+    """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
+
+    Args:
+        model: from `build_model`, on the meta device.
+        mesh: the ranks.
+        compute_dtype: dtype of parameters and activations in forward and backward.
+        strategy: what to keep, to free and to recompute.
+
+    Raises:
+        ExpertMeshError: a rank has fewer experts, or the model fewer MoE layers, than `strategy` asks for.
+    """
+    view_codes(model, compute_dtype)
+    place_experts(model, mesh, strategy)
+    place_divided(model, mesh)
+    checkpoint_layers(model, strategy.checkpointing)
+    keep_products(model, strategy.keep_expert_products)
+    if strategy.offload_activations:
+        offload_inputs(model, mesh.grid.device_type)
+    # activations have the dtypes that transformers' code gives them, fp32 for some families' rotary positions
+    precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    # host memory can be pinned only for a GPU
+    placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
+    shard_dense(model, mesh, precision, placement)
+    experts = {layer.mlp for layer in moe_layers(model)}  # which compute with no tokens, too
+    # what a pipeline's model has around its layers is for the first and the last stage, which have no use for the other
+    around = {model} if stages_of(model) is not None else set()
+    reduce_unreached(model, (unit for unit in fsdp_units(model) if unit not in experts | around))
+    for unit in fsdp_units(model):
+        _sum_gradients(unit)
+        if not strategy.reshard_after_forward:
+            unit.set_reshard_after_forward(False, recurse=False)
+    for layer in moe_layers(model):
+        layer.mlp.working.are_kept = not strategy.reshard_after_forward
+    # over gloo nothing overlaps: it would only cost the memory of another layer
+    if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
+        by_stage = layers_by_stage(model)
+        for layers in by_stage:
+            prefetch_layers(model, layers, from_root=len(by_stage) == 1)
+    else:
+        communicate_over_gloo(model)
+    if (stages := stages_of(model)) is not None:
+        cut(model, stages)
+
+
+def place_experts(model: nn.Module, mesh: Mesh, strategy: Strategy) -> None:
+    """Give each ep rank its block of experts, and every MoE layer the dispatcher that reaches them.
+
+    Raises:
+        ExpertMeshError: a rank has fewer experts than `strategy.overlap_chunks`, or nodes have unequally many ranks.
+    """
+    ep_size, chunks = mesh.topology.ep_size, strategy.overlap_chunks
+    make_dispatcher = None
+    if ep_size > 1:
+        # also on a stage without experts: all ranks make the groups together
+        make_dispatcher = choose_dispatcher(mesh, strategy, moe_layers(model)[0].shape.top_k)
+    for layer in experts_here(model):
+        for name, weight in list(layer.mlp.named_parameters()):
+            placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
+            layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
+        if make_dispatcher is not None:
+            check_chunks(chunks, ep_size, layer.shape.num_experts)
+            layer.dispatcher = make_dispatcher(layer.shape.num_experts)
+
+
+def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
+    """Give experts an FSDP unit of their own over dp, and non-expert parameters the units of `_dense_units` over all
+    ranks.
+
+    With one rank in dp experts are not sharded over it, and a unit would only copy them, and their gradients,
+    from buffer to buffer: they have one only to fetch them from host memory. They cast themselves to the compute dtype.
+    """
+    if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
+        for layer in experts_here(model):
+            _make_unit(layer.mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+    for unit in _dense_units(model):
+        policy = replace(precision, param_dtype=torch.float32) if unit.is_fp32 else precision
+        own = {model.get_parameter(name) for name in unit.names}
+        _make_unit(
+            unit.module,
+            mesh=mesh.dense_of_tp if unit.is_divided else mesh.dense,
+            mp_policy=policy,
+            offload_policy=placement,
+            ignored_params=set(unit.module.parameters()) - own,
+            reshard_after_forward=unit.reshards,
+        )
+
+
+def _make_unit(module: nn.Module, **how: Any) -> None:
+    """Call FSDP2's `fully_shard`, which derives a class of a unit's own: leave it in the file of the one it is derived
+    from. transformers knows no names on disk of a model whose class lies outside its files."""
+    file = type(module).__module__
+    fully_shard(module, **how)
+    type(module).__module__ = file
+
+
+@dataclass(frozen=True)
+class _DenseUnit:
+    """An FSDP unit of non-expert parameters.
+
+    Attributes:
+        module: whose forward gathers them.
+        names: of the parameters, in the model.
+        is_fp32: whether they are computed with in fp32 whatever the dtype of the other units.
+        reshards: whether they are freed after a forward; None: FSDP's default, which frees all but the root's.
+        is_divided: whether tensor parallelism divides them.
+    """
+
+    module: nn.Module
+    names: Set[str]
+    is_fp32: bool = False
+    reshards: bool | None = None
+    is_divided: bool = False
+
+
+def _dense_units(model: nn.Module) -> list[_DenseUnit]:
+    """One unit per decoder layer, and one for the parameters around them. Another one for all that the family keeps in
+    fp32: the parameters of a unit have one dtype. Outer ones first, as an outer unit's parameters may lie in inner
+    modules. What tensor parallelism divides has units by the modules that need it."""
+    experts = {parameter for layer in moe_layers(model) for parameter in layer.mlp.parameters()}
+    stages = stages_of(model)
+    names = {name for name, p in model.named_parameters() if p not in experts}
+    divided = divided_here(model)
+    dense = {name for name in names if stages is None or stages.is_here(name)} - divided.keys()
+    assert fp32_parameters(model).keys() <= names
+    kept = dense & fp32_parameters(model).keys()
+    paths = {module: path for path, module in model.named_modules()}
+    layers = [
+        _DenseUnit(layer, {name for name in dense - kept if name.startswith(f"{paths[layer]}.")})
+        for layer in layers_here(model)
+    ]
+    around = dense - kept - {name for layer in layers for name in layer.names}
+    by_module: dict[str, set[str]] = {}
+    for name, path in divided.items():
+        by_module.setdefault(path, set()).add(name)
+    in_layers = tuple(f"{paths[layer]}." for layer in layers_here(model))
+    for path, own in by_module.items():
+        # embedding and head stay gathered from forward to backward, as what is of the root
+        reshards = None if path.startswith(in_layers) else False
+        layers.append(_DenseUnit(model.get_submodule(path), own, reshards=reshards, is_divided=True))
+    if not kept:
+        return [_DenseUnit(model, around), *layers]
+    # called once a forward as the model is, and no decoder layer
+    stack = next(child for child in model.children() if any(part is layers[0].module for part in child.modules()))
+    if all(name.startswith(f"{paths[stack]}.") for name in kept):
+        return [_DenseUnit(model, around), _DenseUnit(stack, kept, is_fp32=True, reshards=False), *layers]
+    # of the head, say
+    assert all(name.startswith(f"{paths[stack]}.") for name in around), around
+    return [_DenseUnit(model, kept, is_fp32=True), _DenseUnit(stack, around, reshards=False), *layers]
+
+
+def prefetch_layers(model: nn.Module, decoders: Iterable[nn.Module], from_root: bool = True) -> None:
+    """Have FSDP gather, while a layer computes, the parameters of the next of `decoders`, in backward those of the one
+    before; in place. `from_root`: and those of the first, or last, as soon as the model is called.
+
+    By itself FSDP gathers a unit ahead only once the host gets there, and the host blocks while it waits for the counts
+    of a layer's rows. After torchtitan (`models/llama4/infra/parallelize.py`).
+    """
+    # the layer's own unit, and its experts' where they have one
+    layers: list[list[Any]] = [fsdp_units(layer) for layer in decoders]
+    root: Any = model
+    if from_root:
+        root.set_modules_to_forward_prefetch(layers[0])
+        root.set_modules_to_backward_prefetch(layers[-1])
+    for (layer, *_), following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch(following)
+    for (layer, *_), preceding in pairwise(reversed(layers)):
+        layer.set_modules_to_backward_prefetch(preceding)
+
+
+def communicate_over_gloo(model: nn.Module) -> None:
+    """Give every FSDP unit the collectives of `gloo`, and all of them the same memory for what they
+    send."""
+    memory = SharedMemory()
+    for unit in fsdp_units(model):
+        unit.set_custom_all_gather(GlooAllGather(memory))
+        unit.set_custom_reduce_scatter(GlooReduceScatter(memory))
+
+
+def _sum_gradients(unit: FSDPModule) -> None:
+    unit.set_gradient_divide_factor(1.0)
+    # without it a factor of 1 still goes through ReduceOp.PREMUL_SUM, which gloo lacks
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """The FSDP units in `module`, each before those within it."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the parameters that FSDP units hold gathered: after a forward without a backward the root does, and with
+    --no-reshard-after-forward every unit."""
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """Have FSDP end a step of which there was no backward on this rank: it remembers each forward until one ends."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def materialize(model: Any, device: torch.device, offload: bool = False) -> None:
+    """Allocate this rank's shards (uninitialised), with `offload` in host memory; buffers go to `device` as is, those
+    of other stages of a pipeline too: they are small, and the same on all ranks."""
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    here = {part.tensor for part in parameters_of(model).values() if part.is_here}
+    here |= {part.scales for part in parameters_of(model).values() if part.is_here and part.scales is not None}
+    for module in model.modules():
+        if not here.isdisjoint(module._parameters.values()):
+            module.to_empty(device="cpu" if offload else device, recurse=False)
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = buffer
+    # to_empty unties shared parameters
+    model.tie_weights()
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, topology: Topology, seed: int) -> None:
+    """Give adapters the values that they start from, which depend on the seed and their names alone."""
+    for name, part in adapters_of(model).items():
+        if not part.is_here:
+            continue
+        rows = topology.rows(part.num_rows, part.layout, dist.get_rank())
+        rows_a_matrix = part.num_rows if part.expert is None else part.expert.rows_an_expert
+        part.local.copy_(first_values(name, rows, part.shape[1], rows_a_matrix, seed))
+
+
+@lasting
+def zeros_by_rows(parameter: Tensor, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros with as many rows as `parameter` has, sharded as it is and held where its rows are."""
+    local = local_tensor(parameter)
+    zeros = torch.zeros((local.shape[0], *row_shape), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    whole = torch.empty((parameter.shape[0], *row_shape), device="meta")
+    placed = DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    # from_local takes it to the mesh's device; the parameter may lie in host memory
+    return placed.to(local.device)

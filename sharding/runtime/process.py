@@ -1,0 +1,243 @@
+"""Starting and ending the process group, and errors that all ranks raise together."""
+
+import atexit
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ...moe.torch_private import _get_default_store
+from ...moe.util.errors import ExpertMeshError
+from ..torchrun import node_name, nodes_of, read_environment, spans_nodes
+from .agreement import check_alike, raise_at_start, wait_for_all
+from .rendezvous import torchrun_store
+
+# what torch's flight recorder keeps, to be told when a rank hangs; see sharding.collectives
+_RECORDED_COLLECTIVES = 500
+
+# in which ranks that were started together have imported what they need
+_REFUSAL_SECONDS = 60
+
+
+_WORLD_GROUPS = 4
+"""Process groups of all ranks in which gloo connects each rank with each: the default one, that of savers, and those of
+the mesh."""
+_OTHER_DESCRIPTORS = 400
+"""Files, libraries' connections, and groups of fewer ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks: its rank, their number, the device it computes on, and the store they met at."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    store: dist.Store
+
+
+def device_type(use_cpu: bool) -> str:
+    """Where a run computes: "cuda" where there is a GPU, unless told otherwise."""
+    return "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+
+
+def settle_malloc() -> None:
+    """Have glibc give tensors of 16 MiB and more pages of their own, and keep the two heaps that the others share.
+
+    By default it raises that threshold up to 32 MiB over time, which scatters the weights and gradients of experts over
+    a heap that they fragment; and it returns the heap's end after each step, to have it zeroed again in the next.
+    As heaps are kept, there must be few: by default there are eight for each core, of which a new thread takes any, so
+    that the threads which write checkpoints would in time leave as much in each of them as a checkpoint needs.
+    Useful where computation is on the CPU. Without glibc nothing happens.
+    """
+    trim_threshold, mmap_threshold, most_heaps = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, 16 * 2**20)
+        mallopt(trim_threshold, 2**30)
+        mallopt(most_heaps, 2)
+
+
+def use_own_cores() -> None:
+    """Let torch compute on as many threads as there are cores for each of a node's ranks: torchrun gives a rank one
+    thread, which would make the update of offloaded parameters that many times slower."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def raise_descriptor_limit(world_size: int) -> str:
+    """Let this process open as many files as the system allows: gloo holds a socket for every other rank in each group,
+    and login shells and schedulers often leave 1,024 of hundreds of thousands.
+
+    Returns:
+        What is wrong where that may be too few for so many ranks; else nothing.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # where there is no limit, some systems refuse to be told so
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = _WORLD_GROUPS * world_size + _OTHER_DESCRIPTORS
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return ""
+    return (
+        f"warning: a process may open {most:,} files here, and each of {world_size:,} ranks may need {needed:,}, most "
+        "of them connections to the others: raise the hard limit (ulimit -Hn, LimitNOFILE of a service, nofile in "
+        "limits.conf) before ranks fail with 'too many open files'"
+    )
+
+
+def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str, str] | None = None) -> Ranks:
+    """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
+
+    Works under torchrun, and as a plain `python` process, which becomes a group of one.
+
+    Args:
+        use_cpu: whether to stay on the CPU where there is a GPU.
+        timeout_seconds: time limit of a collective, and of waiting for the other ranks.
+        alike: settings, by name, that must be the same on all ranks; None compares nothing.
+
+    Raises:
+        ExpertMeshError: on all ranks, when one cannot start, or was not started like the others.
+    """
+    from accelerate import PartialState  # slow to import, and most commands need no process group
+
+    rank, world_size, local_rank = read_environment()
+    warning = raise_descriptor_limit(world_size)
+    if warning and local_rank == 0:
+        print(warning, file=sys.stderr, flush=True)
+    kind = device_type(use_cpu)
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=timeout_seconds)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    store = torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    ranks = Ranks(rank, world_size, device, store)
+    if alike is not None and world_size > 1:
+        raise_at_start(ranks, "", timeout_seconds)
+        check_alike(ranks, "flags or software", alike, "start all nodes with the same", seconds=timeout_seconds)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=timeout,
+    )
+    PartialState(cpu=kind == "cpu")
+    return ranks
+
+
+_FAREWELL_SECONDS = 30
+_loads: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often a process group was asked for."""
+
+
+def join_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
+    """The ranks of the process group that this process is in, which it joins if it is in none yet; it then leaves it at
+    its end. For a library: nothing else of the process changes, but how many files it may open.
+
+    Args:
+        use_cpu: whether to stay on the CPU where there is a GPU.
+        timeout_seconds: time limit of a collective in a group that is joined now.
+
+    Raises:
+        ExpertMeshError: the group that is there has no backend for this device, or none for the CPU.
+    """
+    if not dist.is_initialized():
+        ranks = start_process_group(use_cpu, timeout_seconds)
+        atexit.register(_leave, ranks)
+    else:
+        kind = device_type(use_cpu)
+        backends = dist.get_backend_config()
+        if missing := [device for device in {"cpu", kind} if f"{device}:" not in backends]:
+            raise ExpertMeshError(
+                f"the process group has no backend for {', '.join(missing)}, but {backends}: begin it with "
+                'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or let expertmesh.load do it, before '
+                "TrainingArguments or Accelerator are made"
+            )
+        if kind == "cuda":
+            torch.cuda.set_device(read_environment()[2] % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), device, _get_default_store())
+    # what one model's ranks tell each other is not another's
+    group = dist.group.WORLD
+    assert group is not None
+    _loads[group] = _loads.get(group, 0) + 1
+    return replace(ranks, store=dist.PrefixStore(f"expertmesh/{_loads[group]}", ranks.store))
+
+
+def _leave(ranks: Ranks) -> None:
+    """Leave the group at the end of the process. Gloo aborts a process whose connection to another is gone: they wait
+    for one another, but not for long, nor after an error, as the others may not come."""
+    if not dist.is_initialized():
+        return
+    if getattr(sys, "last_value", None) is None:
+        with suppress(ExpertMeshError, RuntimeError):
+            wait_for_all(ranks, _FAREWELL_SECONDS)
+    dist.destroy_process_group()
+
+
+def refuse_at_start(problem: str) -> None:
+    """Tell ranks on other nodes, which would wait for this one, of an error that ends this process and that they may
+    not have met.
+
+    Imports torch: not to be called in a run on one node, which has nobody to tell.
+    """
+    rank, world_size, _ = read_environment()
+    with suppress(ExpertMeshError, RuntimeError):
+        store = torchrun_store(rank, world_size, timedelta(seconds=_REFUSAL_SECONDS))
+        raise_at_start(Ranks(rank, world_size, torch.device("cpu"), store), problem, _REFUSAL_SECONDS)
+
+
+def end_process_group() -> None:
+    """Leave the group. The barrier keeps gloo from aborting when one rank is gone before another has finished."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def raise_together(patient: Ranks | None = None) -> Iterator[None]:
+    """For work that may fail on some ranks only, so that no rank is left waiting for one that has failed.
+
+    The work may use collectives only if a rank that meets an error still takes part in all of them.
+
+    Args:
+        patient: these ranks, where the work may take some of them longer than a collective's time limit; the others
+            then wait for them without limit (see `wait_for_all`).
+
+    Raises:
+        ExpertMeshError: on every rank, when one met an error; the message is that of the lowest such rank, and names
+            its node where not all met it. A rank that met anything but an ExpertMeshError raises that itself.
+    """
+    caught: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        caught = error
+    problem = None if caught is None else str(caught)
+    if caught is not None and not isinstance(caught, ExpertMeshError):
+        problem = f"rank {dist.get_rank()} failed: {type(caught).__name__}: {caught}"
+    if patient is not None:
+        wait_for_all(patient)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (problem, node_name()))
+    if caught is not None and not isinstance(caught, ExpertMeshError):
+        raise caught
+    problems, nodes = zip(*told, strict=True)
+    first = next((p for p in problems if p is not None), None)
+    if first is None:
+        return
+    who = [rank for rank, other in enumerate(problems) if other == first]
+    is_local = spans_nodes() and len(who) < len(problems)
+    raise ExpertMeshError(f"{first} (on {nodes_of(who, nodes)})" if is_local else first) from caught

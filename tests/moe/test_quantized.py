@@ -1,0 +1,229 @@
+"""Frozen weights in 8 and 4 bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.lora import store_frozen
+from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.kernels.expert_kernels import KERNELS
+from expertmesh.moe.kernels.expert_products import host_counts, looped_product
+from expertmesh.moe.linear.quantized import (
+    BLOCK,
+    NF4,
+    Kind,
+    Storage,
+    fill,
+    nf4_pairs,
+    places_of_few,
+    quantise,
+    stored_linear,
+    stored_product,
+    widen,
+)
+from expertmesh.moe.util.gpu import rehearsing_gpu
+from expertmesh.sharding.parallelize.recompute import checkpoint_layers
+from tests.interpreter import interpreted
+from tests.tiny import in_memory, tiny_config
+
+KINDS: list[Any] = ["fp8", "nf4"]
+
+
+def stored(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor, Storage]:
+    storage = Storage(kind, weight.shape[1])
+    return *quantise(weight, storage), storage
+
+
+@pytest.mark.parametrize("columns", [64, 128, 40, 73])
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_bounded(kind: Any, columns: int) -> None:
+    """By half a step of the codes, of the largest of the row or block."""
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 7).unsqueeze(1)
+    codes, scales, storage = stored(weight, kind)
+    assert (codes.shape, scales.shape) == ((7, storage.code_bytes), (7, storage.scale_bytes))
+    wide = widen(codes, scales, storage, torch.float32)
+    assert wide.shape == weight.shape
+    if kind == "fp8":
+        largest, step = weight.abs().amax(dim=1, keepdim=True), 2**-4
+        assert ((wide - weight).abs() <= weight.abs() * step + largest * 2**-17).all()
+        return
+    for start in range(0, columns, BLOCK):
+        part = slice(start, start + BLOCK)
+        largest = weight[:, part].abs().amax(dim=1, keepdim=True)
+        steps = torch.tensor(NF4).diff().max() / 2
+        assert ((wide - weight)[:, part].abs() <= largest * (steps + 1e-6)).all()
+
+
+def test_nf4_keeps_its_own_values() -> None:
+    weight = torch.tensor(NF4).repeat(3, 4) * torch.tensor([[1.0], [0.5], [3.0]])
+    assert torch.equal(widen(*stored(weight, "nf4"), torch.float32), weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_rows_by_themselves(kind: Any) -> None:
+    """A row of zeros stays one, and what a row becomes does not depend on the others."""
+    weight = torch.randn(9, 72, generator=torch.Generator().manual_seed(0))
+    weight[4] = 0
+    codes, scales, storage = stored(weight, kind)
+    assert not widen(codes, scales, storage, torch.float32)[4].any()
+    for rows in (slice(0, 2), slice(3, 8)):
+        alone = quantise(weight[rows], storage)
+        assert torch.equal(alone[0], codes[rows])
+        assert torch.equal(alone[1], scales[rows])
+    filled = torch.empty_like(codes), torch.empty_like(scales)
+    fill(*filled, weight.double(), storage)
+    assert torch.equal(filled[0], codes)
+    assert torch.equal(filled[1], scales)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_widened_weight(kind: Any, is_transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(24, 72, generator=generator), torch.randn(2, 5, 72, generator=generator)
+    if is_transposed:
+        x = x[..., :24].contiguous()
+    codes, scales, storage = stored(weight, kind)
+    wide = widen(codes, scales, storage, torch.float32)
+    x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
+    out = stored_linear(x_1, codes, scales, storage, is_transposed)
+    want = torch.nn.functional.linear(x_2, wide.t() if is_transposed else wide)
+    torch.testing.assert_close(out, want)
+    grad = torch.randn(out.shape, generator=generator)
+    out.backward(grad)
+    want.backward(grad)
+    torch.testing.assert_close(x_1.grad, x_2.grad)
+
+
+@pytest.mark.parametrize("few", [1, 2, 5])
+@pytest.mark.parametrize("kernel", ["loop", "torch-grouped"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_a_few_at_a_time(
+    kind: Any, is_transposed: bool, kernel: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five experts of which two get no row, with room for so many at once."""
+    monkeypatch.setattr("expertmesh.moe.linear.quantized._WIDENED_BYTES", few * 16 * 64 * 4)
+    generator = torch.Generator().manual_seed(0)
+    counts_e = torch.tensor([0, 3, 4, 0, 2])
+    weight = torch.randn(5 * 16, 64, generator=generator)
+    codes, scales, storage = stored(weight, kind)
+    weight_eOI = widen(codes, scales, storage, torch.float32).unflatten(0, (5, -1))
+    if is_transposed:
+        weight_eOI = weight_eOI.transpose(1, 2)
+    x = torch.randn(9, weight_eOI.shape[2], generator=generator)
+    x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
+    product = KERNELS[kernel].product
+    assert product is not None
+    places = places_of_few(x, counts_e, {"w": codes}, {"w": storage})
+    assert bool(places) == (few < 5)
+    out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed, places=places)
+    want = looped_product(x_2, counts_e, weight_eOI)
+    torch.testing.assert_close(out, want)
+    grad = torch.randn(out.shape, generator=generator)
+    out.backward(grad)
+    want.backward(grad)
+    torch.testing.assert_close(x_1.grad, x_2.grad)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_host_waits_once_a_layer(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a few experts at a time are dequantized: for three matrices, forward and backward; selective checkpointing
+    keeps what was read."""
+    waits = []
+
+    def read(counts_e: torch.Tensor, num_rows: int) -> list[int]:
+        waits.append(num_rows)
+        return host_counts(counts_e, num_rows)
+
+    monkeypatch.setattr("expertmesh.moe.linear.quantized._WIDENED_BYTES", 1)
+    monkeypatch.setattr("expertmesh.moe.linear.quantized.host_counts", read)
+    model: Any = build_model(tiny_config(), "eager")
+    model.requires_grad_(False)
+    store_frozen(model, "nf4")
+    in_memory(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.get_input_embeddings().requires_grad_(True)
+    checkpoint_layers(model, mode)
+    model.train()
+    with Forward():
+        loss = model(input_ids=torch.arange(6).view(1, 6)).logits.sum()
+    layers = len(list(moe_layers(model)))
+    assert len(waits) == layers
+    loss.backward()
+    assert len(waits) == layers * (1 if mode == "selective" else 2)
+
+
+def test_on_a_gpu_more_experts_are_dequantized_at_once() -> None:
+    storage = Storage("nf4", 2**12)
+    codes, x = torch.empty(2**15, 1, device="meta"), torch.empty(3, 2**12, dtype=torch.bfloat16)
+    counts_e = torch.tensor([1, 2])
+    assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == [slice(0, 1), slice(1, 3)]
+    with rehearsing_gpu():
+        assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == ()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_gradient_with_gaps(is_transposed: bool) -> None:
+    """As that of interleaved gate and up has: `grouped_mm` takes none on a GPU, which a CPU would not tell."""
+    codes, scales, storage = stored(torch.randn(2 * 64, 64), "nf4")
+
+    def product(x_RI: torch.Tensor, counts_e: torch.Tensor, weight_eOI: torch.Tensor) -> torch.Tensor:
+        assert x_RI.is_contiguous()
+        return looped_product(x_RI, counts_e, weight_eOI)
+
+    x_RI, counts_e = torch.randn(5, 64, requires_grad=True), torch.tensor([2, 3])
+    grad_RO = torch.randn(5, 128)[:, ::2]
+    found: list[torch.Tensor] = []
+    for grad in (grad_RO, grad_RO.contiguous()):
+        out = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+        found += torch.autograd.grad(out, x_RI, grad)
+    assert torch.equal(*found)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+@pytest.mark.parametrize(("num_rows", "columns"), [(3, 64), (2, 100), (5, 4160), (1, 9001)])
+def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
+    """Every number as torch's own operators make it, also the smallest, and of rows of zeros."""
+    from expertmesh.moe.linear.widen_triton import fused_fp8, fused_nf4
+
+    torch.manual_seed(0)
+    storage = Storage(kind, columns)
+    values = torch.randn(num_rows, columns) * torch.logspace(-3, 0, columns)
+    values[1:2] = 0
+    codes, scales = quantise(values, storage)
+    factors = scales.contiguous().view(torch.float32)
+    if kind == "fp8":
+        found = fused_fp8(codes[:, :columns].contiguous(), factors, dtype)
+    else:
+        found = fused_nf4(codes.contiguous(), factors, nf4_pairs(codes.device), columns, dtype)
+    expected = widen(codes, scales, storage, dtype)
+    # the interpreter cuts off what half precision has no room for
+    rtol = 0.0 if dtype == torch.float32 else 2**-10
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0 if dtype == torch.float32 else 1e-7)
+
+
+@interpreted
+def test_every_code_of_fp8() -> None:
+    from expertmesh.moe.linear.widen_triton import fused_fp8
+
+    codes = torch.arange(256, dtype=torch.uint8).unsqueeze(0)
+    found = fused_fp8(codes, torch.ones(1, 1), torch.float32)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    is_number = ~expected.isnan()  # of which quantising makes none
+    assert torch.equal(found[is_number], expected[is_number])
+    assert fused_fp8(codes[:0], torch.ones(0, 1), torch.float32).shape == (0, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_widening_on_a_gpu(kind: Kind) -> None:
+    storage = Storage(kind, 4160)
+    codes, scales = quantise(torch.randn(64, 4160), storage)
+    expected = widen(codes, scales, storage, torch.bfloat16)
+    assert torch.equal(widen(codes.cuda(), scales.cuda(), storage, torch.bfloat16).cpu(), expected)

@@ -1,0 +1,98 @@
+"""What a run is made of, in facts: compared over all nodes before the first step, and on resume (see
+`training.resume`) with what it had read.
+
+Flags and software are compared before ranks join a process group, the model's files before the model is built, the
+data before weights are loaded. One rank of each node reads its node's files.
+"""
+
+import json
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+from ..checkpoints.fingerprint import file_facts, model_facts
+from ..checkpoints.hf.source import ModelSource
+from ..moe.util.parser import flag_of
+from ..sharding.runtime.agreement import check_alike
+from ..sharding.runtime.process import Ranks, device_type, raise_together
+from ..sharding.torchrun import read_environment
+from .config.train_config import TrainConfig
+from .data.digest import explain_samples, samples_facts
+from .inputs import Inputs, Prompts
+from .sources import sources_digest
+
+Facts = dict[str, dict[str, str]]
+"""Facts of "model", "data" and, where there are any, "evaluation data", each by name."""
+
+_PACKAGES = ("torch", "transformers")
+
+
+def start_facts(config: TrainConfig) -> dict[str, str]:
+    """Flags that must be alike, the kind of device, and versions of what decides the results."""
+    facts = {}
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        scope = setting.metadata.get("scope")
+        if scope is None or value == "auto":
+            facts[flag_of(setting.name)] = json.dumps(value)
+        elif scope == "input":  # the place may be another, what is there is compared later
+            facts[flag_of(setting.name)] = "given" if value else "not given"
+    facts["device"] = device_type(config.use_cpu)
+    return {**facts, **{name: version(name) for name in _PACKAGES}, "expertmesh's code": _CODE}
+
+
+# as close to what this process has imported as can be had
+_CODE = sources_digest(("moe", "sharding", "checkpoints", "training"))[:16]
+
+
+def compare_models(config: TrainConfig, source: ModelSource, ranks: Ranks) -> dict[str, str]:
+    """Compare config.json, the files of weights and those of --init-adapter over all nodes. All ranks call it together.
+
+    Returns:
+        The model's facts, on the first rank of each node.
+
+    Raises:
+        ExpertMeshError: on all ranks, when they differ, or cannot be read.
+    """
+    model: dict[str, str] = {}
+    adapter: dict[str, str] = {}
+    with raise_together(patient=ranks):
+        if _reads():
+            model = model_facts(source.path)
+            if config.init_adapter:
+                files = sorted(path for path in Path(config.init_adapter).glob("*") if path.is_file())
+                adapter = {f"--init-adapter {name}": value for name, value in file_facts(files).items()}
+    check_alike(
+        ranks, "the files of --model", {**model, **adapter} if _reads() else None, "copy one node's files to the others"
+    )
+    return model
+
+
+def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks: Ranks) -> Facts:
+    """Compare samples, the number of steps and prompts over all nodes. All ranks call it together.
+
+    Returns:
+        The facts of the data, on the first rank of each node.
+
+    Raises:
+        ExpertMeshError: on all ranks, when they differ.
+    """
+    facts: Facts = {}
+    with raise_together(patient=ranks):
+        if _reads():
+            for name, rows in (("data", inputs.training), ("evaluation data", inputs.evaluation)):
+                if rows is not None:
+                    facts[name] = samples_facts(rows.samples)
+    remedy = "give all nodes the same files, in the same order"
+    for name in ("data", "evaluation data"):
+        mine = facts.get(name, {}) if _reads() else None
+        what = f"the samples of {'--dataset' if name == 'data' else 'the evaluation'}"
+        check_alike(ranks, what, mine, remedy, explain_samples)
+    asked = {"steps": str(num_steps), "prompts": json.dumps([prompts.tokens, prompts.texts] if prompts else [])}
+    check_alike(ranks, "the number of steps, or the prompts,", asked if _reads() else None, remedy)
+    return facts
+
+
+def _reads() -> bool:
+    """Whether this rank is the one that reads its node's files."""
+    return read_environment()[2] == 0

@@ -1,0 +1,102 @@
+"""What a run was made with: versions, devices, processor. No names of hosts or users, no environment variables."""
+
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoints.files.directories import write_errors
+from ..moe.util.atomic_write import whole
+from ..sharding.runtime.process import Ranks
+
+FILE = "environment.json"
+PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def environment(
+    ranks: Ranks, global_batch_size: int, cpu_matmul: str | None, flash_attention_3: str | None
+) -> dict[str, str | int]:
+    """The facts by name, for environment.json and the report. What cannot be found out is left out.
+
+    All ranks call it together and get the same devices; the rest is of the rank's own machine.
+    """
+    facts: dict[str, str | int | None] = {
+        **{name: _version(name) for name in PACKAGES},
+        "torch": torch.__version__,  # also says which CUDA it is for
+        "commit": _commit(_CHECKOUT),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else None,
+        "ranks": ranks.world_size,
+        "global_batch_size": global_batch_size,
+        "devices": _devices(ranks),
+        "cpu": cpu_model(),
+        "cpu_matmul": cpu_matmul,
+        "flash_attention_3": flash_attention_3,
+        "cpu_cores": os.cpu_count(),
+        "os": _operating_system(),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:
+    """Write OUTPUT_DIR/environment.json.
+
+    Raises:
+        ExpertMeshError: it cannot be written.
+    """
+    with write_errors(output_dir), whole(output_dir / FILE) as partial:
+        partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit(checkout: Path) -> str | None:
+    """The commit that is checked out, with -dirty after it where files differ from it; None outside a checkout."""
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _devices(ranks: Ranks) -> str:
+    """Such as "8 x NVIDIA H100 80GB HBM3", over all ranks."""
+    own = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    names: list[str] = [""] * ranks.world_size
+    dist.all_gather_object(names, own)
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def cpu_model() -> str | None:
+    """From Linux's /proc/cpuinfo; elsewhere what Python knows."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
+
+
+def _operating_system() -> str:
+    kernel = f"{platform.system()} {platform.release()}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except (OSError, KeyError):
+        return kernel

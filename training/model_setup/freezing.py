@@ -1,0 +1,113 @@
+"""What of a model is not trained: --freeze.
+
+A frozen parameter has no gradient, so that nothing is reduced for it, and no optimizer state. It is sharded, gathered
+and saved like the others.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...moe.experts.layer import DMoE
+from ...moe.hf_model.build import decoder_layers, layer_prefixes, router_prefixes
+from ...moe.util.errors import ExpertMeshError
+
+_Names = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """entries: of --freeze. frozen, total: elements of parameters."""
+
+    entries: tuple[str, ...]
+    frozen: int
+    total: int
+
+    def line(self) -> str:
+        """For a run's first lines."""
+        return (
+            f"frozen: {', '.join(self.entries)}: {self.frozen / 1e6:,.1f} M of {self.total / 1e6:,.1f} M parameters "
+            f"({self.frozen / self.total:.1%}); {(self.total - self.frozen) / 1e6:,.1f} M are trained"
+        )
+
+
+def freeze(model: Any, entries: list[str]) -> Frozen:
+    """Have parameters take no gradient, in place.
+
+    Args:
+        model: from `build_model`, before it is parallelised.
+        entries: names of groups, and regular expressions that are searched for in parameters' names. A tied parameter
+            goes by any of its names.
+
+    Raises:
+        ExpertMeshError: an entry is no regular expression, or fits nothing; or nothing is left to train.
+    """
+    # the names under which checkpoints and logs know them are the first of each
+    names: _Names = dict(model.named_parameters(remove_duplicate=False))
+    groups = groups_of(model)
+    for entry in entries:
+        found = groups[entry] if entry in groups else _by_pattern(entry, names, groups)
+        if not found:
+            raise ExpertMeshError(
+                f"--freeze {entry}: this model has none; it has {', '.join(name for name in groups if groups[name])}"
+            )
+        for parameter in found.values():
+            parameter.requires_grad_(False)
+    parameters = list(model.parameters())
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    if frozen == total:
+        raise ExpertMeshError(f"--freeze {' '.join(entries)}: leaves nothing to train")
+    return Frozen(tuple(entries), frozen, total)
+
+
+def _by_pattern(entry: str, names: _Names, groups: Mapping[str, _Names]) -> _Names:
+    try:
+        pattern = re.compile(entry)
+    except re.error as error:
+        raise ExpertMeshError(
+            f"--freeze {entry}: neither a group ({', '.join(groups)}) nor a regular expression: {error}"
+        ) from error
+    found = {name: parameter for name, parameter in names.items() if pattern.search(name)}
+    if not found:
+        near = difflib.get_close_matches(entry, [*groups, *names], n=3, cutoff=0.4)
+        raise ExpertMeshError(
+            f"--freeze {entry}: no parameter has that in its name; "
+            + (f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(groups)}")
+        )
+    return found
+
+
+def groups_of(model: Any) -> dict[str, _Names]:
+    """The parameters that each named group has in this model, by name; a parameter may be in several, or in none."""
+    layers = set(decoder_layers(model))
+    in_layers, routers = layer_prefixes(model), router_prefixes(model)
+
+    def within(is_one: Callable[[str, nn.Module], bool]) -> _Names:
+        return {
+            f"{path}.{name}": parameter
+            for path, module in model.named_modules()
+            if is_one(path.rpartition(".")[2], module) and module not in layers
+            for name, parameter in module.named_parameters()
+        }
+
+    def is_norm(name: str, module: nn.Module) -> bool:
+        return "norm" in type(module).__name__.lower()
+
+    def is_attention(name: str, module: nn.Module) -> bool:
+        named = re.search("attn|attention", f"{name} {type(module).__name__}", re.IGNORECASE)
+        return named is not None and not is_norm(name, module)
+
+    shared = within(lambda name, module: name.startswith("shared"))
+    return {
+        "experts": within(lambda name, module: isinstance(module, DMoE)),
+        "router": {name: p for name, p in model.named_parameters() if name.startswith(routers)},
+        "shared-experts": {name: p for name, p in shared.items() if name.startswith(in_layers)},
+        "attention": within(is_attention),
+        "embeddings": within(lambda name, module: isinstance(module, nn.Embedding)),
+        "norms": within(is_norm),
+    }

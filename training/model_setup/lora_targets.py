@@ -1,0 +1,146 @@
+"""Which modules get adapters: --adapter and --lora-targets."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
+from ...moe.hf_model.build import layer_prefixes, moe_layers, router_prefixes
+from ...moe.util.errors import ExpertMeshError
+from ..config.train_config import TrainConfig
+from .freezing import groups_of
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """lora: of all adapters. targets: as asked for. trained, total: elements of parameters, adapters included."""
+
+    lora: Lora
+    targets: tuple[str, ...]
+    trained: int
+    total: int
+
+    def line(self) -> str:
+        """For a run's first lines."""
+        lora = self.lora
+        kind = f"rank {lora.rank}, alpha {lora.alpha:g}" + (", rsLoRA" if lora.use_rslora else "")
+        dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+        return (
+            f"adapter: LoRA, {kind}{dropout}, on {', '.join(self.targets)}: {self.trained / 1e6:,.2f} M of "
+            f"{self.total / 1e6:,.1f} M parameters are trained ({self.trained / self.total:.2%})"
+        )
+
+
+def lora_of(config: TrainConfig) -> Lora:
+    return Lora(config.lora_rank, config.lora_alpha, config.lora_dropout, config.use_rslora)
+
+
+def adapt(model: Any, config: TrainConfig) -> Adapted:
+    """Give a model the adapters that a configuration asks for, in place, and freeze all else.
+
+    Args:
+        model: from `build_model`, before it is parallelised.
+
+    Raises:
+        ExpertMeshError: a target fits nothing that can have an adapter.
+    """
+    lora = lora_of(config)
+    # the head gives a loss, of parts of the sequence at a time; it has no adapter, nor has a layer that is not called
+    head = model.get_output_embeddings()
+    linear = {
+        path: module
+        for path, module in linear_layers(model).items()
+        if module is not head and path not in model.uncalled
+    }
+    routers = _plain_routers(model, linear)
+    named = _targets_by_name(model, linear)
+    chosen: set[str] = set()
+    chosen_routers: set[str] = set()
+    for target in config.lora_targets:
+        if target in ("experts", "router"):
+            continue
+        paths = named[target] if target in named else _by_pattern(target, named, linear, routers)
+        if not paths:
+            there = [name for name in (*named, "experts", "router") if named.get(name, True)]
+            raise ExpertMeshError(f"--lora-targets {target}: this model has none; it has {', '.join(there)}")
+        chosen |= paths - routers
+        chosen_routers |= paths & routers
+    if "router" in config.lora_targets:
+        of_routers = _linear_of_routers(model, linear)
+        if not routers and not of_routers:
+            raise ExpertMeshError("--lora-targets router: this model's routers have no weight that could be adapted")
+        chosen |= of_routers
+    else:
+        routers = chosen_routers
+    add_adapters(model, lora, sorted(chosen), sorted(routers), "experts" in config.lora_targets)
+    parameters = dict(model.named_parameters())
+    trained = sum(parameter.numel() for name, parameter in parameters.items() if is_adapter(name))
+    return Adapted(lora, tuple(config.lora_targets), trained, sum(p.numel() for p in parameters.values()))
+
+
+def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:
+    """For a run's first lines: which linear layers --base-dtype fp8 or nf4 does not quantize, and why."""
+    paths = unquantized(model) if config.base_dtype in ("fp8", "nf4") else []
+    if not paths:
+        return []
+    names = sorted({path.removeprefix(layer) for path in paths for layer in layer_prefixes(model)} - set(paths))
+    return [
+        f"base in {config.base_dtype}, but for {len(paths)} linear layers, whose weights other code of the model reads "
+        f"or that it keeps in fp32: {', '.join(names)}"
+    ]
+
+
+def _linear_of_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
+    """Linear layers that are routers, or parts of one."""
+    routers = router_prefixes(model)
+    return {path for path in linear if f"{path}.".startswith(routers)}
+
+
+def _plain_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
+    """Routers that are no linear layer, but have a matrix `weight` as one has."""
+    paths = [layer.router for layer in moe_layers(model) if layer.router is not None]
+    weights = {path: getattr(model.get_submodule(path), "weight", None) for path in paths}
+    return {
+        path
+        for path, weight in weights.items()
+        if path not in linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
+    }
+
+
+def _targets_by_name(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """The linear layers that each name stands for. Dense MLPs are what is left of the decoder layers."""
+    groups = groups_of(model)
+    found = {
+        name: {path for path in linear if f"{path}.weight" in groups[name]} for name in ("attention", "shared-experts")
+    }
+    taken = found["attention"] | found["shared-experts"]
+    taken |= _linear_of_routers(model, linear)
+    found["dense-mlp"] = {path for path in linear if path.startswith(layer_prefixes(model)) and path not in taken}
+    return found
+
+
+def _by_pattern(
+    target: str, named: Mapping[str, set[str]], linear: Mapping[str, nn.Module], routers: set[str]
+) -> set[str]:
+    """Linear layers with that in their names; where there are none, routers."""
+    names = ["experts", "router", *named]
+    try:
+        pattern = re.compile(target)
+    except re.error as error:
+        raise ExpertMeshError(
+            f"--lora-targets {target}: neither one of {', '.join(names)} nor a regular expression: {error}"
+        ) from error
+    found = {path for path in linear if pattern.search(path)} or {path for path in routers if pattern.search(path)}
+    if not found:
+        near = difflib.get_close_matches(
+            target, [*names, *{path.rpartition(".")[2] for path in linear}], n=3, cutoff=0.4
+        )
+        raise ExpertMeshError(
+            f"--lora-targets {target}: no linear layer has that in its name; "
+            + (f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}")
+        )
+    return found

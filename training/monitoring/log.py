@@ -1,0 +1,235 @@
+"""What a run tells: a progress bar, config.yaml, environment.json, metrics.jsonl and report.html, and accelerate's
+trackers.
+
+Only the main process writes.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+from tqdm import tqdm
+
+from ...checkpoints.files.directories import write_errors
+from ...moe.util.atomic_write import whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ..config.train_config import TrainConfig
+from ..environment import environment, write_environment
+from ..model_setup.cpu_matmuls import MatmulLibraries
+from ..report.history import History, read_record
+from ..report.page import State, sweep_reports, write_report
+from .trackers import TRACKERS, Trackers
+
+
+class RunLog:
+    """Use as a context manager; on processes other than the main one every method does nothing.
+
+    chosen: by name, settings that the run was not told and chose; config.yaml leaves them open, environment.json has
+    them.
+
+    state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        output_dir: Path,
+        num_steps: int,
+        ranks: Ranks,
+        products: MatmulLibraries | None,
+        flash_attention_3: str | None,
+        chosen: Mapping[str, str] | None = None,
+    ):
+        self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.line)
+        self.is_main = ranks.rank == 0
+        self.config = config
+        self.ranks = ranks
+        self.products = products
+        self.flash_attention_3 = flash_attention_3
+        self.chosen = chosen or {}
+        self.output_dir = output_dir
+        self.path = output_dir / "metrics.jsonl"
+        self.num_steps = num_steps
+        self.first_step = 0
+        self.state: State = "running"
+        self.file: TextIO | None = None
+        self.opened: os.stat_result | None = None
+        self.bar: Any = None
+        # what has been logged, on the main process; of a resumed run, known once `begin_after` has read it
+        self.history = None if config.resume else History()
+
+    def __enter__(self) -> "RunLog":
+        matmul = None if self.products is None else str(self.products)
+        batch = self.config.sequences_per_step(self.ranks.world_size)
+        facts = {**environment(self.ranks, batch, matmul, self.flash_attention_3), **self.chosen}
+        with raise_together(), write_errors(self.output_dir):
+            if self.is_main:
+                sweep_reports(self.output_dir)
+                self.config.save(self.output_dir / "config.yaml", self.chosen)
+                write_environment(self.output_dir, facts)
+                # a resumed run keeps what the one before it has logged: see begin_after
+                self._open("a" if self.config.resume else "w")
+        return self
+
+    def _open(self, mode: Literal["a", "w"]) -> None:
+        self.file = self.path.open(mode, encoding="utf-8")
+        self.opened = os.fstat(self.file.fileno())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.state == "running":
+            self.state = "stopped"
+        self.trackers.finish()
+        if self.is_main:
+            assert self.file is not None
+            try:
+                self.file.close()
+            except OSError as closing:  # what could not be written has been told
+                if error is None:
+                    raise ExpertMeshError(f"{self.path}: cannot be written: {closing.strerror}") from closing
+            self._write_report()
+
+    def line(self, text: str) -> None:
+        """A line on the console, clear of the progress bar."""
+        if self.is_main:
+            tqdm.write(text)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A logged step of training: to the file, the trackers, and the progress bar."""
+        self._record(metrics)
+        if self.is_main:
+            console = _console(metrics)
+            self.bar.set_postfix_str(console, refresh=False)
+            if self.bar.disable:
+                # what the bar would tell: where the run is, when that was, and how long it still takes
+                clock = time.strftime("%H:%M:%S")
+                left = f"{_duration(self._seconds_left(metrics))} left"
+                tqdm.write(f"{clock}  step {metrics['step']}/{self.num_steps}  {console}  {left}")
+
+    def _seconds_left(self, metrics: dict[str, Any]) -> float:
+        """Until the last step, if steps go on to take as long as the mean of this start's, evaluations and checkpoints
+        counted."""
+        done = metrics["step"] - self.first_step
+        return float(metrics["seconds"] / done * (self.num_steps - metrics["step"]))
+
+    def event(self, metrics: dict[str, Any], console: str) -> None:
+        """What else happened at a step, an evaluation say: to the file, the trackers, the console and the report."""
+        self._record(metrics)
+        self.line(console)
+        self._write_report()
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        """A line of metrics.jsonl; scalars also go to the trackers."""
+        metrics = {k: _without_nan(v) for k, v in metrics.items()}
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and k != "step"}
+        if numbers:
+            self.trackers.log(numbers, metrics["step"])
+        if self.is_main:
+            self.check_directory()
+            assert self.file is not None
+            with write_errors(self.path):
+                self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
+                self.file.flush()
+            assert self.history is not None
+            self.history.add(metrics)
+
+    def check_directory(self) -> None:
+        """Whether what is written still goes to where --output-dir is: a file that was deleted takes all silently.
+
+        Raises:
+            ExpertMeshError: on the main process, when it does not.
+        """
+        if self.is_main:
+            assert self.opened is not None
+            try:
+                is_there = os.path.samestat(self.opened, self.path.stat())
+            except OSError:
+                is_there = False
+            if not is_there:
+                raise ExpertMeshError(
+                    f"--output-dir {self.output_dir}: was deleted, moved or replaced during the run: "
+                    f"{self.path.name} is no longer the file that it began"
+                )
+
+    def _write_report(self) -> None:
+        """report.html of all that has been logged so far. That it cannot be written stops no training."""
+        if self.is_main:
+            try:
+                self.check_directory()
+                write_report(self.output_dir, self.state, self.history)
+            except (ExpertMeshError, OSError) as error:
+                self.line(f"warning: report.html was not written: {error}")
+
+    def begin_after(self, step: int) -> None:
+        """Start the trackers; in a resumed run, forget what an earlier attempt has logged after `step`, as those
+        steps are about to be made again. To be called before anything is logged.
+
+        Raises:
+            ExpertMeshError: on all ranks, when metrics.jsonl cannot be rewritten, or a tracker cannot start.
+        """
+        if self.config.resume:
+            self._keep_until(step)
+        self.trackers.start(step, {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)})
+
+    def _keep_until(self, step: int) -> None:
+        """Keep metrics.jsonl up to a step, without the line that the earlier attempt was killed in."""
+        with raise_together(), write_errors(self.path):
+            if self.is_main:
+                self.check_directory()
+                assert self.file is not None
+                history = History()
+                with whole(self.path, durable=True) as partial, self.path.open("rb") as old, partial.open("wb") as new:
+                    for line in old:
+                        record = read_record(line)
+                        if record is not None and record["step"] <= step:
+                            new.write(line.rstrip(b"\n") + b"\n")
+                            history.add(record)
+                self.history = history
+                # what was opened has lost its name to the new one
+                self.file.close()
+                self._open("a")
+
+    def steps(self, start: int) -> Iterator[int]:
+        """The steps from `start` on, counted off on the progress bar; off a terminal, a line per logged step
+        instead."""
+        self.first_step = start
+        disable = None if self.is_main else True
+        steps = range(start, self.num_steps)
+        self.bar = tqdm(steps, initial=start, total=self.num_steps, unit="step", dynamic_ncols=True, disable=disable)
+        yield from self.bar
+
+
+def _without_nan(value: Any) -> Any:
+    """With None for every number that is not finite, which JSON does not have."""
+    if isinstance(value, list):
+        return [_without_nan(element) for element in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _console(metrics: dict[str, Any]) -> str:
+    skipped = f"{metrics['skipped_steps']} skipped  " if "skipped_steps" in metrics else ""
+    losses, routing = "", ""
+    if metrics["loss"] is not None:
+        losses = f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
+        routing = f"  expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
+    # pauses between steps are in neither
+    seconds = metrics["tokens"] / metrics["tokens_per_second"] / metrics["steps"] if metrics["tokens"] else 0.0
+    speed = f"{seconds:.3g} s/step  {metrics['tokens_per_second']:,.0f} tokens/s"
+    mfu = f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+    epoch = f"epoch {metrics['epoch']:.2f}  "
+    return f"{epoch}{skipped}{losses}lr {metrics['learning_rate']:.2e}  {speed}{mfu}{routing}"
+
+
+def _duration(seconds: float) -> str:
+    """As 1:02:03, or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,367 @@
+"""Where the time and memory of chosen steps go, on chosen ranks, by the parts of a step (--profile).
+
+torch's profiler knows operators and kernels. While a profiled step runs, each operator is called within a range that
+bears the name of its part, so that the trace shows parts, and the profiler's own figures can be added up by them.
+"""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...moe.torch_private import _EventType, _ProfilerEvent, _RecordFunctionFast
+from ...moe.util.atomic_write import PARTIAL, whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks
+from ...sharding.state import has_dtensor
+from ..config.train_config import TrainConfig
+from ..planning.rehearsal.attribution import Parts
+from ..report.profiles import BETWEEN, PROFILES
+
+_STEP = "step "
+"""What the name of the range around a step begins with."""
+_FSDP = "FSDP"
+_MOST_MEMORY_EVENTS = 1_000_000
+"""Allocations that a memory snapshot tells of, the latest."""
+
+
+class StepProfiler:
+    """Profiles the steps that --profile names. Use as a context manager around the loop; an error that leaves it drops
+    what was not written yet.
+
+    All ranks make one and call its methods alike. Steps that are not profiled cost nothing; nothing that is computed
+    changes. What cannot be profiled or written is said, and the run continues.
+
+    Args:
+        say: is told, on every rank alike, what is profiled and where it went.
+    """
+
+    def __init__(self, config: TrainConfig, model: Any, ranks: Ranks, output_dir: Path, say: Callable[[str], object]):
+        self.stretches = config.profiled_steps
+        on_all = config.profile_ranks == ["all"]
+        self.where = "all ranks" if on_all else f"rank {' and '.join(config.profile_ranks)}"
+        self.is_profiled = on_all or ranks.rank in _numbers(config)
+        self.rank, self.device = ranks.rank, ranks.device
+        self.directory = output_dir / PROFILES
+        self.model = model
+        self.say = say
+        self.done: list[int] = []
+        self.recording: _Recording | None = None
+        self.problem = ""
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.recording is not None:
+            with suppress(RuntimeError):  # of a device that has failed, say, which is told already
+                self.recording.stop()
+            self.recording = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """To be held around a step, the `step`-th of the run."""
+        stretch = next((stretch for stretch in self.stretches if step in stretch), None)
+        if stretch is None:
+            yield
+            return
+        if not self.done:
+            self._begin(range(step, stretch.stop))
+        self.done.append(step)
+        if self.recording is None:
+            yield
+            return
+        with self.recording.step(step):
+            yield
+
+    def _begin(self, steps: range) -> None:
+        self.say(f"profiling {steps_in_words(steps)} on {self.where}")
+        if self.is_profiled:
+            try:
+                self.recording = _Recording(self.model, self.device)
+            except Exception as error:  # no profile is worth a run
+                self.problem = str(error) or repr(error)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the latest step was the last of its stretch."""
+        return bool(self.done) and any(self.done[-1] == stretch[-1] for stretch in self.stretches)
+
+    def finish(self) -> None:
+        """Write what has been profiled since the last call, if anything. All ranks wait for one another."""
+        if not self.done:
+            return
+        written = ""
+        if self.recording is not None:
+            recording, self.recording = self.recording, None
+            try:
+                written = self._write(recording)
+            except Exception as error:  # no profile is worth a run
+                self.problem = str(error) or repr(error)
+        told = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(told, (written, self.problem))
+        steps = steps_in_words(self.done)
+        for rank, (_, problem) in enumerate(told):
+            if problem:
+                self.say(f"warning: rank {rank} has no profile of {steps}: {problem}")
+        if lines := [line for line, _ in told if line]:
+            more = f"; beside it those of other ranks, {len(lines)} in all" if len(lines) > 1 else ""
+            self.say(f"profiled {steps}: {lines[0]}{more}")
+        self.done, self.problem = [], ""
+
+    def _write(self, recording: "_Recording") -> str:
+        """The files of this rank; what to say of them."""
+        name = f"rank-{self.rank}.{steps_in_words(self.done).replace(' ', '-')}"
+        # made while memory is still recorded, which the snapshot is of
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.device.type == "cuda":
+                with whole(self.directory / f"{name}.memory.pickle") as partial:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+        finally:
+            recording.stop()
+        wall, costs = costs_of(recording.profiler, recording.mode.names, self.device.type)
+        record = {
+            "rank": self.rank,
+            "steps": self.done,
+            "device": self.device.type,
+            "wall_seconds": wall,
+            "parts": {part: asdict(cost) for part, cost in costs.items()},
+        }
+        with whole(self.directory / f"{name}.trace.json.gz") as partial:
+            _write_trace(recording.profiler, partial)
+        with whole(self.directory / f"{name}.json") as partial:
+            partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        kinds = "trace.json.gz and json; torch takes memory snapshots of GPUs alone"
+        if self.device.type == "cuda":
+            kinds = "trace.json.gz, memory.pickle and json"
+        most = ", ".join(f"{part} {cost.seconds / wall:.0%}" for part, cost in list(costs.items())[:3])
+        return f"rank {self.rank} {most}, in {self.directory / name}.* ({kinds})"
+
+
+def check_profile(config: TrainConfig, num_steps: int, world_size: int) -> None:
+    """
+    Raises:
+        ExpertMeshError: a step or a rank that --profile and --profile-ranks name will not be.
+    """
+    if not config.profile:
+        return
+    if (last := config.profiled_steps[-1][-1]) > num_steps:
+        raise ExpertMeshError(
+            f"--profile {','.join(config.profile)}: there will be no step {last:,}: the run has {num_steps:,}"
+        )
+    # a run that came back with fewer ranks is to continue
+    if config.profile_ranks != ["all"] and not config.elastic and max(_numbers(config)) >= world_size:
+        raise ExpertMeshError(f"--profile-ranks {' '.join(config.profile_ranks)}: the ranks are 0 to {world_size - 1}")
+
+
+def _numbers(config: TrainConfig) -> list[int]:
+    return [int(rank) for rank in config.profile_ranks]
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Consecutive steps in words: "step 5", or "steps 5-7"."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
+
+
+class _Recording:
+    """torch's profiler at work, until `stop`."""
+
+    def __init__(self, model: Any, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.mode = _Ranges(Parts(model))
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_cuda
+        self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
+        self.profiler.start()
+        self.is_running = True
+        if self.on_cuda:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_MEMORY_EVENTS)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        with record_function(_STEP + str(step)), self.mode, self._triton():
+            yield
+            if self.on_cuda:
+                torch.cuda.synchronize()  # what is under way belongs to this step
+
+    @contextmanager
+    def _triton(self) -> Iterator[None]:
+        """Within it, Triton kernels, which are no operators, have ranges too."""
+        if not (self.on_cuda and find_spec("triton")):
+            yield
+            return
+        from triton.runtime.jit import JITFunction
+
+        launch, mode = JITFunction.run, self.mode
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mode.range():
+                return launch(*args, **kwargs)
+
+        JITFunction.run = run  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            JITFunction.run = launch  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """Nothing the second time."""
+        if self.is_running:
+            self.is_running = False
+            if self.on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+            self.profiler.stop()
+
+
+class _Ranges(TorchDispatchMode):
+    """Within it each operator is called in a range of the profiler that is named as its part.
+
+    names: those that there were.
+    """
+
+    def __init__(self, parts: Parts):
+        super().__init__()
+        self.parts = parts
+        self.names: set[str] = set()
+
+    def range(self) -> Any:
+        """For what the caller's caller is about to call."""
+        name = self.parts.here().part or "other"
+        self.names.add(name)
+        # unlike `record_function` it counts as an operator, to which kernels are ascribed
+        return _RecordFunctionFast(name)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_dtensor(types):
+            return NotImplemented  # what it does with its local tensor comes here by itself
+        with self.range():
+            return operator(*args, **(kwargs or {}))
+
+
+@dataclass
+class Cost:
+    """Cost of a part, over all profiled steps.
+
+    seconds: of its operators on a CPU, of their kernels on a GPU. calls: of operators and Triton kernels.
+    allocated_bytes: in all. peak_bytes: of those, held when what the steps had allocated was most.
+    """
+
+    seconds: float = 0.0
+    calls: int = 0
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def costs_of(profiler: Any, names: set[str], device_type: str) -> tuple[float, dict[str, Cost]]:
+    """What the steps in a stopped profiler's record took.
+
+    Args:
+        names: of the ranges that are parts.
+        device_type: whose time and memory are asked for.
+
+    Returns:
+        Seconds of the steps, and the parts, that with the most time first. The last of them, `BETWEEN`, is what was no
+        operator's: time in which none ran, or on a GPU no kernel, and memory that was not asked for by one.
+    """
+    costs: dict[str, Cost] = defaultdict(Cost)
+    steps: list[tuple[int, int]] = []
+    memory: list[tuple[int, int, int, str]] = []
+    waiting: list[tuple[_ProfilerEvent, str, bool]] = [
+        (event, BETWEEN, False) for event in reversed(profiler.profiler.kineto_results.experimental_event_tree())
+    ]
+    while waiting:
+        event, part, is_range = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            of: Any = event.extra_fields
+            if of.device.type == device_type:
+                memory.append((event.start_time_ns, of.ptr, of.alloc_size, part))
+        elif event.tag == _EventType.TorchOp and not is_range:
+            if event.name in names:
+                part, is_range = event.name, True
+                costs[part].calls += 1
+                if device_type == "cpu":
+                    costs[part].seconds += event.duration_time_ns / 1e9
+            elif event.name.startswith("FSDP::"):
+                # its parameters' memory comes and goes without an operator
+                part = _FSDP
+            elif event.name.startswith(_STEP):
+                steps.append((event.start_time_ns, event.end_time_ns))
+        waiting += [(child, part, is_range) for child in reversed(event.children)]
+    if device_type != "cpu":
+        for called in profiler.events():
+            if called.name in names and called.device_type == DeviceType.CPU:
+                costs[called.name].seconds += called.device_time_total / 1e6
+
+    _add_memory(costs, sorted(memory), steps)
+    wall = sum(end - start for start, end in steps) / 1e9
+    between = costs.pop(BETWEEN, Cost())
+    between.seconds = max(0.0, wall - sum(cost.seconds for cost in costs.values()))
+    ordered = dict(sorted(costs.items(), key=lambda entry: -entry[1].seconds))
+    return wall, ordered | {BETWEEN: between}
+
+
+def _add_memory(costs: dict[str, Cost], memory: list[tuple[int, int, int, str]], steps: list[tuple[int, int]]) -> None:
+    """Add to `costs` what was allocated in these steps.
+
+    Args:
+        memory: in the order of their times (time, address, bytes, part): what was allocated, and, with bytes below 0,
+            freed.
+        steps: when each began and ended.
+    """
+    held: dict[int, tuple[str, int]] = {}
+    by_part: dict[str, int] = defaultdict(int)
+    peak: dict[str, int] = {}
+    total = most = 0
+    for time, address, size, part in memory:
+        if size < 0 and address in held:
+            owner, size = held.pop(address)
+            by_part[owner] -= size
+            total -= size
+        elif size > 0 and any(start <= time <= end for start, end in steps):
+            held[address] = part, size
+            costs[part].allocated_bytes += size
+            by_part[part] += size
+            total += size
+            if total > most:
+                most, peak = total, dict(by_part)
+    for part, size in peak.items():
+        costs[part].peak_bytes = size
+
+
+def _write_trace(profiler: Any, path: Path) -> None:
+    """As Chrome's trace viewer and Perfetto read it, without the host's name.
+
+    Raises:
+        OSError: it cannot be written completely.
+    """
+    plain = path.with_name(f"{path.name.removesuffix(PARTIAL)}.plain{PARTIAL}")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        last = b""
+        with plain.open("rb") as lines, gzip.open(path, "wb", compresslevel=5) as packed:
+            for line in lines:
+                last = line.strip() or last
+                if not line.lstrip().startswith(b'"host_name":'):
+                    packed.write(line)
+        # torch says nothing of a disk that is full
+        if not last.endswith(b"}"):
+            raise OSError(f"{plain}: was cut off; is the disk full?")
+    finally:
+        # beside it torch leaves what it could not write completely
+        for left in (plain, plain.with_name(f"{plain.name}.tmp")):
+            with suppress(OSError):
+                left.unlink(missing_ok=True)

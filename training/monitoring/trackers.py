@@ -1,0 +1,116 @@
+"""accelerate's trackers: TensorBoard, Weights & Biases, and others."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+
+from ...checkpoints.files.directories import write_errors
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ..config.train_config import TrainConfig
+
+TRACKERS = "trackers"
+"""Subdirectory of the output directory that trackers write to."""
+
+_WANDB_RUN = "wandb-run"
+"""The file there with the id of the run that Weights & Biases knows."""
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: --report-to names a tracker that accelerate does not know, or that is not installed, or
+            --run-name leads out of the directory that trackers write to.
+    """
+    known = [str(kind) for kind in LoggerType]
+    for name in _asked_for(config):
+        if name not in known:
+            raise ExpertMeshError(f"--report-to {name}: is no tracker; there are {', '.join(known)}, or none")
+        if name != "all" and name not in map(str, get_available_trackers()):
+            raise ExpertMeshError(f"--report-to {name}: not installed; pip install it first")
+    if _asked_for(config) and (Path(config.run_name).is_absolute() or ".." in Path(config.run_name).parts):
+        raise ExpertMeshError(
+            f"--run-name {config.run_name}: trackers name a directory so, which must be a relative one"
+        )
+
+
+class Trackers:
+    """Those that --report-to names. One that fails is warned of and told nothing more; training continues.
+
+    Args:
+        directory: that they may write to.
+        say: takes a warning.
+    """
+
+    def __init__(self, config: TrainConfig, directory: Path, ranks: Ranks, say: Callable[[str], None]):
+        self.config = config
+        self.directory = directory
+        self.is_main = ranks.rank == 0
+        self.say = say
+        names: list[Any] = _asked_for(config)
+        self.accelerator = Accelerator(
+            cpu=ranks.device.type == "cpu", log_with=names or None, project_dir=str(directory)
+        )
+
+    def start(self, after: int, settings: dict[str, Any]) -> None:
+        """Start them all. All ranks call it together.
+
+        Args:
+            after: the last step of which they know, if the run is resumed; they forget what they know of later ones.
+            settings: of the run.
+
+        Raises:
+            ExpertMeshError: on all ranks, when one cannot start.
+        """
+        with raise_together():
+            arguments = self._arguments(after) if self.is_main else {}
+            try:
+                self.accelerator.init_trackers(self.config.run_name, settings, arguments)
+            except Exception as error:  # each has its own
+                self.accelerator.trackers.clear()
+                raise ExpertMeshError(f"--report-to {' '.join(self.config.report_to)}: {error}") from error
+
+    def _arguments(self, after: int) -> dict[str, dict[str, Any]]:
+        """By tracker, those of its making."""
+        arguments: dict[str, dict[str, Any]] = {}
+        if self.config.resume:
+            arguments["tensorboard"] = {"purge_step": after + 1}
+        if "wandb" in map(str, self.accelerator.log_with) and "WANDB_RUN_ID" not in os.environ:
+            arguments["wandb"] = {"id": self._wandb_run(), "resume": "allow"}
+        return arguments
+
+    def _wandb_run(self) -> str:
+        """The id of the run that is resumed, or of a new one, which is written down."""
+        file = self.directory / _WANDB_RUN
+        if not file.exists():
+            with write_errors(file):
+                self.directory.mkdir(exist_ok=True)
+                file.write_text(secrets.token_hex(4), encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Tell them of scalars."""
+        for tracker in list(self.accelerator.trackers):
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:
+                self.accelerator.trackers.remove(tracker)
+                self.say(f"warning: --report-to {tracker.name}: {error}; nothing more is sent to it")
+
+    def finish(self) -> None:
+        """End them; not by accelerator.end_training(), which would also end the process group."""
+        for tracker in self.accelerator.trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                self.say(f"warning: --report-to {tracker.name}: {error}")
+
+
+def _asked_for(config: TrainConfig) -> list[str]:
+    return [name for name in config.report_to if name != "none"]

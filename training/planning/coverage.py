@@ -1,0 +1,101 @@
+"""Which flags of a run its forecasts do not cover: refused, where the run would be another one than was forecast, or
+said beside the figures. All others are read by a forecast, or are in `NO_EFFECT` with the reason."""
+
+from collections.abc import Mapping
+
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of
+from ..config.train_config import TrainConfig
+
+NOT_MODELLED = {
+    "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",
+    "compile": "the forecast is without it",
+    "deterministic": "the forecast is of the faster kernels",
+    "detect_anomaly": "its checks of every module's output are not in it",
+    "check_replicas": "its comparisons are not in it",
+    "profile": "the forecast is of steps without it",
+    "debug_ranks": "the forecast is of a run without it",
+    "eval_dataset": "the forecast is of training steps; evaluations are not in it",
+    "eval_ratio": "the forecast is of training steps; evaluations are not in it",
+    "generate_steps": "the forecast is of training steps; generating is not in it",
+    "resume": "the forecast is of a run from its beginning, and a run that is resumed keeps its pipeline's schedule",
+}
+"""Flags that change a step in a way that no forecast has, and what it says instead."""
+NOT_IN_PLANS = {
+    "packing": "each sequence is taken to be one sample, of which attention takes longest",
+    "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
+    "router_bias_update_rate": "moving the routers' biases is not in it",
+}
+"""The same for what a dry run has, and a plan has not."""
+NO_EFFECT: Mapping[str, tuple[str, ...]] = {
+    "sequences are taken to be full, whatever is in them": (
+        *("tokenizer", "dataset", "dataset_config", "dataset_split", "dataset_num_proc", "sample_by"),
+        *("messages_column", "prompt_column", "response_column", "system_column", "text_column"),
+        *("chat_template", "prompt_template", "group_by_length"),
+    ),
+    "all tokens are taken to be trained on, the most that there can be": ("train_on",),
+    "one step is forecast, of however many": ("num_train_epochs", "max_steps"),
+    "a number with which the same kernels compute": (
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
+    ),
+    "a step is forecast that has preconditioners, as almost all have": ("shampoo_start",),
+    "what weights begin with": ("init_adapter",),
+    "of evaluations and generating, which are not modelled": (
+        *("eval_dataset_split", "eval_steps", "per_device_eval_batch_size", "early_stopping_patience"),
+        *("early_stopping_threshold", "load_best_model_at_end", "generate_prompts", "generate_max_new_tokens"),
+    ),
+    "between steps, or after the last one": (
+        *("output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "async_save", "on_save_error"),
+        *("allow_changed", "export", "max_shard_size", "export_encoding", "drop_untrained"),
+        *("adapter_format", "merge"),
+    ),
+    "says what is done with figures that every step has": (
+        *("logging_steps", "report_to", "run_name", "router_warn_steps", "router_warn_load", "on_nonfinite"),
+    ),
+    "of profiles, which are not modelled": ("profile_ranks",),
+    "of runs on CPUs, which are not forecast": ("cpu_matmul",),
+    "says when a run is given up, or not begun": ("ddp_timeout", "force"),
+}
+"""Flags on which neither memory nor time of a forecast depends, by the reason."""
+
+
+def check_covered(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: with these flags no step on GPUs is taken, or one of another layout.
+    """
+    if config.use_cpu:
+        raise ExpertMeshError("--use-cpu: the forecast is of a run on GPUs; leave it out")
+    if config.preview:
+        raise ExpertMeshError("--preview: a run with it takes no step to forecast; leave it out")
+    if config.max_steps == 0:
+        raise ExpertMeshError("--max-steps 0: a run with it takes no step to forecast; leave it out")
+    if config.elastic:
+        raise ExpertMeshError(
+            "--elastic: would choose another --ep-size at the start than was forecast; leave it out, and give --ep-size"
+        )
+
+
+def not_modelled(config: TrainConfig, rehearsed: bool) -> list[str]:
+    """What of the configuration is not in its forecast, a line each.
+
+    Args:
+        rehearsed: whether the forecast is of a dry run, and not a plan.
+    """
+    default = TrainConfig(model="-")
+    said = NOT_MODELLED if rehearsed else NOT_MODELLED | NOT_IN_PLANS
+    asked = (name for name in said if getattr(config, name) != getattr(default, name))
+    lines = [f"{flag_of(name)}: not modelled; {said[name]}" for name in asked]
+    if not config.max_grad_norm and not rehearsed:
+        lines.append("--max-grad-norm 0: not modelled; gradients are taken to be clipped")
+    if config.offload:
+        lines.append(
+            "--offload: copies to and from host memory are not modelled, and the optimizer step is taken to run on the "
+            "GPU"
+        )
+    if config.offload_activations:
+        lines.append("--offload-activations: the time of its copies is not modelled")
+    if config.cross_entropy == "liger":
+        lines.append("--cross-entropy liger: not modelled; the forecast is of the chunked loss")
+    return lines

@@ -1,0 +1,62 @@
+"""How uneven routing is, as `--imbalance` says it: a number, what a run has logged, or else what is natural."""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+from ...moe.util.errors import ExpertMeshError
+from .rates import natural_imbalance
+
+MOST_LINE = 64 * 2**20
+"""Bytes of a line of metrics.jsonl."""
+
+
+def add_imbalance_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--imbalance",
+        metavar="X|FILE",
+        help="load of the busiest expert over the mean, or a run's metrics.jsonl to take it from (default: what "
+        "natural routing was measured to have, by the number of experts; 1: even)",
+    )
+
+
+def read_imbalance(given: str | None) -> float | None:
+    """The load of the busiest expert over the mean; None: natural.
+
+    Raises:
+        ExpertMeshError: it is below 1, or neither a number nor a file that has it.
+    """
+    if given is None:
+        return None
+    try:
+        busiest = float(given)
+    except ValueError:
+        return _logged(Path(given))
+    if not 1 <= busiest < float("inf"):
+        raise ExpertMeshError(f"--imbalance {given}: the busiest expert has at least the mean, 1")
+    return busiest
+
+
+def imbalance_of(busiest: float | None, num_experts: int) -> float:
+    """What was given, or what is natural."""
+    return natural_imbalance(num_experts) if busiest is None else min(busiest, float(num_experts))
+
+
+def _logged(file: Path) -> float:
+    """Mean over layers, where the last line that tells of routing has each expert's tokens; else the largest."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            records = [json.loads(line) for line in iter(partial(lines.readline, MOST_LINE), "")]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ExpertMeshError(f"--imbalance {file}: is no metrics.jsonl that can be read: {error}") from error
+    found = [record for record in records if isinstance(record, dict) and "expert_load_max_over_mean" in record]
+    try:
+        last = found[-1]
+        loads = [max(of_layer) * len(of_layer) / sum(of_layer) for of_layer in last.get("expert_tokens") or []]
+        busiest = sum(loads) / len(loads) if loads else float(last["expert_load_max_over_mean"])
+    except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ExpertMeshError(
+            f"--imbalance {file}: no line has expert_load_max_over_mean; give a number, or metrics.jsonl of a run"
+        ) from error
+    return max(1.0, busiest)

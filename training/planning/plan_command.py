@@ -1,0 +1,443 @@
+"""Plan a run: `python -m expertmesh.sharding plan`.
+
+From config.json alone: memory, traffic and speed of every parallel layout, best first, and the line that starts the
+first. Every flag of train_ep.py, and its `--config`, is a constraint: what is given is kept, and the rest is searched.
+"""
+
+import json
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.text import Text
+
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
+from ...moe.util.terminal import folded
+from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
+from ..config.begun_adapter import with_init_adapter
+from ..config.train_config import GivenSettings, TrainConfig, given_settings
+from .columns import open_console
+from .coverage import check_covered, not_modelled
+from .imbalance import add_imbalance_flags, imbalance_of, read_imbalance
+from .planner.hardware import GIB, products_in
+from .planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
+from .planner.model_config import find_config
+from .planner.search import MICRO_BATCHES, Cluster, Plan, Tried, best_first, reckon, search, sequences_per_step
+from .planner.setting import Setting
+from .rehearsal.cached import CachedMeasure
+from .rehearsal.run_setting import config_of, setting_of
+from .tables import assumptions, launch_line, print_plans, summary
+
+TP_SIZES = (2, 4, 8)
+"""Ranks of a tensor-parallel group that are tried beside none."""
+DEFAULTS: Mapping[str, Any] = {"bf16": True, "max_seq_length": 4096, "dataset": ["data.jsonl"]}
+"""What is planned where nothing was given, other than train_ep.py's own defaults."""
+BATCH = {"none": 256, "lora": 64}
+"""Sequences per step where none were asked for, of as many tokens as by default or fewer; by adapter."""
+ALIASES = {
+    "seq_length": "max_seq_length",
+    "micro_batch": "per_device_train_batch_size",
+    "optimizer": "optim",
+    "fp32": "bf16",
+}
+"""Other names of train_ep.py's flags."""
+GONE = {
+    "--sweep": "plan each number of GPUs by itself: --gpus 64",
+    "--plot": "draw what --json prints",
+}
+MOST_MORE_GPUS = 64
+"""Where nothing fits, up to so many times the GPUs are tried."""
+
+_EPILOG = """\
+All options of train_ep.py are taken, with --config too. Those of the layout
+and the batch are kept as given, and searched where they are not: --ep-size,
+--dense-shard, --tp-size, --pp-size, --pipeline-chunks, --pipeline-schedule,
+--gradient-checkpointing, --per-device-train-batch-size. Those that change no
+step are in the launch line alone. Defaults other than train_ep.py's: --bf16,
+--max-seq-length 4096, and a global batch of 256 sequences (64 with --adapter
+lora), fewer where they are longer.
+
+examples:
+  python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora
+  python -m expertmesh.sharding plan --config configs/mixtral_8x7b.yaml --gpus 8"""
+
+
+def build_parser() -> Parser:
+    """The parser of the flags that train_ep.py lacks, or that take more here."""
+    parser = Parser(
+        prog="python -m expertmesh.sharding plan",
+        usage="%(prog)s --model DIR [options]",
+        description="Memory, traffic and speed of every parallel layout, from\nconfig.json alone; needs no weights.",
+        epilog=_EPILOG,
+    )
+    add_hardware_flags(parser)
+    parser.add_argument(
+        "--tp-size",
+        metavar="N,N...",
+        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and with one "
+        "sequence per group 2, 4 and 8. The model is measured for each until that is cached",
+    )
+    add_imbalance_flags(parser)
+    parser.add_argument("--top", type=int, default=12, help="lines of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON: every layout, with the line that starts it")
+    parser.add_argument("--no-cache", action="store_true", help="measure again, and keep nothing of it")
+    parser.add_argument("--seq-length", metavar="N", help="another name of --max-seq-length")
+    parser.add_argument("--micro-batch", metavar="N", help="another name of --per-device-train-batch-size")
+    parser.add_argument("--optimizer", metavar="NAME", help="another name of --optim")
+    parser.add_argument("--fp32", action="store_true", help="another name of --bf16 false")
+    return parser
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        arguments: of the flags that train_ep.py lacks.
+        given: of train_ep.py's, with --tp-size where that is one number.
+        tp_sizes: that are to be tried; None: those that may pay.
+    """
+
+    arguments: Namespace
+    given: GivenSettings
+    tp_sizes: list[int] | None
+
+    @property
+    def world_size(self) -> int:
+        return int(self.arguments.gpus)
+
+    def config(self, tp_size: int = 1, **changes: Any) -> TrainConfig:
+        """The run, with what is searched at any value that goes with the rest.
+
+        Args:
+            changes: settings that are other ones than those given.
+
+        Raises:
+            ExpertMeshError: what was given does not go together, or has no forecast.
+        """
+        settings = {**DEFAULTS, **self.given.all, "tp_size": tp_size, **changes}
+        if not settings.get("model"):
+            raise ExpertMeshError("--model is missing: a directory, a config.json, or a hub id")
+        if settings.get("offload_activations") or settings.get("keep_expert_products"):
+            settings.setdefault("gradient_checkpointing", "selective")
+        if settings.get("tf32") and "bf16" not in self.given.all:
+            raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --bf16 false")
+        config = TrainConfig(**with_init_adapter(settings))
+        check_covered(config)
+        return config if self.has_batch else replace(config, global_batch_size=self._batch(config))
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the size of a step was asked for."""
+        return not {"global_batch_size", "gradient_accumulation_steps"}.isdisjoint(self.given.all)
+
+    def _batch(self, config: TrainConfig) -> int:
+        """Sequences per step where nobody said: at least one per rank that reads its own, and a number that several
+        sizes of micro-batches divide."""
+        longer = max(1, config.max_seq_length // int(DEFAULTS["max_seq_length"]))
+        target = max(1, BATCH[config.adapter] // longer)
+        readers = self.world_size // (config.cp_size * config.tp_size * config.pp_size) or 1
+        unit = readers * max(MICRO_BATCHES)
+        while unit > target and unit > readers:
+            unit //= 2
+        return -(-target // unit) * unit
+
+    def tried(self, micro_batches: Sequence[int] | None = None) -> Tried:
+        """What the search tries, beside the sizes of tensor parallelism."""
+        given = self.given.all
+        size = given.get("per_device_train_batch_size")
+        # a pipeline is a choice where the batch is known, or something of it was asked for
+        is_open = self.has_batch or not {"pipeline_chunks", "pipeline_schedule"}.isdisjoint(given)
+        return Tried(
+            micro_batches or (MICRO_BATCHES if size is None else (size,)),
+            None,
+            given.get("pp_size", None if is_open else 1),
+            given.get("pipeline_chunks"),
+            given.get("pipeline_schedule"),
+            given.get("ep_size"),
+            given.get("dense_shard"),
+            given.get("gradient_checkpointing"),
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0; 1 where nothing fits.
+
+    Raises:
+        ExpertMeshError: a mistake in the flags, or a model that cannot be trained so.
+    """
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    asked = _asked(arguments, rest, list(parser._option_string_actions))
+    if arguments.json:
+        tell_without_effect(parser, arguments, "with --json, which has every layout", "top")
+    tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
+    config = asked.config((asked.tp_sizes or [1])[0])
+    hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
+    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
+    begun = time.perf_counter()
+    found = _search(asked, cluster)
+    plans = best_first(plan for each in found for plan in each.plans)
+    seconds = time.perf_counter() - begun
+    best = plans[0]
+
+    def launch(plan: Plan) -> str:
+        (own,) = (each.config for each in found if each.config.tp_size == plan.setting.tp_size)
+        run = config_of(plan.setting, own)
+        given = asked.given
+        return launch_line(run, plan.setting.world_size, arguments.gpus_per_node, given.file, given.config)
+
+    notes = _notes(config_of(best.setting, config), best.setting)
+    if arguments.json:
+        for line in notes:
+            print(folded(line), file=sys.stderr)
+        reckon(plans)
+        print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
+        return 0 if best.fits else 1
+    console = open_console()
+    model, batch = found[0].measure.parameters, _batch_in_words(asked, config)
+    said = assumptions(config.model, model, config, best.setting, cluster, batch)
+    print_plans(console, said, plans, cluster, arguments.top, seconds)
+    for line in notes:
+        console.print(Text(folded(line)))
+    if asked.tried().pp_size == 1 and "pp_size" not in asked.given.all and asked.world_size > cluster.gpus_per_node:
+        console.print(Text(folded("pipelines are tried with --global-batch-size or --pp-size")))
+    if best.fits:
+        console.print(Text("\nrecommended", "bold green"))
+        # in one piece, to be copied
+        console.print(Text(launch(best)))
+        return 0
+    console.print(Text("\nnothing fits", "bold red"))
+    for line in _what_would_fit(asked, best, cluster):
+        console.print(Text(folded(line)))
+    return 1
+
+
+def _asked(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> Asked:
+    check_positive(arguments, "gpus", "gpus_per_node", "top")
+    refuse_gone(rest, GONE)
+    given = given_settings(rest, own)
+    flags = dict(given.flags)
+    for alias, name in ALIASES.items():
+        value = getattr(arguments, alias)
+        if value is None or value is False:
+            continue
+        told = given_settings([flag_of(name), "false" if value is True else value]).flags
+        if flags.setdefault(name, told[name]) != told[name]:
+            written = flag_of(alias) if value is True else f"{flag_of(alias)} {value}"
+            raise ExpertMeshError(
+                f"{written} and {flag_of(name)} {flags[name]} are one setting with two values; give one of them"
+            )
+    read_imbalance(arguments.imbalance)
+    sizes = arguments.tp_size
+    if sizes is None:
+        sizes = str(given.file.get("tp_size", "auto"))
+    if sizes == "auto":
+        return Asked(arguments, replace(given, flags=flags), None)
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", sizes):
+        raise ExpertMeshError(f"--tp-size {sizes}: must be a number, or several as in 1,2,4")
+    return Asked(arguments, replace(given, flags=flags), sorted({int(size) for size in sizes.split(",")}))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plans of a size of tensor parallelism; config: of the run, but for what is searched."""
+
+    config: TrainConfig
+    measure: CachedMeasure
+    plans: list[Plan]
+
+
+def _search(asked: Asked, cluster: Cluster) -> list[_Found]:
+    """Search with each size of tensor parallelism that can be measured; says of the others why not.
+
+    Raises:
+        ExpertMeshError: none can be; says why not the first.
+    """
+    found: list[_Found] = []
+    errors: list[tuple[int, ExpertMeshError]] = []
+    tried = asked.tried()
+    sizes = asked.tp_sizes
+    if sizes is None:
+        # with two sequences or more half as many ranks per group, or none, compute as many tokens each with fewer
+        # exchanges
+        sizes = [1, *(TP_SIZES if 1 in tried.micro_batches else ())]
+    for size in sizes:
+        is_own_choice = asked.tp_sizes is None and size > 1
+        try:
+            config = asked.config(size)
+            measure = _measure(asked, config)
+        except ExpertMeshError as error:
+            if is_own_choice:
+                # what a size does not divide, its multiples do not either
+                break
+            errors.append((size, error))
+            continue
+        try:
+            own = replace(tried, micro_batches=(1,)) if is_own_choice else tried
+            found.append(_Found(config, measure, _plans(asked, config, measure, own, cluster)))
+        except ExpertMeshError as error:
+            errors.append((size, error))
+        measure.save()
+    if not found:
+        raise errors[0][1]
+    for size, why in errors:
+        said = str(why) if "--tp-size" in str(why) else f"--tp-size {size}: {why}"
+        print(folded(f"left out: {said}"), file=sys.stderr)
+    return found
+
+
+def _measure(asked: Asked, config: TrainConfig) -> CachedMeasure:
+    """What measures the model.
+
+    Raises:
+        ExpertMeshError: there is no such model, or it cannot be trained so, on so many ranks.
+    """
+    given, world_size = asked.given.all, asked.world_size
+    ep_size = given.get("ep_size", 1)
+    sizes = (config.cp_size, config.pp_size, config.tp_size)
+    dense_shard: DenseShard = given.get("dense_shard", "full") if "ep_size" in given else "full"
+    topology = Topology(world_size, ep_size, dense_shard, *sizes)
+    # the model's experts are not known yet
+    check_sizes(replace(topology, ep_size=1, dense_shard="full"), num_experts=1)
+    check_tp_nodes(topology, nodes_of_equal_size(world_size, config.ranks_per_node or asked.arguments.gpus_per_node))
+    file = find_config(config.model)
+    with _naming(config.model):
+        measure = CachedMeasure(config, file.content, file.load, "cuda", not asked.arguments.no_cache)
+    num_experts = measure.parameters.num_experts
+    check_sizes(topology, num_experts)
+    if ep_size > 1:
+        check_chunks(config.overlap_chunks, ep_size, num_experts)
+    return measure
+
+
+def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tried, cluster: Cluster) -> list[Plan]:
+    """
+    Raises:
+        ExpertMeshError: the model cannot be trained in any of the settings that are tried.
+    """
+    layers = config.layers_of_stages
+    base = setting_of(
+        config,
+        asked.world_size,
+        ep_size=1,
+        imbalance=imbalance_of(read_imbalance(asked.arguments.imbalance), measure.parameters.num_experts),
+        ranks_per_node=config.ranks_per_node or asked.arguments.gpus_per_node,
+        accumulation=config.gradient_accumulation_steps,
+        pp_size=1,
+        chunks=1,
+        schedule="1f1b",
+        stage_layers=None if layers is None else tuple(layers),
+    )
+    with _naming(config.model):
+        plans = search(measure, base, replace(tried, global_batch=config.global_batch_size), cluster)
+    if not plans:
+        kept = {name: value for name, value in asked.given.all.items() if name in _LAYOUT}
+        said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
+        raise ExpertMeshError(f"no layout of {base.world_size} GPUs has {said or 'this model'}; leave some of it out")
+    return plans
+
+
+_LAYOUT = ("ep_size", "dense_shard", "cp_size", "tp_size", "pp_size", "pipeline_chunks", "pipeline_schedule")
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: one inside; it names the model, as errors of its file do already.
+    """
+    try:
+        yield
+    except ExpertMeshError as error:
+        raise ExpertMeshError(str(error) if model in str(error) else f"{model}: {error}") from error
+
+
+def _batch_in_words(asked: Asked, config: TrainConfig) -> str:
+    if config.global_batch_size is None:
+        return f"{config.gradient_accumulation_steps} micro-batches per step"
+    by_default = "" if asked.has_batch else " (by default: --global-batch-size gives another number)"
+    return f"{config.global_batch_size:,} sequences per step{by_default}"
+
+
+def _notes(run: TrainConfig, setting: Setting) -> list[str]:
+    """What to know of a run beside its figures."""
+    notes = [*run.without_effect, *not_modelled(run, rehearsed=False)]
+    if run.global_batch_size not in (None, complete := sequences_per_step(setting)):
+        notes.append(
+            f"{run.global_batch_size} sequences per step do not fill the micro-batches: figures are of steps of "
+            f"{complete}"
+        )
+    return [f"note: {line}" for line in notes]
+
+
+_FEWER_BYTES: tuple[dict[str, Any], ...] = (
+    {"optim": "adamw_torch_8bit"},
+    {"optim": "adamw_bf16"},
+    {"adapter": "lora"},
+    {"adapter": "lora", "base_dtype": "nf4"},
+)
+"""What is tried where nothing fits: state in fewer bits, and adapters."""
+
+
+def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[str]:
+    """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
+    over = smallest.memory.total - cluster.memory
+    yield (
+        f"even the smallest layout takes {smallest.memory.total / GIB:,.1f} GiB, {over / GIB:,.1f} more than available"
+    )
+    tp_size = smallest.setting.tp_size
+    config = asked.config(tp_size)
+    tries: list[tuple[str, dict[str, Any], int]] = []
+    for changes in _FEWER_BYTES:
+        if any(getattr(config, name) != value for name, value in changes.items()):
+            tries.append((" ".join(f"{flag_of(name)} {value}" for name, value in changes.items()), changes, 1))
+    if smallest.memory.lasting < cluster.memory:
+        # what is computed is too large, not what lasts
+        tries += [(f"--cp-size {size}", {"cp_size": size}, 1) for size in (2, 4, 8) if size > config.cp_size]
+        shorter = config.max_seq_length // 2
+        while shorter >= 512:
+            tries.append((f"--max-seq-length {shorter}", {"max_seq_length": shorter}, 1))
+            shorter //= 2
+    more = 2
+    while more <= MOST_MORE_GPUS:
+        tries.append((f"--gpus {more * asked.world_size}", {}, more))
+        more *= 2
+    fitting: list[str] = []
+    done: set[str] = set()
+    for flags, changes, times in tries:
+        kind = flags.split()[0]
+        if kind in done and kind in ("--cp-size", "--max-seq-length", "--gpus"):
+            # the least of these is enough
+            continue
+        plan = _fitting(asked, changes, times, tp_size, cluster)
+        if plan is not None:
+            done.add(kind)
+            fitting.append(f"  {flags}: {summary(plan, cluster.hardware)}")
+    if fitting:
+        yield "tried, one at a time; these fit:"
+        yield from fitting
+    else:
+        yield f"nor does it fit with any of: {', '.join(flags for flags, _, _ in tries)}"
+
+
+def _fitting(asked: Asked, changes: dict[str, Any], times: int, tp_size: int, cluster: Cluster) -> Plan | None:
+    """The fastest plan that fits with these changes and so many times the GPUs, of those with the smallest micro-batch
+    and all that is searched of checkpointing; None if there is none."""
+    larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": times * asked.world_size}))
+    tried = larger.tried()
+    tried = replace(tried, micro_batches=(min(tried.micro_batches),), checkpointing=tried.checkpointing or "full")
+    try:
+        config = larger.config(tp_size, **changes)
+        measure = _measure(larger, config)
+        plans = _plans(larger, config, measure, tried, cluster)
+    except ExpertMeshError:
+        return None
+    measure.save()
+    return plans[0] if plans[0].fits else None

@@ -1,0 +1,192 @@
+"""What machines can do: presets from vendors' data sheets, with the shares that others attained, and a machine that was
+measured."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from ....moe.util.atomic_write import whole
+from ....moe.util.errors import ExpertMeshError
+from ..rates import AT_BEST, Exchange, Rates, published, rates_from
+
+
+@dataclass(frozen=True)
+class Link:
+    """bandwidth: bytes a second that one rank can send. latency: seconds that a message takes at least."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """matrix: dense bf16 operations a second. fp32: the same in fp32, without TF32. memory_bandwidth: bytes a second.
+    memory: bytes. fp8: dense fp8 operations a second; 0 where there are none, or nobody has said."""
+
+    matrix: float
+    fp32: float
+    memory_bandwidth: float
+    memory: float
+    fp8: float = 0.0
+
+
+GB, GIB, TERA = 1e9, 2**30, 1e12
+
+DEVICES = {
+    # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
+    # 2,039 GB/s, 80 GB
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s of bf16 with sparsity, 3,958 of fp8, half of
+    # both dense, 67 fp32, 3.35 TB/s, 80 GB
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB, 1979 * TERA),
+    # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s, 141 GB (10^9)
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 141 * GB, 1979 * TERA),
+    # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 4.5 PFLOP/s dense each, and half
+    # of that in bf16; 64 TB/s and 1,440 GB for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
+    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 180 * GB, 4500 * TERA),
+}
+
+LINKS = {
+    # the data sheets above count both directions: NVLink 3 600, NVLink 4 900, NVLink 5 1,800 GB/s
+    "nvlink3": Link(300 * GB, 3e-6),
+    "nvlink4": Link(450 * GB, 3e-6),
+    "nvlink5": Link(900 * GB, 3e-6),
+    # PCI Express 4.0 x16: 32 GB/s each way
+    "pcie4": Link(32 * GB, 5e-6),
+    # one network card a GPU: HDR 200, NDR 400 Gbit/s (NVIDIA ConnectX-6 and ConnectX-7 data sheets)
+    "infiniband-hdr": Link(25 * GB, 5e-6),
+    "infiniband-ndr": Link(50 * GB, 5e-6),
+    # 100 Gbit/s of Ethernet for a node of 8 GPUs, over TCP
+    "ethernet-100": Link(12.5 / 8 * GB, 30e-6),
+}
+
+NODE_LINK = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
+"""What joins the GPUs of one node (HGX and DGX boards)."""
+HOPPER = ("H100", "H200")
+"""For which flash attention 3 is."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster.
+
+    Attributes:
+        name: for the table.
+        device, inside, between: what a GPU can do, and the links inside a node and between nodes, at best.
+        rates: which share of that each class of operators and collectives attains, and what else was measured.
+    """
+
+    name: str
+    device: Device
+    inside: Link
+    between: Link
+    rates: Rates = AT_BEST
+
+
+def known_name(flag: str, name: str, presets: Iterable[str], instead: str = "") -> str:
+    """The name of a preset as it is written here; its case does not matter.
+
+    Raises:
+        ExpertMeshError: there is none.
+    """
+    written = {preset.lower(): preset for preset in presets}
+    if name.lower() not in written:
+        raise ExpertMeshError(f"{flag} {name} is unknown; use {', '.join(written.values())}{instead}")
+    return written[name.lower()]
+
+
+def preset(gpu: str, network: str) -> Hardware:
+    """
+    Raises:
+        ExpertMeshError: there is no preset of that name.
+    """
+    gpu = known_name("--gpu", gpu, DEVICES, ", or --calibrate with a measured machine")
+    network = known_name("--network", network, LINKS)
+    links = LINKS[NODE_LINK[gpu]], LINKS[network]
+    return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], *links, published(gpu))
+
+
+SHOWN = ("matmul", "grouped matmul", "memory", *get_args(Exchange))
+"""Classes whose shares forecasts name."""
+
+
+def attained(hardware: Hardware) -> str:
+    """What a machine can do, and the shares of it that are attained; in words."""
+    device = hardware.device
+    best = (
+        f"{device.matrix / 1e12:,.4g} TFLOP/s, {device.memory_bandwidth / 1e9:,.4g} GB/s memory, "
+        f"{hardware.inside.bandwidth / 1e9:,.3g} GB/s inside and {hardware.between.bandwidth / 1e9:,.3g} between nodes"
+    )
+    rates = hardware.rates
+    shares = rates.told(SHOWN)
+    beside = f"; beside a collective kernels run at {rates.compute_beside:g} of that" if shares else ""
+    return f"{best}" + (f", attained of it: {shares}{beside}" if shares else ", as measured")
+
+
+TF32_SLOWDOWN = 2.0
+"""TF32 products run at half the bf16 rate (the data sheets above)."""
+
+
+def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardware:
+    """The same, with `matrix` the rate of matmuls in the compute dtype: bf16, TF32 or fp32; and `fp32` that of TF32
+    where fp32 matmuls run so.
+
+    Args:
+        fp8: whether some of them, the experts' or the dense ones, run in fp8.
+
+    Raises:
+        ExpertMeshError: it has none in fp8.
+    """
+    device = hardware.device
+    if fp8 and not device.fp8:
+        raise ExpertMeshError(
+            f"--expert-precision and --dense-precision fp8: no fp8 matmul rate is known of {hardware.name}"
+        )
+    matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
+    return replace(hardware, device=replace(device, matrix=matrix, fp32=matrix if tf32 else device.fp32))
+
+
+def _check_rates(table: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a rate or size is not a positive number, or too large to compute with.
+    """
+    for name, value in table.items():
+        # a device that is no GPU has no memory in the table
+        least = 0 if name in ("latency", "memory", "fp8") else 1e-30
+        if not isinstance(value, int | float) or not least <= value < 1e30:
+            raise ValueError(f"{name} is not a positive number")
+
+
+def save_measured(hardware: Hardware, file: Path) -> None:
+    """Write what `load_measured` reads, atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with whole(file) as partial:
+        partial.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
+
+
+def load_measured(file: Path) -> Hardware:
+    """The machine that `python -m expertmesh.sharding mesh --check --json FILE` or `python -m benchmarks.rates --write
+    FILE` measured.
+
+    Raises:
+        ExpertMeshError: the file cannot be read or was not written by these commands.
+    """
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        device, rates = Device(**content.pop("device")), rates_from(content.pop("rates"))
+        inside, between = (Link(**content.pop(name)) for name in ("inside", "between"))
+        hardware = Hardware(device=device, inside=inside, between=between, rates=rates, **content)
+        for part in (device, inside, between):
+            _check_rates(vars(part))
+        return hardware
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ExpertMeshError(
+            f"--calibrate {file}: is not what `python -m expertmesh.sharding mesh --check --json` or `python -m "
+            f"benchmarks.rates --write` writes: {error}"
+        ) from error

@@ -1,0 +1,333 @@
+"""What a rank will hold, forecast before the weights are read, and what it did hold. By the same forecast is chosen how
+a pipeline is run, where that was left open."""
+
+import os
+import resource
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...checkpoints.hf.source import ModelSource
+from ...checkpoints.training_state.marker import recorded_settings, recorded_world_size, whole_checkpoints
+from ...moe.kernels.expert_kernels import KernelChoice
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.pipeline.schedule import ScheduleName
+from ...sharding.runtime.process import Ranks, raise_together
+from ...sharding.topology import Topology
+from ..config.train_config import TrainConfig, flags_of_config
+from ..data.batch import Padding
+from ..inputs import Inputs
+from .coverage import NO_EFFECT, NOT_MODELLED
+from .memory import NEAR, Memory
+from .planner.peak_memory import Peak, peak
+from .planner.schedule_choice import choose_schedule
+from .planner.search import Cluster
+from .planner.step_order import PlannedRun
+from .rehearsal.run_setting import planned
+from .tables import memory_terms
+from .this_machine import this_machine
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class ChosenPipeline:
+    """How a pipeline is run, by a forecast. layers: of each stage. why: this schedule, and balance: these stages, in a
+    few words."""
+
+    schedule: ScheduleName
+    layers: tuple[int, ...]
+    why: str
+    balance: str
+
+    def left_open(self, config: TrainConfig) -> dict[str, Any]:
+        """What was chosen, by the names of those settings that leave it open."""
+        chosen = {"pipeline_schedule": str(self.schedule), "pipeline_layers": ",".join(map(str, self.layers))}
+        return {name: value for name, value in chosen.items() if getattr(config, name) is None}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A rank's memory in bytes.
+
+    Attributes:
+        when: the moment of a step at which `memory` is what it holds.
+        memory: by terms.
+        least: the peak of what any batch needs, however short.
+        before: what the process holds before its model is made; 0 on a GPU.
+        available: what it may hold, `before` included.
+        pipeline: how it is run, where there is one.
+    """
+
+    when: str
+    memory: Memory
+    least: Memory
+    before: float
+    available: float
+    pipeline: ChosenPipeline | None = None
+
+    @property
+    def total(self) -> float:
+        return self.memory.total + self.before
+
+    def chosen(self, config: TrainConfig) -> dict[str, Any]:
+        """What was chosen of what the settings leave open, by their names."""
+        return {} if self.pipeline is None else self.pipeline.left_open(config)
+
+    def lines(self) -> list[str]:
+        """The terms, and a warning where it will be close."""
+        before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
+        lines = [
+            f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}; "
+            f"{self.available / 2**30:,.1f} GiB are available"
+        ]
+        if self.total > NEAR * self.available:
+            lines.append(
+                f"warning: that is {self.total / self.available:.0%} of the memory; "
+                "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
+            )
+        return lines
+
+    def check(self, world_size: int, config: TrainConfig) -> None:
+        """
+        Raises:
+            ExpertMeshError: what any batch needs, however short, does not fit; with what tries which run would.
+        """
+        m = self.least
+        needed = m.lasting + m.gathered + self.before
+        if needed <= self.available:
+            return
+        terms = {"parameters": m.parameters, "gradients": m.gradients, "optimizer state": m.optimizer}
+        terms |= {"gathered layers": m.gathered, "the process itself": self.before}
+        said = " + ".join(f"{name} {n / 2**30:,.1f}" for name, n in terms.items() if n)
+        if self.before:
+            # plans are of GPUs
+            instead = "more ranks, another --optim, or --adapter lora may need less (none of them was tried)"
+        else:
+            instead = f"what would fit is tried by `{_plan_line(config, world_size, self.available)}`"
+        raise ExpertMeshError(
+            f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
+            f"{self.available / 2**30:,.1f} GiB available; {instead}; --force tries anyway"
+        )
+
+
+def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
+    """The command that plans this run on as many GPUs of so many bytes, with its layout left open."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    words = ["--gpus", str(world_size), *(["--gpus-per-node", str(here)] if here < world_size else [])]
+    words += ["--gpu-memory", f"{int(memory / 2**20)}MiB"]
+    without = {*_SEARCHED, *NOT_MODELLED, *(name for names in NO_EFFECT.values() for name in names)}
+    words += flags_of_config(config, ("model", "bf16", "max_seq_length", "optim"), never=without)
+    return f"python -m expertmesh.sharding plan {shlex.join(words)}"
+
+
+_SEARCHED = (
+    *("ep_size", "dense_shard", "tp_size", "pp_size", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("per_device_train_batch_size", "gradient_checkpointing", "keep_expert_products", "offload_activations"),
+    "elastic",
+)
+"""Settings of the layout, with what is only taken beside them."""
+
+
+@dataclass(frozen=True)
+class NoForecast:
+    """why: there is none."""
+
+    why: str
+    pipeline: None = None
+
+    def chosen(self, config: TrainConfig) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def lines(self) -> list[str]:
+        return [f"memory per rank: no forecast: {self.why}"]
+
+    def check(self, world_size: int, config: TrainConfig) -> None:
+        """Accept: what is not known is not refused."""
+
+
+def forecast(
+    source: ModelSource,
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    padding: Padding,
+) -> Forecast | NoForecast:
+    """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (packed ones:
+    --max-seq-length). Rank 0 measures the model for all; all ranks call it together.
+
+    A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
+    """
+    told: list[Any] = [None]
+    # measuring a large model may take longer than a collective's time limit
+    with raise_together(patient=ranks):
+        if ranks.rank == 0:
+            try:
+                recorded = recorded_pipeline(config, topology.world_size)
+                run = _planned(source, topology, kernel, replace(config, **recorded), inputs, ranks, padding)
+                # without training there is no schedule to choose
+                is_open = topology.pp_size > 1 and inputs.training is not None
+                told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
+            except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
+                told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
+    dist.broadcast_object_list(told, src=0)
+    (found,) = told
+    if isinstance(found, str):
+        return NoForecast(found)
+    held, pipeline = found
+    before = _before(ranks)
+    return Forecast(held.when, held.memory, held.least, before, available_memory(ranks.device, before), pipeline)
+
+
+def _before(ranks: Ranks) -> float:
+    """Bytes that this process holds before its model is made."""
+    return 0.0 if ranks.device.type == "cuda" else resident()
+
+
+def _planned(
+    source: ModelSource,
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    padding: Padding,
+) -> PlannedRun:
+    rows = inputs.training
+    longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
+    longest = padding.within(config.max_seq_length).length(longest)
+    trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
+    # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the product in the activation
+    name = "torch-grouped" if kernel.name == "megablocks-sparse" else kernel.name
+    if kernel.name == "fp8":
+        # which --expert-precision says
+        name = config.expert_kernel
+    flags = replace(config, expert_kernel=name)
+    device: Any = ranks.device.type
+    return planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
+
+
+def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """Of the pipeline's settings that are left open, those with which the run that is resumed ran; nothing where it ran
+    on other ranks, or cannot be read, of which is told later."""
+    if config.pp_size == 1 or not config.resume:
+        return {}
+    directory = Path(config.output_dir) / "checkpoints"
+    for path in whole_checkpoints(directory) if config.resume == "auto" else [Path(config.resume)]:
+        with suppress(ExpertMeshError, OSError):
+            there = recorded_settings(path)
+            is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
+            if not is_alike or recorded_world_size(path) != world_size:
+                return {}
+            open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
+            return {name: there.get(name) for name in open_ones}
+    return {}
+
+
+def _choose(
+    run: PlannedRun, kernel: KernelChoice, config: TrainConfig, ranks: Ranks, recorded: dict[str, Any]
+) -> tuple[Peak, ChosenPipeline | None]:
+    before = _before(ranks)
+    cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
+    # whose matmuls are another package's cannot leave their weight gradients for later
+    can_queue = kernel.kernel.product is not None
+    held, chosen = choose_pipeline(run, cluster, replace(config, **recorded), can_queue)
+    why, balance = ("as before it was resumed" if recorded.get(f"pipeline_{name}") else "" for name in _CHOSEN)
+    return held, replace(chosen, why=why or chosen.why, balance=balance or chosen.balance)
+
+
+_CHOSEN = ("schedule", "layers")
+
+
+def choose_pipeline(
+    run: PlannedRun, cluster: Cluster, config: TrainConfig, can_queue: bool = True
+) -> tuple[Peak, ChosenPipeline]:
+    """Choose what the settings of a pipeline leave open.
+
+    Args:
+        cluster: with the memory that a rank may take: what comes without a warning.
+        can_queue: whether the expert kernel can leave weight gradients for later.
+
+    Returns:
+        What the rank that holds the most holds then, and the choice.
+    """
+    chosen = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
+    layers = chosen.run.setting.stage_layers
+    assert layers is not None
+    balance = "balanced by forecast seconds" if config.pipeline_layers is None else "as asked"
+    return chosen.peak, ChosenPipeline(chosen.run.setting.schedule, layers, chosen.why, balance)
+
+
+def beside(forecast: Forecast | NoForecast, measured: float) -> str:
+    """What was measured, in bytes, next to what was forecast, in a line."""
+    told = f"memory per rank: peak {measured / 2**30:,.2f} GiB measured"
+    if isinstance(forecast, NoForecast):
+        return told
+    before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
+    return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"
+
+
+def available_memory(device: torch.device, before: float) -> float:
+    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limit of
+    the process's cgroup), divided among the node's ranks, and what the rank holds already."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return before + free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def free_on_host() -> float:
+    """Bytes that are free on this host, or under the limit of the process's cgroup; infinity where neither is told."""
+    return min((free for free in (_host_free(), _cgroup_free()) if free is not None), default=float("inf"))
+
+
+def _host_free() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_free() -> float | None:
+    """Bytes free under the cgroup's limit; None without a limit. Page cache counts as free: it gives way."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, current = ((_CGROUP / name).read_text(encoding="utf-8").strip() for name in (limit, used))
+            stat = (_CGROUP / used).with_name("memory.stat").read_text(encoding="utf-8").split()
+            return None if most == "max" else float(most) - float(current) + float(stat[stat.index(cache) + 1])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def resident() -> float:
+    """Bytes that this process holds in memory; where the system does not say, the most it ever held."""
+    try:
+        return float(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
+    except OSError:
+        return _most_resident()
+
+
+def _most_resident() -> float:
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+def measured_peak(device: torch.device) -> float:
+    """The most bytes that a rank has held since it started, of all ranks the largest: on a GPU what torch has allocated
+    there, else the process's resident memory. All ranks call it together."""
+    held = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
+    largest = torch.tensor(held, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

@@ -1,0 +1,62 @@
+"""A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ....moe.hf_model.build import build_model
+from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
+from ....moe.kernels.expert_kernels import KernelChoice
+from ....moe.util.errors import ExpertMeshError
+from ....sharding.state import set_parameter_dtype
+from ...config.train_config import TrainConfig
+from ...engine import assemble, kernel_of
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A model's config alone, in place of a directory with a checkpoint."""
+
+    config: Any
+    rope: RopeScaling | None
+
+    def build(self, attn_implementation: str) -> Any:
+        model = build_model(self.config, attn_implementation)
+        if self.rope is not None:
+            check_rope(model, self.rope)
+        return model
+
+
+def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal["cuda", "cpu"]) -> Any:
+    """What `train_ep.py` would build for these flags, with the kernels of a GPU or of a CPU.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or not trained with these flags.
+    """
+    source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
+    # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
+    if config.async_tp:
+        config = replace(config, async_tp=False)
+    # operators are what is recorded, not what a compiler makes of them
+    model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
+    if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
+        # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
+        set_parameter_dtype(model, torch.float32, frozen_alone=True)
+    return model
+
+
+def _cross_entropy(asked: str, device_type: str) -> str:
+    """The cross-entropy to build: ours in place of liger-kernel's Triton kernel, which keeps as little."""
+    return "full" if asked == "full" else "chunked"
+
+
+def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
+    """The expert kernel: for "auto" on a GPU what is chosen there from Hopper on, as this process cannot ask the
+    GPU."""
+    if config.expert_kernel == "auto" and config.bf16 and device_type == "cuda":
+        try:
+            return kernel_of(config, model, "cpu", "torch-grouped")
+        except ExpertMeshError:  # their widths do not suit it
+            pass
+    return kernel_of(config, model, "cpu")

@@ -1,0 +1,86 @@
+"""How many rows are sent where each token goes once to a rank or a node: what ranks tell one another, for dry runs.
+
+Of K distinct experts of E, drawn evenly, some are among m of them with probability 1 - (1 - m/E)(1 - m/(E-1)) ...
+(1 - m/(E-K+1)); where a rank's share of the choices is told, m is that share of E.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from math import prod
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from ....moe.dispatch import alltoall as plain
+from ....moe.dispatch import dedup as once
+from ....moe.dispatch.dedup import OnceDispatcher, Rows
+
+
+def expected_rows(
+    dispatcher: OnceDispatcher, tokens: int, top_k: int, shares: Sequence[float] = (), sequences: int = 1
+) -> Rows:
+    """Rows of a layer, all ranks having as many tokens.
+
+    Args:
+        dispatcher: of this rank.
+        tokens: of a sequence, without padding.
+        top_k: experts per token.
+        shares: of all choices, each ep rank's; none: equally much.
+        sequences: of each rank. Rounded for one, so that as many have as many times its rows.
+    """
+    nodes, on_node, sizes = dispatcher.num_nodes, dispatcher.ranks_per_node, dispatcher.sizes
+    shares = shares or [1 / (nodes * on_node)] * (nodes * on_node)
+    of_parts = [size / sum(sizes) for size in sizes]
+    node = dispatcher.ep_rank // on_node
+    of_nodes = [sum(shares[first : first + on_node]) for first in range(0, nodes * on_node, on_node)]
+    ranks = range(node * on_node, (node + 1) * on_node)
+
+    def reached(share: float) -> float:
+        experts = share * dispatcher.num_experts
+        return 1 - prod(max(1 - experts / (dispatcher.num_experts - drawn), 0.0) for drawn in range(top_k))
+
+    def rows(share: float) -> int:
+        return sequences * round(tokens * reached(share))
+
+    computed = sequences * round(nodes * on_node * tokens * top_k * shares[dispatcher.ep_rank])
+    return Rows(
+        [[rows(part * share) for share in of_nodes] for part in of_parts],
+        [[rows(part * of_nodes[node])] * nodes for part in of_parts],
+        [[nodes * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
+        [[nodes * rows(part * shares[dispatcher.ep_rank])] * on_node for part in of_parts],
+        split(computed, sizes),
+    )
+
+
+def split(rows: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `rows`."""
+    ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+@contextmanager
+def telling_rows(
+    counts: Callable[..., Any], rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]
+) -> Iterator[None]:
+    """Within it, how many rows there are is not asked of other ranks.
+
+    Args:
+        counts: in place of `moe.dispatch.alltoall.exchange_counts`.
+        rows: what a dispatcher that sends once is told.
+        exchange: called with what would be told to it, and to which group.
+    """
+
+    def gather(counts_C: Tensor, group: Any) -> tuple[Tensor, None]:
+        exchange(counts_C, group)
+        return counts_C.new_empty(group.size(), counts_C.numel()), None
+
+    def done(device: Any) -> None: ...
+
+    with (
+        mock.patch.multiple(plain, exchange_counts=counts, wait_for_counts=done),
+        mock.patch.multiple(once, gather_counts=gather, wait_for_counts=done),
+        mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)),
+    ):
+        yield

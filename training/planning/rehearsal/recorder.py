@@ -1,0 +1,648 @@
+"""Records every operator, kernel and collective of a step: what it computes, reads, writes and sends.
+
+Bytes are those of an operator's inputs and results, each once: what a kernel that reads its inputs once and writes its
+results once moves to and from the device's memory. Views move nothing. Elements that a caller only allocates are
+counted by the operator that fills them.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ....moe.dispatch.exchange import UnderWay
+from ....moe.hf_model.counts import Attention, seen_pairs
+from ....moe.kernels.fp8_casts import MULTIPLE
+from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
+from ....moe.util.step_parts import written_by
+from ....sharding.pipeline.schedule import Action, Exchange
+from ....sharding.state import has_dtensor
+from ...optim import shampoo
+from ...pipelined import PipelinedStep
+from ..rates import MEMORY, Operator, Work
+from .attribution import FSDP, LASTING, Parts, StepPlace
+from .live_memory import Pausable
+from .triton_stand_in import kinds_of_kernels
+
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass
+class Event:
+    """One operator of a step.
+
+    place: part of the step and layer. phase: forward, backward, recomputation or optimizer step. micro: number of the
+    micro-batch in the step. flops: that it computes; needed: those of them that forward and backward take without
+    recomputation. sent: bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`.
+    travels: whether it is an all-to-all that other kernels overlap. waits: whether here the oldest of these among
+    `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
+    read, written: bytes. work: class and size of its kernel. times: how many operators this stands for (see
+    `Recorder.repeated`). calls: operators that the host has called since the event before, this one included. action:
+    what of a pipeline's schedule is being computed, or was last.
+    """
+
+    name: str
+    place: StepPlace
+    phase: str
+    micro: int | None
+    flops: float = 0.0
+    needed: float = 0.0
+    sent: float = 0.0
+    collective: str | None = None
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    read: int = 0
+    written: int = 0
+    travels: bool = False
+    waits: bool = False
+    is_read: bool = False
+    work: Work = MEMORY
+    times: int = 1
+    calls: int = 0
+    action: Action | None = None
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.collective is None and not self.waits and not self.is_read
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether it gathers parameters, or sums gradients up."""
+        return self.collective in _GATHERING and not self.gathers_activations
+
+    @property
+    def gathers_activations(self) -> bool:
+        """Whether a tensor-parallel group gathers activations, or sums them up."""
+        is_of_parameters = self.place.part == FSDP or self.phase == "optimizer step"
+        is_late = self.action is not None and self.action.kind == "weights"
+        return self.collective in _GATHERING and not is_of_parameters and not is_late
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+    @property
+    def told(self) -> str:
+        """Phase, layer and part, in words."""
+        layer = "" if self.place.layer is None else f" of layer {self.place.layer}"
+        return f"{self.phase}{layer}, {self.place.part or 'other'}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A storage has grown by so many bytes, or shrunk. is_gone: for good."""
+
+    storage: int
+    more: int
+    is_gone: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Marks where a decoder layer's part of a phase begins; or, without a layer, what no layer does.
+
+    num_calls: operators called until here.
+    """
+
+    phase: str
+    micro: int | None
+    layer: int | None
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Origin of a storage: place, phase and micro-batch of the operator that made it, and the layer of the `Mark`
+    before."""
+
+    place: StepPlace
+    phase: str
+    micro: int | None
+    marked: int | None
+
+
+class Recorder(Pausable, TorchDispatchMode):
+    """Within it every operator leaves an `Event`. Values that the host would read from a tensor are 1, as there are
+    none.
+
+    Attributes:
+        events: in the order of their calls.
+        log: the same, with changes of memory, and marks of where layers begin.
+        makers: by a storage's number.
+        calls: operators by micro-batch (None: the update), views included: what the host has to launch.
+    """
+
+    def __init__(self, parts: Parts):
+        super().__init__()
+        self.parts = parts
+        self.events: list[Event] = []
+        self.log: list[Event | Change | Mark] = []
+        self.makers: dict[int, Maker] = {}
+        self.calls: Counter[int | None] = Counter()
+        self.micro: int | None = None
+        self.action: Action | None = None
+        self._receiving: Action | None = None
+        self.is_update = False
+        self._marked: Mark | None = None
+        self._unmade: list[int] = []
+        self._called = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if has_dtensor(types):
+            return NotImplemented  # what it does with its local tensor comes here by itself
+        if operator is _DEVICE and isinstance(args[0], FakeTensor):
+            # asked for at every second step, and known
+            return args[0].fake_device
+        if operator is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        result = operator(*args, **kwargs)
+        # a real tensor's device is no operator
+        if self.is_paused or operator.namespace in ("prim", "profiler"):
+            return result
+        place = self.parts.here()
+        self._made_by(place)
+        # what is made once in a run is of no step
+        if place.part != LASTING:
+            self.calls[self.micro] += 1
+            if not _moves_nothing(operator):
+                self._record(operator, place, args, kwargs, result)
+        return result
+
+    def kernel(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        """Record a kernel that is no operator of torch."""
+        self.calls[self.micro] += 1
+        event = self._event(name, self.parts.here())
+        event.work = self._no_matmul(event)
+        event.read, event.written = _bytes_read(read), sum(map(_bytes, written))
+
+    def repeated(self, name: str, times: float, flops: float, needed: float, moved: float) -> None:
+        """Record so many operators, none of which is called; the other figures are totals over them."""
+        event = self._event(name, self.parts.here())
+        event.times, event.flops, event.read = int(times), flops, int(moved)
+        event.work = Work(_OPERATORS.get(name, "matmul"), flops / times) if flops else MEMORY
+        event.needed = 0.0 if event.phase == "recomputation" else needed
+
+    def reached(self, levels: Sequence[int]) -> None:
+        """Record memory that was in use for a while, beside what is: so many bytes, one after the other."""
+        with self.paused():
+            torch.empty(max((0, *levels)), dtype=torch.uint8)
+
+    @contextmanager
+    def shared_by(self, steps: int) -> Iterator[None]:
+        """Within it, what is called is done in one of so many steps: each of them has a fraction of the figures."""
+        events, calls = len(self.events), self.calls[self.micro]
+        yield
+        for event in self.events[events:]:
+            event.flops /= steps
+            event.read //= steps
+            event.written //= steps
+            event.calls //= steps
+        self.calls[self.micro] -= (self.calls[self.micro] - calls) * (steps - 1) // steps
+        self._called = self.num_calls
+
+    def wait(self, ranks: tuple[int, ...]) -> None:
+        """Record the wait for the oldest all-to-all under way among these ranks."""
+        event = self._event("wait", self.parts.here())
+        event.ranks, event.waits = ranks, True
+
+    def read(self) -> None:
+        """Record that the host waits here for all that was launched."""
+        self._event("read", self.parts.here()).is_read = True
+
+    @property
+    def num_calls(self) -> int:
+        """Number of operators called until now."""
+        return self.calls.total()
+
+    def next_forward(self, model: Any, args: Any) -> None:
+        """Begin a micro-batch; to be called before each forward of the model."""
+        self.micro = 0 if self.micro is None else self.micro + 1
+        self.mark(None)
+
+    def begin(self, action: Action) -> None:
+        """Begin a part of a micro-batch, in a pipeline."""
+        self.micro, self.action = action.micro_batch, action
+        self.mark(None)
+
+    @contextmanager
+    def receiving(self, action: Action | None) -> Iterator[None]:
+        """Within it, what is received is this action's input."""
+        self._receiving = action
+        yield
+        self._receiving = None
+
+    def begin_update(self) -> None:
+        """Begin what follows the last backward of a step."""
+        self.is_update, self.micro, self.action = True, None, None
+        self.mark(None)
+
+    def mark(self, layer: int | None) -> None:
+        """Note which layer the step comes to, in its forward or in its backward; None: what is in none."""
+        self._marked = Mark(self.phase, self.micro, layer, self.num_calls)
+        self.log.append(self._marked)
+
+    def changed(self, storage: int, more: int, is_gone: bool) -> None:
+        """Note a change of memory (see `LiveTensors`)."""
+        self.log.append(Change(storage, more, is_gone))
+        if storage not in self.makers and not is_gone:
+            self._unmade.append(storage)
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that the step has come to."""
+        return None if self._marked is None else self._marked.layer
+
+    @property
+    def phase(self) -> str:
+        """The phase that the step has come to."""
+        if self.is_update:
+            return "optimizer step"
+        is_backward = _current_autograd_node() is not None or (
+            self.action is not None and self.action.kind != "forward"
+        )
+        return "backward" if is_backward else "forward"
+
+    def _event(self, name: str, place: StepPlace) -> Event:
+        if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
+            place = replace(place, layer=self._marked.layer)
+        phase = "recomputation" if place.is_recomputed else self.phase
+        event = Event(name, place, phase, self.micro, calls=self.num_calls - self._called, action=self.action)
+        self._called = self.num_calls
+        self.events.append(event)
+        self.log.append(event)
+        return event
+
+    def _no_matmul(self, event: Event) -> Work:
+        return Work("update", 1.0) if event.phase == "optimizer step" else MEMORY
+
+    def _made_by(self, place: StepPlace) -> None:
+        """Note the origin of storages that are new since the last operator."""
+        phase = "recomputation" if place.is_recomputed else self.phase
+        for storage in self._unmade:
+            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
+        self._unmade.clear()
+
+    def _record(self, operator: Any, place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:
+        event = self._event(operator.name(), place)
+        inputs, changed = _inputs(operator, args, kwargs)
+        if operator.name() in _FILLED:
+            inputs = []
+        elif operator.name() in _FILLS_A_PART:
+            # the other argument is the buffer
+            inputs = list(args[0])
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
+        if operator.name() in _GATHERS:
+            index = [tensor for tensor in inputs[1:] if not tensor.is_floating_point()]
+            event.read = _bytes_read(index) + sum(map(_bytes, fresh))
+        else:
+            event.read = _bytes_read(inputs, () if operator.name() in _OVERWRITE else changed)
+        event.written = event.read if operator.name() in _FILLS_A_PART else sum(map(_bytes, changed + fresh))
+        event.flops = _flops(operator, inputs + changed, results, args)
+        event.work = _work(operator, inputs + changed, args, event.flops) if event.flops else self._no_matmul(event)
+        if event.phase == "optimizer step" and event.work.operator == "matmul" and inputs[0].dtype != torch.bfloat16:
+            event.work = event.work._replace(operator="matmul fp32")
+        event.needed = event.flops * _NEEDED.get(operator.name(), 1.0)
+        if event.phase in ("recomputation", "optimizer step"):
+            event.needed = 0.0
+        if (collective := _collective(operator)) is not None:
+            event.collective = collective
+            event.group, event.ranks = self.group_of(args, kwargs)
+            if collective in SENDS:
+                # the third argument is the other rank's number in the group
+                event.ranks = (dist.get_rank(), event.ranks[args[2]])
+                if collective == "send":
+                    event.sent = float(sum(map(_bytes, inputs)))
+                else:
+                    # which its schema does not say that it writes
+                    event.read = 0
+                    event.written += sum(map(_bytes, inputs))
+                    assert self._receiving is not None
+                    event.micro, event.action = self._receiving.micro_batch, self._receiving
+                return
+            largest = max(map(_bytes, inputs + changed + results), default=0)
+            rounds = 2 if collective == "all-reduce" else 1
+            event.sent = largest * rounds * (1 - 1 / len(event.ranks))
+
+    def group_of(self, args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
+        """Name and ranks of the group that a collective is given, by its name or as an object."""
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                argument = str(dist.ProcessGroup.unbox(argument).group_name)
+            if isinstance(argument, str):
+                group = _resolve_process_group(argument)  # type: ignore[arg-type]
+                return argument, tuple(dist.get_process_group_ranks(group))
+        raise AssertionError("a collective without a group")
+
+    def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return all(other.untyped_storage()._cdata != storage for other in inputs)
+
+
+_IN_SOME_LAYER = frozenset({"gradients added up", "other"})
+"""Parts of a step whose operators nobody calls that would say for which layer: the one that backward has come to."""
+_NO_KERNEL = frozenset(
+    {
+        "aten::empty.memory_format",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::set_.source_Storage",
+        "aten::lift_fresh",
+        "aten::_unsafe_view",
+        "aten::record_stream",
+        "c10d::barrier",
+    }
+)
+_OVERWRITE = frozenset(
+    {
+        "aten::copy_",
+        "aten::zero_",
+        "aten::fill_.Scalar",
+        "aten::fill_.Tensor",
+        "aten::_foreach_copy_",
+        "aten::_foreach_zero_",
+        "fsdp::split_with_sizes_copy",
+        "fsdp::chunk_cat",
+        "aten::split_with_sizes_copy.out",
+        "aten::_chunk_cat.out",
+        "c10d::_allgather_base_",
+        "c10d::_reduce_scatter_base_",
+        "c10d::alltoall_base_",
+    }
+)
+"""Operators that write to an argument without having read it."""
+_GATHERS = frozenset({"aten::index_select", "aten::gather", "aten::embedding", "aten::index.Tensor"})
+"""Operators that read as much of their first argument as they give."""
+
+_FILLED = frozenset(
+    {f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
+)
+"""Operators that make a tensor like another one, of which they read no number."""
+_ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
+"""Arguments that an operator says it changes, and does not in the way it is called here."""
+_FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
+"""Operators that write as much as they read, of their first argument, to a part of what they give."""
+
+
+def _moves_nothing(operator: Any) -> bool:
+    return operator.is_view or operator.name() in _NO_KERNEL
+
+
+def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(read, changed) tensors among an operator's arguments."""
+    read: list[Tensor] = []
+    changed: list[Tensor] = []
+    declared = operator._schema.arguments
+    by_name = dict(zip((a.name for a in declared), args, strict=False)) | kwargs
+    for argument in declared:
+        if argument.name not in by_name:
+            continue
+        tensors = [leaf for leaf in tree_leaves(by_name[argument.name]) if isinstance(leaf, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_written &= (operator.name(), argument.name) not in _ONLY_READ
+        (changed if is_written else read).extend(tensors)
+    return read, changed
+
+
+def _bytes_read(*groups: Sequence[Tensor]) -> int:
+    """Bytes of the tensors: parts of one storage add up, but within a group none counts twice."""
+    of_storages: dict[int, int] = {}
+    for tensors in groups:
+        parts = {
+            (t.untyped_storage()._cdata, t.storage_offset(), t.shape): (_bytes(t), t.untyped_storage().nbytes())
+            for t in tensors
+        }
+        for (storage, _, _), (size, whole) in parts.items():
+            of_storages[storage] = min(of_storages.get(storage, 0) + size, whole)
+    return sum(of_storages.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, those along an expanded dimension once."""
+    strides = tensor.stride()
+    shown = prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride != 0 or size == 0)
+    return int(shown) * tensor.element_size()
+
+
+def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    """FLOPs of a matmul: a multiplication and an addition for each pair of elements that are multiplied."""
+    if operator.name() in _IN_SEGMENTS:
+        place, products = _IN_SEGMENTS[operator.name()]
+        segments, _, window = args[place : place + 3]
+        return 2.0 * _attention_in_segments(inputs[0], segments, window, products)
+    count = _FLOPS.get(operator.name())
+    return 0.0 if count is None else 2.0 * count(inputs, results)
+
+
+def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
+    """Class and size of an operator with matmuls. inputs: as for `_flops`."""
+    found = _OPERATORS.get(operator.name(), "matmul")
+    if operator.name() == "aten::_scaled_mm":
+        return Work(found, flops)  # in place of figures of its own, those of one group
+    if found in ("grouped matmul", "grouped matmul fp8"):
+        # experts' matrices, or where the rows of each end
+        groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[found]].numel()
+        return Work(found, flops / groups)
+    if operator.name() in _IN_SEGMENTS:
+        segments = args[_IN_SEGMENTS[operator.name()][0]]
+        return Work(found, sum(length**2 for length in segments) / sum(segments))
+    if found not in ("matmul", "eigendecomposition"):
+        query_BHSA = inputs[1 if "backward" in found else 0]
+        return Work(found, float(query_BHSA.shape[2]))
+    return Work(found, flops)
+
+
+def _product(inputs: list[Tensor], results: list[Tensor]) -> float:
+    return float(results[0].numel()) * inputs[-2].shape[-1]
+
+
+def _grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
+    a, b = inputs[0], inputs[1]
+    if b.dim() == 3:
+        return float(a.shape[0]) * b.shape[1] * b.shape[2]
+    return float(a.shape[0]) * a.shape[1] * b.shape[1]
+
+
+def _scaled_grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
+    """FLOPs of a scaled grouped GEMM. inputs: operands, their scales, and where experts' rows end. Where rows are
+    summed over, what follows the last expert's rows is padding that is not multiplied (see `fp8_casts.Runs`)."""
+    a, b, ends_e = inputs[0], inputs[1], inputs[-1]
+    if b.dim() == 3:
+        return _grouped(inputs, results)
+    return float(a.shape[0]) * (a.shape[1] - MULTIPLE * len(ends_e)) * b.shape[1]
+
+
+def _causal_pairs(query_BHSA: Tensor, key_BGSA: Tensor) -> float:
+    """Pairs of positions that see one another, over sequences and heads: attention here is causal, and square."""
+    rows, heads, positions, _ = query_BHSA.shape
+    return rows * heads * positions * (positions + 1) / 2
+
+
+def _attention(inputs: list[Tensor], results: list[Tensor]) -> float:
+    query, key, value = inputs[:3]
+    return _causal_pairs(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
+    _, query, key, value = inputs[:4]
+    # scores once more, and gradients of values, scores' weights, queries and keys
+    return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _attention_in_segments(query_NHA: Tensor, segments: list[int], window: int, products: int) -> float:
+    """FLOPs of attention in segments: so many products per pair of positions that see one another, all heads as
+    wide."""
+    _, heads, width = query_NHA.shape
+    (pairs,) = seen_pairs([Attention(window, heads * width)], map(range, segments))
+    return float(pairs) * heads * width * products
+
+
+_FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
+    "aten::mm": _product,
+    "aten::addmm": _product,
+    "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
+    "aten::bmm": _product,
+    "aten::baddbmm": _product,
+    "mkldnn::_linear_pointwise": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_grouped_mm": _scaled_grouped,
+    "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
+    "aten::_linalg_eigh": lambda inputs, results: shampoo.EIGEN_FLOPS / 2 * inputs[0].shape[-1] ** 3,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+_OPERATORS: dict[str, Operator] = {
+    "aten::_grouped_mm": "grouped matmul",
+    "aten::_scaled_grouped_mm": "grouped matmul fp8",
+    "aten::_scaled_mm": "grouped matmul fp8",
+    "aten::_linalg_eigh": "eigendecomposition",
+    "aten::_scaled_dot_product_flash_attention": "attention",
+    "aten::_scaled_dot_product_flash_attention_backward": "attention backward",
+    "aten::_scaled_dot_product_efficient_attention": "efficient attention",
+    "aten::_scaled_dot_product_efficient_attention_backward": "efficient attention backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
+    "expertmesh::flash_attention": "packed attention",
+    "expertmesh::flash_attention_backward": "packed attention backward",
+}
+"""Classes of operators with matmuls; the others' is "matmul"."""
+_ENDS = {"grouped matmul": 2, "grouped matmul fp8": -1}
+"""Which input says where experts' rows end, where rows are summed over."""
+_NEEDED = dict.fromkeys(
+    (
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "expertmesh::flash_attention_backward",
+    ),
+    0.8,
+)
+"""Fused attention's backward computes the scores again: of five products one."""
+_IN_SEGMENTS = {"expertmesh::flash_attention": (4, 2), "expertmesh::flash_attention_backward": (6, 5)}
+"""Of attention within segments: which argument is the first of segments, scale and window; and how many products."""
+
+_COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+}
+_GATHERING = ("all-gather", "reduce-scatter")
+SENDS = ("send", "receive")
+"""Of a pipeline's stages. `Event.ranks` of these are this rank and the other one."""
+
+
+def _collective(operator: Any) -> str | None:
+    return _COLLECTIVES.get(operator.name())
+
+
+@contextmanager
+def recording_waits(recorder: Recorder) -> Iterator[None]:
+    """Have `recorder` know which all-to-alls others run beside, and where they are waited for."""
+    begin = UnderWay.__init__
+
+    def begun(self: UnderWay, *args: Any) -> None:
+        begin(self, *args)
+        recorder.events[-1].travels = True
+
+    def wait(self: UnderWay) -> Tensor:
+        recorder.wait(tuple(dist.get_process_group_ranks(self.group)))
+        return self.out
+
+    with mock.patch.object(UnderWay, "__init__", begun), mock.patch.object(UnderWay, "wait", wait):
+        yield
+
+
+@contextmanager
+def recording_actions(recorder: Recorder) -> Iterator[None]:
+    """Have `recorder` know which action of a pipeline's schedule is computed."""
+    compute, exchange, run = PipelinedStep.compute, PipelinedStep.exchange, PipelinedStep.run
+
+    def computed(self: PipelinedStep, action: Action) -> None:
+        recorder.begin(action)
+        compute(self, action)
+
+    def exchanged(self: PipelinedStep, begun: Exchange) -> None:
+        with recorder.receiving(begun.receive):
+            exchange(self, begun)
+
+    def done(self: PipelinedStep, events: Any) -> None:
+        run(self, events)
+        recorder.begin_update()
+
+    with mock.patch.multiple(PipelinedStep, compute=computed, exchange=exchanged, run=done):
+        yield
+
+
+@contextmanager
+def sharing_roots(recorder: Recorder, frequency: int) -> Iterator[None]:
+    """Have `recorder` count Shampoo's roots as a step does on average: they are taken every `frequency` steps."""
+    take = shampoo.inverse_fourth_root
+
+    def taken(factor: Tensor) -> Tensor:
+        with recorder.shared_by(frequency):
+            return take(factor)
+
+    with mock.patch.object(shampoo, "inverse_fourth_root", taken):
+        yield
+
+
+@contextmanager
+def recording_triton(recorder: Recorder) -> Iterator[None]:
+    """Have Triton kernels leave an event with `recorder` in place of being run."""
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
+        tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
+        written, updated = written_by(kernel)
+        recorder.kernel(
+            kernel.fn.__name__,
+            [tensor for name, tensor in tensors.items() if name not in written],
+            [tensor for name, tensor in tensors.items() if name in written | updated],
+        )
+
+    with ExitStack() as patches:
+        for kind in kinds_of_kernels():
+            patches.enter_context(mock.patch.object(kind, "run", launch))
+        yield

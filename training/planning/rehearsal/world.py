@@ -1,0 +1,350 @@
+"""Dry-runs one step of one rank of any world on fake tensors.
+
+What depends on data is given. Attention is a fused kernel's, as on a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.experts.lora import store_frozen
+from ....moe.hf_model.build import count_parameters, moe_layers, moe_shape
+from ....moe.hf_model.counts import ParameterCounts
+from ....moe.linear.quantized import nf4_pairs
+from ....moe.torch_private import FakeStore, ShardingPropagator
+from ....moe.transformers_private import never_tracing
+from ....moe.util.errors import ExpertMeshError
+from ....moe.util.gpu import rehearsing_gpu
+from ....sharding.collectives.context_parallel import CPGroup
+from ....sharding.collectives.node_groups import check_tp_groups
+from ....sharding.mesh import Mesh, build_mesh
+from ....sharding.parallelize.parallelize import materialize, parallelize
+from ....sharding.parallelize.recompute import keep_products
+from ....sharding.pipeline.pipeline import cut_into_stages, pipeline_of
+from ....sharding.topology import check_sizes
+from ...config.train_config import TrainConfig
+from ...data.batch import Batch, SplitSequences
+from ...engine import compute_dtype, topology_of
+from ...loss.balance import BiasUpdate, choose_balance
+from ...optim.low_bit import dynamic_map
+from ...optim.optimizer import build_optimizer
+from ...step import train_step
+from .attribution import Parts
+from .building import build_rehearsed
+from .dispatched import expected_rows, split, telling_rows
+from .fake import FakeTensors
+from .given_routing import EVEN, Told
+from .layer_kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
+from .live_memory import LiveTensors
+from .peaks import PeakMemory, kinds_of_storages, peak_memory
+from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_roots
+from .repeated import WholeStep, whole_step
+from .shortened import Shortened
+from .stages import micro_batches_to_run
+from .triton_stand_in import import_kernels
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
+    optimizer: whose step it was. memory: the most that a rank's tensors hold. counts: of its parameters. tokens,
+    targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name. told: what was given in
+    place of data. rows_over_mean: of this rank's experts, over all layers.
+    """
+
+    step: WholeStep
+    recorder: Recorder
+    stack: Stack
+    model: Any
+    optimizer: torch.optim.Optimizer
+    memory: PeakMemory
+    counts: ParameterCounts
+    tokens: int
+    targets: int
+    groups: dict[str, str]
+    told: Told
+    rows_over_mean: float
+
+
+def rehearse(
+    config: TrainConfig,
+    model_config: Any,
+    world_size: int,
+    rank: int = 0,
+    shortened: bool = True,
+    told: Told = EVEN,
+    gpus_per_node: int = 8,
+) -> Rehearsed:
+    """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
+    micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
+    the rank holds as much with as with all, and of all layers of its stages.
+
+    Every sequence is full, and all of its tokens are trained on.
+
+    Args:
+        shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
+        gpus_per_node: for how tokens travel, where `config` does not say.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
+    """
+    import_kernels()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with rehearsing_gpu():
+            return _rehearse(config, model_config, world_size, shortened, told, gpus_per_node)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rehearse(
+    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told, gpus_per_node: int
+) -> Rehearsed:
+    model = build_rehearsed(config, model_config, "cuda")
+    counts = count_parameters(model)
+    balance = choose_balance(config, model, model_config)
+    topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
+    check_sizes(topology, moe_shape(model).num_experts)
+    check_tp_groups(topology, ranks_per_node)
+    mesh = build_mesh("cpu", topology)
+    if config.pp_size > 1:
+        cut_into_stages(
+            model, mesh, compute_dtype(config), config.schedule_name, config.pipeline_chunks, config.layers_of_stages
+        )
+    if config.base_dtype in ("fp8", "nf4"):
+        store_frozen(model, config.base_dtype)
+    told = told.among(moe_shape(model).num_experts, config.ep_size)
+    # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
+    keep_products(model, config.keep_expert_products)
+    kinds = kinds_of_layers(model)
+    stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
+    strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
+    parallelize(model, mesh, compute_dtype(config), strategy)
+    # made once in a process: not of fake tensors
+    for signed in (True, False):
+        dynamic_map(signed, torch.device("cpu"))
+    nf4_pairs(torch.device("cpu"))
+    with FakeTensors() as fake:
+        materialize(model, torch.device("cpu"), config.offload)
+        # Shampoo's as in almost all of a run: with the preconditioners that it begins to have at --shampoo-start
+        optimizer = build_optimizer(model.train(), replace(config, shampoo_start=1), mesh)
+        recorder = Recorder(Parts(model))
+        if config.pp_size == 1:
+            # before FSDP's own, which begins to gather
+            model.register_forward_pre_hook(recorder.next_forward, prepend=True)
+        batch = _batch(config, mesh.cp_group, told, fake)
+        batches = [batch] * micro_batches_to_run(pipeline_of(model), config.micro_batches(world_size))
+        bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
+        # those of other stages are on the meta device
+        held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+        live = LiveTensors(held, changed=recorder.changed)
+        short = Shortened(model, stack, recorder, live)
+
+        def at(doing: str) -> None:
+            if doing == "the gradient norm":
+                short.add_gradients()
+                recorder.begin_update()
+
+        with (
+            _telling(config, batch.num_tokens, moe_shape(model).top_k, told.shares, recorder),
+            _leaving_out_shapes(live, recorder),
+            recording_triton(recorder),
+            recording_waits(recorder),
+            sharing_roots(recorder, config.shampoo_frequency),
+            recording_actions(recorder),
+            _naming_layers(recorder),
+            short,
+            live,
+            recorder,
+            live.noting_casts() as casts,
+        ):
+            train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
+        step = whole_step(recorder, stack)
+        storages = kinds_of_storages(recorder, live, casts, model, optimizer)
+        memory = peak_memory(step, storages, model, optimizer)
+    rows_over_mean = told.shares[dist.get_rank() % config.ep_size] * config.ep_size if told.shares else 1.0
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, rows_over_mean)
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
+
+
+def _groups(mesh: Mesh, model: Any) -> dict[str, str]:
+    """The purpose of each process group, by its name; of several purposes, the one that has the most ranks."""
+    groups = {
+        mesh.exchange: "ep, tokens",
+        mesh.dp.get_group(): "dp",
+        mesh.ep.get_group(): "ep",
+        mesh.all_ranks.get_group(): "all ranks" if mesh.pipeline is None else "stage",
+        dist.group.WORLD: "all ranks",
+    }
+    if mesh.pipeline is not None:
+        groups |= {mesh.pipeline.forward: "pp, forward", mesh.pipeline.backward: "pp, backward"}
+        groups |= dict.fromkeys(mesh.pipeline.sharing.values(), "pp, shared weights")
+    if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
+        groups |= _groups_of_sequences(mesh.cp_group)
+    if mesh.divided is not None:
+        *sharded, of_tp = mesh.divided.get_all_groups()
+        groups |= {of_tp: "tp, gradients", sharded[-1]: "one tp index"}
+        groups |= dict.fromkeys(sharded[:-1], "replicas of one tp index")
+    dispatchers = [layer.dispatcher for layer in moe_layers(model)]
+    for nodes in (each.nodes for each in dispatchers if isinstance(each, OnceDispatcher)):
+        if nodes is not None:
+            groups |= {nodes.across: "ep, tokens to nodes", nodes.inside: "ep, tokens inside"}
+    return {group.group_name: name for group, name in groups.items() if group is not None}
+
+
+def _groups_of_sequences(cp_group: CPGroup) -> dict[Any, str]:
+    if cp_group.tp is None:
+        return {cp_group.ranks: "cp, heads"}
+    groups = {cp_group.ranks: "cp x tp, sequences", cp_group.tp.ranks: "tp, activations"}
+    if cp_group.within_tp is not None:
+        groups[cp_group.within_tp.ranks] = "cp, heads"
+    return groups
+
+
+@contextmanager
+def _naming_layers(recorder: Recorder) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: an exception inside; it names where.
+    """
+    try:
+        yield
+    except ExpertMeshError:
+        raise
+    except Exception as error:
+        layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
+        where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
+        raise ExpertMeshError(f"the dry run fails in the {where}") from error
+
+
+def what_failed(error: Exception, parts: Parts) -> str:
+    """The end of a sentence about an error: the module in which it was raised, if any, and its message."""
+    module = _innermost_module(error.__traceback__, parts)
+    return f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
+    paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
+    return f", in {paths[-1]}" if paths else ""
+
+
+def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: FakeTensors) -> Batch:
+    """A batch in which all tokens but each sample's first have a loss; under context parallelism, this rank's chunk."""
+    rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
+    length = config.max_seq_length // samples
+    if length < 2:
+        raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
+    ranks = config.ranks_per_sequence
+    here = -(-samples * length // ranks)
+    targets = rows * here - max(rows * samples // ranks, 1)
+    padding = here * ranks - samples * length
+    segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
+    with fake:
+        return batch_of(rows, here, targets, cp_group, segments)
+
+
+def batch_of(
+    rows: int, here: int, targets: int, cp_group: CPGroup | None, segments: tuple[int, ...] | None = None
+) -> Batch:
+    """So many sequences of which this rank has so many tokens. segments: where they are packed, samples' lengths."""
+    is_packed = segments is not None
+    tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
+    positions_BS = torch.zeros_like(tokens_BS) if is_packed or cp_group is not None else None
+    index_N = torch.zeros(targets, dtype=torch.int64)
+    shared = None
+    if cp_group is not None:
+        whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
+        shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared)
+
+
+class Splits:
+    """Rows to and from each ep rank, by chunk."""
+
+    def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
+        self.rows = [
+            [list(part) for part in zip(*(split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
+        ]
+
+    def tolist(self) -> list[list[list[int]]]:
+        return self.rows
+
+
+@contextmanager
+def _telling(
+    config: TrainConfig, tokens: int, top_k: int, shares: Sequence[float], recorder: Recorder
+) -> Iterator[None]:
+    """Within it, what depends on data or on a GPU is given."""
+    rows = tokens * top_k
+    ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
+
+    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+        recorder.read()
+        sent = split(rows, shares or (1.0,) * ep_size)
+        return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+
+    def told_once(dispatcher: OnceDispatcher) -> Rows:
+        recorder.read()
+        return expected_rows(dispatcher, tokens, top_k, shares)
+
+    def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
+        told_SC = counts_C.new_empty(group.size(), counts_C.numel())
+        dist.all_to_all_single(torch.empty_like(told_SC), told_SC, group=group)
+
+    with (
+        telling_rows(told, told_once, exchange_all),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        never_tracing(),
+    ):
+        yield
+
+
+@contextmanager
+def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]:
+    """Within it, the unsharded tensors are not recorded, without memory in any run, on which DTensor tries an operator
+    once to find out the shapes of its results."""
+    find_out = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        with live.paused(), recorder.paused():
+            return find_out(*args, **kwargs)
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
+        yield
+
+
+_sdpa = F.scaled_dot_product_attention
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """`scaled_dot_product_attention`, by an operator that a GPU runs where attention is causal and has no mask.
+
+    Flash attention wants heads that are all as wide. Where values are narrower, as in multi-head latent attention, a
+    GPU has two others, memory-efficient attention and cuDNN's; torch's versions differ in which of them comes first and
+    in what cuDNN's takes. This is the first, which takes whatever is aligned; both hold as much.
+    """
+    dropout, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
+    out: Tensor
+    if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
+        return _sdpa(query, key, value, **kwargs)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scale)[0]
+        return out
+    # it has no groups of queries that share a key, and reads 16 bytes at once
+    is_aligned = all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in (query, key, value))
+    if query.shape[1] != key.shape[1] or not is_aligned:
+        return _sdpa(query, key, value, **kwargs)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out = efficient(query, key, value, None, torch.is_grad_enabled(), dropout, True, scale=scale)[0]
+    return out
