@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.network import Network, can_make_networks
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.dispatch import exchange
-from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.choices import Dispatch, Strategy

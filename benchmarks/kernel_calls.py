@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from expertmesh.training.optim.low_bit import Update
+from expertmesh.training.optim.update import Update
 
 TOKENS, TOP_K, D, F = 4096, 2, 4096, 14336
 ROWS = TOKENS * TOP_K

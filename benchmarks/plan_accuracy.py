@@ -40,7 +40,7 @@ from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
 from benchmarks.variants import forced_experts
 from expertmesh.moe.experts.lora import store_frozen
-from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.collectives.context_parallel import CPGroup

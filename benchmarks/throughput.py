@@ -44,7 +44,8 @@ from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, build_variant, parse_variant
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.cpu.matmul import peak_of_products
-from expertmesh.moe.hf_model.build import count_parameters, moe_shape
+from expertmesh.moe.experts.model_layers import moe_shape
+from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError

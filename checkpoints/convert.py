@@ -17,16 +17,15 @@ from .files.directories import (
     can_be_replaced,
     check_apart,
     continued_beside,
-    copy_side_files,
     delete,
     empty_directory,
     finish_replacement_of_missing,
     replace_directory,
-    side_files,
     write_errors,
 )
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from .hf.reader import kept_encodings, tied_copies_that_differ
+from .hf.side_files import copy_side_files, side_files
 from .hf.source import Checkpoint
 from .opening import Readable, is_training, open_origin, open_readable, parameter_dtypes
 

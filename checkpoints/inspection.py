@@ -15,7 +15,8 @@ from .files.encodings import TensorInfo, decoded
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json
 from .hf.untrained_parts import unfilled
-from .opening import Readable, is_shards
+from .model_weights import is_shards
+from .opening import Readable
 from .training_state.marker import MARKER, read_marker
 
 

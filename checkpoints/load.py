@@ -19,7 +19,8 @@ from .files.tensors import as_tensor
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource
-from .opening import open_checkpoint, parameter_dtypes
+from .model_weights import open_checkpoint
+from .opening import parameter_dtypes
 from .shards import ShardedParameter, sharded_parameters
 
 
@@ -88,7 +89,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> 
 @torch.no_grad()
 def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) -> dict[str, int]:
     """The row sums of what this rank has read and owns."""
-    reader = SafetensorsReader(checkpoint)
+    reader = checkpoint.reader()
     sums: dict[str, int] = {}
     for parameter, shard in shards.items():
         for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):

@@ -7,31 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .ep_shards.manifest import MANIFEST, open_shards
 from .files.dtypes import wider
-from .hf.reader import ParameterReader, SafetensorsReader
-from .hf.source import Checkpoint, ModelSource, open_hf, open_source
+from .hf.reader import ParameterReader
+from .hf.source import Checkpoint, open_source
+from .model_weights import open_checkpoint
 from .training_state.marker import MARKER
 
 if TYPE_CHECKING:
     from .hf.names import Names
-
-
-def is_shards(path: Path) -> bool:
-    return (path / MANIFEST).exists() or any(path.glob("ep-*-of-*.safetensors*"))
-
-
-def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
-    """Open a Hugging Face directory or EP shards, whichever `source.path` is.
-
-    Args:
-        names: of the model that it is to fill.
-
-    Raises:
-        ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
-    """
-    found = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
-    return found if source.rope_scaling is None else found.stretched(source.rope_scaling, names)
 
 
 @dataclass(frozen=True)
@@ -64,7 +47,7 @@ def open_readable(path: Path, strict: bool = True, base: Path | None = None, dro
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
     source = open_source(path)
     checkpoint = open_checkpoint(source, source.names, strict)
-    return Readable(path, checkpoint, source.names, lambda: SafetensorsReader(checkpoint))
+    return Readable(path, checkpoint, source.names, checkpoint.reader)
 
 
 def is_training(path: Path) -> bool:

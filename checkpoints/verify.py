@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..sharding.topology import rows_of
-from .files.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
+from .files.cast import cast
+from .files.dtypes import (
+    ALL_NAMES,
+    Array,
+    as_double,
+    same_bits,
+)
 from .files.file_layout import OutputTensor
 from .files.mapping import Region, overlap
 from .hf.reader import gather, tied_copies_that_differ

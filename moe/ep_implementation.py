@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from .dispatch.alltoall import AllToAllDispatcher
+from .dispatch.permute import count_experts
 from .experts.expert_mlp import read_layout
-from .experts.router_stats import count_experts
 from .kernels.expert_kernels import Needs, choose_kernel
 from .kernels.expert_products import AddBias, Product
-from .registration import NAME
 from .util.errors import ExpertMeshError
 
 
@@ -48,7 +47,7 @@ class ExpertMeshEP(EPImplementation):
             ExpertMeshError: the experts hold unknown parameters, as quantized ones do.
         """
         super().__init__(experts, ep_mesh, tp_mesh)
-        where = f'ep_implementation="{NAME}": {type(experts).__name__}'
+        where = f'ep_implementation="expertmesh": {type(experts).__name__}'
         if not all(hasattr(experts, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")):
             raise ExpertMeshError(f"{where} is not marked by transformers (use_experts_implementation); not supported")
         # each call shows how many experts each token has

@@ -1,7 +1,6 @@
-"""Plan a run and check a cluster, `python -m expertmesh.sharding ...`: handed over to `training.planning`."""
+"""Plan a run and check a cluster: another name of `python -m expertmesh.training.planning`."""
 
-from expertmesh.moe.util.command import run_command
-from expertmesh.training.planning.cluster_commands import main
+import runpy
 
 if __name__ == "__main__":
-    run_command(main)
+    runpy.run_module("expertmesh.training.planning", run_name="__main__")

@@ -5,13 +5,15 @@ the stages; what comes before the first layer is the first stage's, what comes a
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..moe.experts.layer import DMoE
-from ..moe.hf_model.build import decoder_layers, moe_layers
-from .pipeline.survey import Survey
+from ..moe.experts.model_layers import decoder_layers, moe_layers
+
+if TYPE_CHECKING:
+    from .pipeline.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Stages:
         index: this rank's; None where the model is on no rank yet, and all of it is here.
     """
 
-    survey: Survey
+    survey: "Survey"
     layers: tuple[range, ...]
     pp_size: int
     index: int | None = None

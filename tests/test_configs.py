@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from expertmesh.moe.hf_model.build import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.moe.experts.model_layers import moe_layers, moe_shape
+from expertmesh.moe.hf_model.build import build_model, count_parameters
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import check_sizes
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
-from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
+from expertmesh.training.optim.low_bit import block_size
+from expertmesh.training.optim.update import LARGEST_BLOCK
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import NEAR

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = {
     "sharding": "expertmesh.training.planning.cluster_commands",
     "checkpoints": "expertmesh.checkpoints.__main__",
-    "moe": "expertmesh.moe.__main__",
+    "moe": "expertmesh.training.planning.families_command",
     "report": "expertmesh.training.report.__main__",
 }
 LINES = {

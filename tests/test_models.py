@@ -5,9 +5,9 @@ import re
 import pytest
 import transformers
 
-from expertmesh.moe.__main__ import main
 from expertmesh.moe.hf_model.families import causal_families, families_with_plan
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
+from expertmesh.training.planning.families_command import main
 from expertmesh.training.planning.support import METHODS
 from tests.families import test_packing
 from tests.families.models_page import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..checkpoints.hf.source import ModelSource
 from ..moe.dispatch.dedup import OnceDispatcher
-from ..moe.hf_model.build import moe_layers, moe_shape
+from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.hf_model.rope import advised_scaling
 from ..sharding.pipeline.pipeline import pipeline_of
 from ..sharding.pipeline.timeline import bubble

@@ -29,7 +29,13 @@ from ..checkpoints.training_state.resuming import ResumableOptimizer, load_train
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
 from ..checkpoints.training_state.untrained_record import check_carried
 from ..moe.experts.lora import store_frozen, to_quantize
-from ..moe.hf_model.build import count_parameters, kernel_needs, moe_shape, outdate_working_weights, use_kernel
+from ..moe.experts.model_layers import moe_shape
+from ..moe.hf_model.build import (
+    count_parameters,
+    kernel_needs,
+    outdate_working_weights,
+    use_kernel,
+)
 from ..moe.hf_model.counts import ParameterCounts
 from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel

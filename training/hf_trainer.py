@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoints.files.directories import write_errors
-from ..moe.hf_model.build import moe_layers
+from ..moe.experts.model_layers import moe_layers
 from ..moe.transformers_private import in_place_of_trainers
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError

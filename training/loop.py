@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..checkpoints.training_state.resuming import load_best_model
 from ..checkpoints.training_state.saving import Progress, Saver
-from ..moe.hf_model.build import moe_layers, moe_shape
+from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.replicas import check_replicas
 from ..sharding.runtime.process import Ranks

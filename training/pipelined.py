@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..moe.experts.forward import current_forward
+from ..moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..moe.experts.router_stats import RouterStats
-from ..moe.hf_model.build import decoder_layers, moe_layers, moe_shape
 from ..moe.util.step_parts import StepPart
 from ..sharding.parallelize.parallelize import forget_forwards
 from ..sharding.parallelize.weight_gradients import weight_gradients

@@ -76,7 +76,7 @@ def start_engine(
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
     """
-    from ..checkpoints.files.directories import side_files
+    from ..checkpoints.hf.side_files import side_files
     from ..checkpoints.hf.source import open_source, resolve_model
     from ..sharding.runtime.process import raise_together
     from .engine import Engine

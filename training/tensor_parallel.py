@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from ..moe.cpu.matmul import Linear
 from ..moe.experts.forward import Forward, current_forward
 from ..moe.experts.lora import A, B
-from ..moe.hf_model.build import decoder_layers, fp32_parameters
+from ..moe.experts.model_layers import decoder_layers
+from ..moe.hf_model.build import fp32_parameters
 from ..moe.hf_model.families import families_with_plan
 from ..moe.hf_model.family_exceptions import UNDIVIDED
 from ..moe.hf_model.tensor_plan import Region, regions_of

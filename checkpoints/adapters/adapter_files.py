@@ -32,7 +32,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
 from ...sharding.state import adapters_of
 from ...sharding.topology import Topology
-from ..files.directories import write_errors, write_generation_config, write_tokenizer
+from ..files.directories import write_errors
 from ..files.dtypes import DTYPE_NAMES
 from ..files.file_layout import OutputFile, OutputTensor
 from ..files.mapping import DiskTensor, Region
@@ -40,6 +40,7 @@ from ..files.tensors import DTYPE_CODES
 from ..hf.class_names import ClassNames, class_names
 from ..hf.export import WRITER, Output, brought, replacing
 from ..hf.names import Names
+from ..hf.side_files import write_generation_config, write_tokenizer
 from ..hf.source import Checkpoint, read_header, read_json
 from ..shards import ShardedParameter, sharded_parameters
 from ..verify import Comparison

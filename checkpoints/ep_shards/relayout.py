@@ -17,8 +17,14 @@ import xxhash
 from tqdm import tqdm
 
 from ...moe.util.atomic_write import PARTIAL, whole
+from ..files.cast import cast
 from ..files.checksums import GRANULE, add_sums, row_sum
-from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
+from ..files.dtypes import (
+    ARRAY_TYPES,
+    Array,
+    as_bytes,
+    contiguous,
+)
 from ..files.encodings import WIDE, Encoding, pack, scale_values, widen
 from ..files.file_layout import OutputFile, OutputTensor
 from ..files.mapping import Region

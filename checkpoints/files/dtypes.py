@@ -33,15 +33,6 @@ def wider(a: str, b: str) -> str:
     return a if a == b else "F32"
 
 
-def cast(array: Array, dtype: str, wanted: str) -> Array:
-    """The same values, rounded as torch does; the array itself where nothing changes."""
-    if dtype == wanted:
-        return array
-    from .tensors import as_array, as_tensor, torch_dtype  # the one conversion that needs torch
-
-    return as_array(as_tensor(array, dtype).to(torch_dtype(wanted)))
-
-
 def as_double(array: Array, dtype: str) -> Array:
     """The same values in fp64."""
     if dtype == "BF16":

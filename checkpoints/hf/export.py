@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology
-from ..files.directories import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
+from ..files.directories import (
+    replace_directory,
+    sweep_beside,
+    temporary_beside,
+    write_errors,
+)
 from ..files.dtypes import as_bytes
 from ..files.encodings import WIDE
 from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
@@ -27,6 +32,7 @@ from ..files.mapping import Region, overlap
 from ..files.tensors import as_array, torch_dtype
 from ..shards import ShardedParameter, sharded_parameters
 from .requantized import Requantized, error_lines, errors_of
+from .side_files import copy_side_files
 from .source import Checkpoint
 
 # What rank 0 holds of a tensor whose rows lie on disk as they do in memory. A matrix that is transposed there, or whose

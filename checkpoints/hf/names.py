@@ -15,7 +15,7 @@ from typing import Any
 
 from ...moe.experts.expert_mlp import ExpertParameter
 from ...moe.experts.layer import DMoE
-from ...moe.hf_model.build import decoder_layers, moe_layers, moe_shape
+from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of

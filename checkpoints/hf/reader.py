@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,17 +12,25 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
+from ..files.cast import cast
 from ..files.checksums import to_granule_end
-from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
+from ..files.dtypes import (
+    ARRAY_TYPES,
+    DTYPE_BYTES,
+    Array,
+    as_bytes,
+    same_values,
+    wider,
+)
 from ..files.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
 from ..files.mapping import DiskTensor, Region, overlap
 from ..files.paths import fill_from
-from .source import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .names import Names
+    from .source import Checkpoint
 
 
 _ROWS_AT_ONCE = 1024
@@ -70,7 +78,7 @@ def tied_copies_that_differ(checkpoint: Checkpoint) -> Iterator[tuple[DiskTensor
     """Tensors in files that should repeat others, as an output projection stored beside the tied embedding should, and
     do not: each with the name of the parameter that it should repeat. Encoded in different ways, both may stand for the
     same values."""
-    reader = SafetensorsReader(checkpoint)
+    reader = checkpoint.reader()
     for copy in checkpoint.tied_copies:
         if any(_differs(reader, copy, region) for region in copy.regions):
             yield copy, copy.regions[0].parameter
@@ -114,10 +122,16 @@ def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
 class SafetensorsReader:
     """A `ParameterReader` of a checkpoint in safetensors files. One file is open at a time; not for several threads."""
 
-    def __init__(self, checkpoint: Checkpoint):
-        self.checkpoint = checkpoint
+    def __init__(self, directory: Path, infos: dict[str, TensorInfo], tensors: Iterable[DiskTensor]):
+        """
+        Args:
+            infos: of the tensors in the directory's files, by name.
+            tensors: those that hold parameters.
+        """
+        self.directory = directory
+        self.infos = infos
         self.places: dict[str, list[tuple[Region, DiskTensor]]] = {}
-        for tensor in checkpoint.tensors:
+        for tensor in tensors:
             for region in tensor.regions:
                 self.places.setdefault(region.parameter, []).append((region, tensor))
         for places in self.places.values():
@@ -140,9 +154,9 @@ class SafetensorsReader:
             inside = to_granule_end(range(shared.start - first, shared.stop - first), len(region.rows))
             shared = range(inside.start + first, inside.stop + first)
         if shared:
-            info = self.checkpoint.infos[tensor.name]
+            info = self.infos[tensor.name]
             data = self._read(tensor, region, shared)
-            path = self.checkpoint.source.path / info.file
+            path = self.directory / info.file
             yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
     def stored(self, info: TensorInfo, index: tuple[int, ...], rows: range) -> tuple[Array, Array]:
@@ -157,7 +171,7 @@ class SafetensorsReader:
     def is_encoded(self, parameter: str) -> bool:
         """Whether all rows of a parameter are."""
         places = self.places.get(parameter, [])
-        return bool(places) and all(self.checkpoint.infos[tensor.name].encoding is not None for _, tensor in places)
+        return bool(places) and all(self.infos[tensor.name].encoding is not None for _, tensor in places)
 
     def codes(self, parameter: str, rows: range) -> Array:
         """Codes, one per byte, of some rows of a parameter that `kept_encodings` has; complete blocks of rows."""
@@ -166,7 +180,7 @@ class SafetensorsReader:
     def scales(self, parameter: str, rows: range) -> Array:
         """Bytes of their scales, a row of them for each block of rows."""
         tensor = self.places[parameter][0][1]
-        item = DTYPE_BYTES[self.checkpoint.infos[tensor.name].encoded[0].scale_dtype]
+        item = DTYPE_BYTES[self.infos[tensor.name].encoded[0].scale_dtype]
         return np.concatenate(list(self._by_region(parameter, rows, self._stored_scales, item)))
 
     def _by_region(
@@ -177,7 +191,7 @@ class SafetensorsReader:
         for region, tensor in self.places[parameter]:
             if not (shared := overlap(rows, region.rows)):
                 continue
-            info = self.checkpoint.infos[tensor.name]
+            info = self.infos[tensor.name]
             height, width = info.code_matrix()
             place = region.on_disk(shared)
             run = range(place.start, place.stop)
@@ -190,7 +204,7 @@ class SafetensorsReader:
 
     def _read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
         """As it lies in the tensor: columns, if the region is transposed."""
-        info = self.checkpoint.infos[tensor.name]
+        info = self.infos[tensor.name]
         matrix, place = tensor.matrix(region), region.on_disk(rows)
         run = range(place.start, place.stop)
         if info.encoding is not None:
@@ -208,7 +222,7 @@ class SafetensorsReader:
 
     def _widened(self, tensor: DiskTensor, region: Region, rows: range, columns: range | None) -> Array:
         """A rectangle of an encoded matrix, in bfloat16's bits; None: all of its columns."""
-        info = self.checkpoint.infos[tensor.name]
+        info = self.infos[tensor.name]
         encoding, _ = info.encoded
         columns = range(info.shape[-1]) if columns is None else columns
         if encoding.transposed:
@@ -246,7 +260,7 @@ class SafetensorsReader:
         encoding, place = info.encoded
         scales = scale_values(self._stored_scales(info, index, rows, columns), encoding.scale_dtype)
         if not scales.isfinite().all():
-            path = self.checkpoint.source.path / place.file
+            path = self.directory / place.file
             raise ExpertMeshError(f"{path}: tensor {place.name} has scales that are not finite")
         return scales
 
@@ -264,7 +278,7 @@ class SafetensorsReader:
 
     def _box(self, file: str, offset: int, row_bytes: int, rows: range, columns: range) -> Array:
         """Bytes of a matrix that begins at `offset` in a file: a rectangle of its rows, in bytes."""
-        self._open(self.checkpoint.source.path / file)
+        self._open(self.directory / file)
         data = np.empty((len(rows), len(columns)), np.uint8)
         offset += rows.start * row_bytes
         if len(columns) == row_bytes:

@@ -6,12 +6,15 @@ What is quantized is what an export in bfloat16 holds, so that both are of one m
 Shape suffixes: R rows, C columns of a matrix of codes; r, c of its blocks.
 """
 
+from __future__ import annotations
+
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +27,9 @@ from ..files.mapping import DiskTensor, Region
 from ..files.tensors import as_tensor
 from .encoders import by_blocks, encode, has_encoder, spread
 from .reader import SafetensorsReader
-from .source import Checkpoint
+
+if TYPE_CHECKING:
+    from .source import Checkpoint
 
 _STRIP_ELEMENTS = 2**20
 
@@ -45,7 +50,7 @@ class Errors:
     squares_of_errors: float = 0.0
     squares: float = 0.0
 
-    def add(self, other: "Errors") -> None:
+    def add(self, other: Errors) -> None:
         self.blocks += other.blocks
         self.encoded += other.encoded
         self.largest = max(self.largest, other.largest)
@@ -143,7 +148,7 @@ class Originals:
     @property
     def reader(self) -> SafetensorsReader:
         if not hasattr(self.local, "reader"):
-            self.local.reader = SafetensorsReader(self.checkpoint)
+            self.local.reader = self.checkpoint.reader()
         reader: SafetensorsReader = self.local.reader
         return reader
 

@@ -33,6 +33,7 @@ from ..files.encodings import (
 from ..files.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
 from ..files.mapping import DiskTensor
 from ..files.paths import check_regular, named_file
+from .reader import SafetensorsReader
 from .untrained_tensors import Carried, find_carried, summary
 
 if TYPE_CHECKING:
@@ -190,6 +191,10 @@ class Checkpoint:
     activation_scales: list[Carried] = field(default_factory=list)
     origin: Checkpoint | None = None
 
+    def reader(self) -> SafetensorsReader:
+        """A reader of its parameters; one a thread."""
+        return SafetensorsReader(self.source.path, self.infos, self.tensors)
+
     def encoded_as(self, origin: Checkpoint) -> Checkpoint:
         """The same, but that an export has the encoding that `origin` has in Hugging Face form.
 
@@ -296,7 +301,7 @@ def _download(model: str) -> Path:
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
-    from ..files.directories import SIDE_FILES
+    pass
 
     path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}
@@ -556,3 +561,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except (SafetensorError, OSError) as error:
         raise ExpertMeshError(f"{file}: not a complete safetensors file: {error}") from error
     return infos
+
+
+SIDE_FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*"),
+    "additional_chat_templates/*.jinja",
+)
+"""What goes along with the weights: all that config.json and its like name, code included, which is only copied; and
+what must come with every copy. Not a model card: it describes the weights that the model came from."""

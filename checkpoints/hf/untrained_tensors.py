@@ -19,6 +19,7 @@ from ..files.encodings import TensorInfo
 from ..files.file_layout import OutputTensor
 from ..files.mapping import DiskTensor, Region
 from ..files.paths import check_regular, fill_from
+from .reader import SafetensorsReader
 
 _PIECE_BYTES = 16 * 2**20
 _SAMPLE_BYTES = 4096
@@ -74,12 +75,9 @@ class Carried:
             yield data.view(ARRAY_TYPES[self.info.dtype])
 
     def _dequantized(self) -> Iterator[Array]:
-        from .reader import SafetensorsReader
-        from .source import Checkpoint, ModelSource
-
         *stack, rows, columns = self.info.shape
         tensor = DiskTensor(self.name, (prod(stack), rows, columns) if stack else (rows, columns), ())
-        reader = SafetensorsReader(Checkpoint(ModelSource(self.directory, ""), [], [], {self.name: self.info}, []))
+        reader = SafetensorsReader(self.directory, {self.name: self.info}, [])
         step = max(1, _PIECE_BYTES // (columns * DTYPE_BYTES[self.info.dtype]))
         for index in [(number,) for number in range(prod(stack))] if stack else [()]:
             region = Region(self.name, range(rows), index)

@@ -26,7 +26,8 @@ from ...sharding.runtime.watchdog import NO_LIMIT_SECONDS, SAVERS
 from ...sharding.state import changing_state, local_tensor
 from ..ep_shards.manifest import export_table
 from ..files.checksums import file_checksum, seal
-from ..files.directories import copy_side_files, finish_replacement, replace_directory, temporary_beside
+from ..files.directories import finish_replacement, replace_directory, temporary_beside
+from ..hf.side_files import copy_side_files
 from ..hf.source import Checkpoint
 from .marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
 from .state_table import brief

@@ -104,7 +104,7 @@ def _find(
 
 
 def _open_base(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
-    from ..opening import open_checkpoint
+    from ..model_weights import open_checkpoint
 
     return open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
 

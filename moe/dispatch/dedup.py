@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..experts.router_stats import count_experts
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import StepPart
 from .alltoall import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
 from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
 from .exchange import Exchange
-from .permute import ExpertOrder, expert_order
+from .permute import ExpertOrder, count_experts, expert_order
 
 STEP_PART: StepPart = "dispatch"
 

@@ -215,3 +215,9 @@ def sparse_combine_backward(
 
 def _accumulation_dtype(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
+
+
+def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """Tokens that chose each expert, (E,) int64. Without `bincount`, which waits for the device to know its maximum."""
+    one_hot = experts_TK.reshape(-1, 1) == torch.arange(num_experts, device=experts_TK.device)
+    return one_hot.sum(dim=0)

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cpu.matmul import Linear
-from ..hf_model.build import layer_prefixes, router_prefixes
 from ..linear.fp8 import FP8Linear, FP8RowwiseLinear
 from ..linear.quantized import SCALES, Kind, storages_of, store, stored_linear
 from ..linear.rowwise import RowwiseLinear
 from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
 from .layer import DMoE
+from .model_layers import layer_prefixes, router_prefixes
 
 STEP_PART: StepPart = "adapters"
 

@@ -71,9 +71,3 @@ def _entropy(logits_TE: Tensor, probs_TE: Tensor, lse_T: Tensor, score: str | No
     log_scores_TE = LOG_SCORES[score](logits_TE)
     log_p_TE = log_scores_TE.log_softmax(dim=-1)
     return -(log_p_TE.exp() * log_p_TE.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
-
-
-def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Tokens that chose each expert, (E,) int64. Without `bincount`, which waits for the device to know its maximum."""
-    one_hot = experts_TK.reshape(-1, 1) == torch.arange(num_experts, device=experts_TK.device)
-    return one_hot.sum(dim=0)

@@ -20,15 +20,15 @@ from ..experts.activation import Activation
 from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
 from ..experts.forward import Forward, current_forward, give_forwards
 from ..experts.layer import DMoE
+from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..experts.router_stats import RouterStats
-from ..experts.shape import MoEShape
 from ..experts.shared_experts import Beside
 from ..kernels.expert_kernels import ExpertKernel, Needs
 from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
 from ..util.step_parts import StepPart
 from .counts import ParameterCounts, active_parameters
-from .families import NOT_MARKED
+from .family_exceptions import NOT_MARKED
 from .probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from .rope import forget_earlier_rows
 
@@ -392,35 +392,6 @@ def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Need
     widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
     is_swiglu = all(layer.mlp.is_swiglu and layer.mlp.low_rank is None for layer in layers)
     return Needs(device_type, dtype, tuple(widths), is_swiglu)
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a causal language model, those without experts included."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and any(isinstance(part, DMoE) for part in module.modules()):
-            return module
-    raise AssertionError("no list of layers holds experts")
-
-
-def moe_layers(model: nn.Module) -> list[DMoE]:
-    """The experts of the model's MoE layers, first to last."""
-    return [module for module in model.modules() if isinstance(module, DMoE)]
-
-
-def layer_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """The prefixes of names in a decoder layer."""
-    layers = set(decoder_layers(model))
-    return tuple(f"{path}." for path, module in model.named_modules() if module in layers)
-
-
-def router_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """The prefixes of names of routers' parameters."""
-    return tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
-
-
-def moe_shape(model: nn.Module) -> MoEShape:
-    """The sizes of the model's MoE layers: those of the first, as all have equally many experts."""
-    return moe_layers(model)[0].shape
 
 
 @contextmanager

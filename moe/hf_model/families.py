@@ -9,9 +9,6 @@ from typing import Any
 from ..util.errors import ExpertMeshError
 from .family_exceptions import UNDIVIDED, UNSUPPORTED
 
-NOT_MARKED = "transformers does not mark the class of their experts"
-"""Why families with mixture-of-experts layers are passed over."""
-
 _EXPERTS = re.compile(r"^class \w*(?:Expert\w*|MoE)\(nn\.Module\)", re.MULTILINE)
 """A class that computes experts, in a family's module."""
 
@@ -139,7 +136,8 @@ def describe_family(model_type: str) -> FamilyFacts | str:
     """The facts of a family, or why it cannot be trained or described."""
     from transformers import CONFIG_MAPPING
 
-    from .build import build_model, decoder_layers, moe_layers, moe_shape
+    from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
+    from .build import build_model
 
     if model_type in UNSUPPORTED:
         return f"no: {UNSUPPORTED[model_type]}"

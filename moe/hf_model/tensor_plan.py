@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from ..experts.layer import DMoE
+from ..experts.model_layers import decoder_layers, router_prefixes
 from ..util.step_parts import StepPart
-from .build import decoder_layers, router_prefixes
 
 STEP_PART: StepPart = None
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..cpu.matmul import Linear
+from ..experts.model_layers import moe_layers
 from ..linear.rowwise import RowwiseLinear
 from ..util.step_parts import StepPart
-from .build import moe_layers
 from .probe import leaving_no_trace
 
 STEP_PART: StepPart = None

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ...moe.experts.lora import first_values
-from ...moe.hf_model.build import fp32_parameters, moe_layers
+from ...moe.experts.model_layers import moe_layers
+from ...moe.hf_model.build import fp32_parameters
 from ...moe.linear.quantized import view_codes
 from ...moe.util.gpu import is_rehearsing_gpu
 from ...moe.util.step_parts import StepPart, lasting

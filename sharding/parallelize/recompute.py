@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.layer import DMoE
-from ...moe.hf_model.build import decoder_layers, moe_layers
+from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.transformers_private import calls, replacing_attention
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.recompute_cache import KEEPER, Keeper

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...moe.experts.bf16_copies import distributed_like, local_part
-from ...moe.hf_model.build import moe_layers
+from ...moe.experts.model_layers import moe_layers
 from ...moe.kernels.weight_gradients import ExpertsCall, WeightGradients
 from ...moe.util.gpu import is_rehearsing_gpu
 from ...moe.util.step_parts import StepPart

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ...moe.experts.forward import current_forward
-from ...moe.hf_model.build import decoder_layers
+from ...moe.experts.model_layers import decoder_layers
 from ...moe.util.step_parts import StepPart
 from ..stages import Stages
 from .survey import Size

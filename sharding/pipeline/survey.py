@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ...moe.hf_model.build import decoder_layers, fp32_parameters, moe_layers, without_computing
+from ...moe.experts.model_layers import decoder_layers, moe_layers
+from ...moe.hf_model.build import fp32_parameters, without_computing
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ...moe.hf_model.build import decoder_layers
+from ...moe.experts.model_layers import decoder_layers
 from ...moe.torch_private import _current_graph_task_id
 from ...moe.util.command import INTERRUPTED, end_at_once
 from ...moe.util.errors import ExpertMeshError

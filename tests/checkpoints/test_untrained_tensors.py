@@ -23,7 +23,7 @@ from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
 from expertmesh.checkpoints.files.tensors import as_tensor
 from expertmesh.checkpoints.hf.source import open_source, read_header
 from expertmesh.checkpoints.hf.untrained_tensors import find_carried
-from expertmesh.checkpoints.opening import open_checkpoint
+from expertmesh.checkpoints.model_weights import open_checkpoint
 from expertmesh.moe.hf_model.rope import read_rope_scaling
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
 from tests.untrained import (

@@ -21,7 +21,7 @@ from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
 from expertmesh.moe.dispatch.dedup import NodeGroups, OnceDispatcher, Tables
 from expertmesh.moe.dispatch.dedup_routes import first_choices
 from expertmesh.moe.experts.forward import Forward
-from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import Keeper
 from expertmesh.sharding.collectives.node_groups import make_node_groups

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.hf_model.build import decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
 from expertmesh.sharding.state import local_tensor

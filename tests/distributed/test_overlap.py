@@ -17,7 +17,8 @@ from torch import Tensor
 from expertmesh.moe.dispatch.alltoall import _places, part_sizes
 from expertmesh.moe.dispatch.exchange import Exchange
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
-from expertmesh.moe.hf_model.build import moe_layers, take_stats
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import take_stats
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.hf_model.build import decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.state import local_tensor

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.sharding.parallelize.weight_gradients import weight_gradients
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from expertmesh.checkpoints.convert import HowToWrite, convert, export_offline
 from expertmesh.checkpoints.hf.export import export_model
-from expertmesh.moe.__main__ import main
 from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.planning.families_command import main
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (

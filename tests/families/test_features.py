@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.sharding.state import parameters_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import matrix_parts

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from expertmesh.moe.experts.expert_mlp import expert_modules
-from expertmesh.moe.hf_model.build import build_model, fp32_parameters, moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model, fp32_parameters
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from expertmesh.training.micro_batch import token_loss_sum

@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import (
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.hf_model.build import build_model, decoder_layers, moe_layers
+from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.moe.util.errors import ExpertMeshError

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.packed_attention import OWN, choose_attention

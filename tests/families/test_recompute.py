@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.transformers_private import calls
 from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _draws, checkpoint_layers
 from expertmesh.training.attention.packed_attention import choose_attention

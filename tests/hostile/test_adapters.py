@@ -14,7 +14,7 @@ from expertmesh.checkpoints.adapters.adapter_files import CONFIG, WEIGHTS, Adapt
 from expertmesh.checkpoints.adapters.peft_format import adapter_config, lora_names
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.checkpoints.opening import open_readable
-from expertmesh.moe.hf_model.build import moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_document, changed_weights, dumped

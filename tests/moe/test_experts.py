@@ -12,7 +12,13 @@ from torch import Tensor
 
 from expertmesh.moe.experts.activation import Activation
 from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
-from expertmesh.moe.hf_model.build import build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import (
+    build_model,
+    dropless_experts,
+    kernel_needs,
+    use_kernel,
+)
 from expertmesh.moe.kernels.expert_kernels import KERNELS
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import skip_if_older

@@ -8,11 +8,18 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from expertmesh.moe.dispatch.alltoall import LocalDispatcher, _transpose_blocks
+from expertmesh.moe.dispatch.permute import count_experts
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
-from expertmesh.moe.experts.router_stats import RouterStats, count_experts, router_stats
+from expertmesh.moe.experts.router_stats import RouterStats, router_stats
 from expertmesh.moe.experts.scores import LOG_SCORES, RouterKind
-from expertmesh.moe.hf_model.build import _check_alike, build_model, dropless_experts, moe_layers, take_stats
+from expertmesh.moe.hf_model.build import (
+    _check_alike,
+    build_model,
+    dropless_experts,
+    take_stats,
+)
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import state_of
 from tests.families import configs as families

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.scores import UNKNOWN, RouterKind
-from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.probe import SeenExperts, probe
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config as config_of

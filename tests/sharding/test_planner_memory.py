@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
-from expertmesh.moe.hf_model.build import decoder_layers, moe_layers
+from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.micro_batch import token_loss_sum

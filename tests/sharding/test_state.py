@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from expertmesh.moe.hf_model.build import build_model, fp32_parameters, moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model, fp32_parameters
 from expertmesh.sharding.state import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
 from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED
 from tests.families.configs import tiny_config as config_of

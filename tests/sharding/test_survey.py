@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.survey import Survey, survey

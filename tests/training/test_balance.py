@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.hf_model.build import build_model, moe_layers
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance

@@ -12,7 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 
 from expertmesh.moe.experts.forward import Forward
-from expertmesh.moe.hf_model.build import build_model, decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.attention.by_sample import BySample, apply_packing, lay_out
 from expertmesh.training.attention.packed_attention import OWN

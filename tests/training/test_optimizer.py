@@ -15,7 +15,6 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.optim.low_bit import (
     AdamW8bit,
     AdamWBf16,
-    Update,
     _AdamW,
     block_size,
     dynamic_map,
@@ -31,6 +30,7 @@ from expertmesh.training.optim.schedule import (
     resume_scheduler,
     step_scheduler,
 )
+from expertmesh.training.optim.update import Update
 from tests.tiny import relative_error
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}

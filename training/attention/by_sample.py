@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.layer import DMoE
-from ...moe.hf_model.build import decoder_layers
+from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart

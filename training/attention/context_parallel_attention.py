@@ -23,7 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...moe.experts.forward import Forward, current_forward
-from ...moe.hf_model.build import decoder_layers, without_computing
+from ...moe.experts.model_layers import decoder_layers
+from ...moe.hf_model.build import without_computing
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart
 from ...sharding.collectives.context_parallel import CPGroup

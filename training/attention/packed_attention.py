@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from ...moe.hf_model.build import decoder_layers, model_class, settled_attention
+from ...moe.experts.model_layers import decoder_layers
+from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...moe.hf_model.build import moe_layers
+from ...moe.experts.model_layers import moe_layers
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart
 from ..config.train_config import TrainConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...moe.experts.layer import DMoE
-from ...moe.hf_model.build import decoder_layers
+from ...moe.experts.model_layers import decoder_layers
 from ...moe.torch_private import calculate_time_spent, counters
 from ...moe.util.errors import ExpertMeshError
 from ..attention.by_sample import BySample

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...moe.experts.layer import DMoE
-from ...moe.hf_model.build import decoder_layers, layer_prefixes, router_prefixes
+from ...moe.experts.model_layers import decoder_layers, layer_prefixes, router_prefixes
 from ...moe.util.errors import ExpertMeshError
 
 _Names = dict[str, nn.Parameter]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
-from ...moe.hf_model.build import layer_prefixes, moe_layers, router_prefixes
+from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefixes
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from .freezing import groups_of

@@ -11,7 +11,6 @@ which does.
 Shape suffixes: P parameters, R rows of a parameter on this rank, D its columns, B blocks per row.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -24,31 +23,12 @@ from ...moe.util.gpu import takes_triton
 from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
+from .update import LARGEST_BLOCK, Update
 
 STEP_PART: StepPart = "optimizer step"
 
-LARGEST_BLOCK = 256
-"""Values of 8-bit state that share a scale, at most (as many as in torchao and bitsandbytes)."""
 SMALLEST_BLOCK = 64
 """With fewer, their scales would weigh too much."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one update of a parameter takes beside its tensors."""
-
-    mean_share: float
-    """Weight of the gradient in the new first moment: 1 - beta1."""
-    square_share: float
-    """Weight of the gradient's square in the second moment: 1 - beta2."""
-    mean_correction: Tensor
-    """1 - beta1^step, scalar, double: by which the first moment is divided."""
-    square_correction: Tensor
-    """1 - beta2^step, as above."""
-    lr: float
-    decay: float
-    """1 - lr * weight decay: by which the weight is multiplied."""
-    eps: float
 
 
 class _AdamW(ResumableOptimizer):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...moe.util.step_parts import StepPart, writes
-from .low_bit import LARGEST_BLOCK, Update
+from .update import LARGEST_BLOCK, Update
 
 STEP_PART: StepPart = "optimizer step"
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoints.training_state.resuming import ResumableOptimizer
-from ...moe.hf_model.build import decoder_layers, router_prefixes
+from ...moe.experts.model_layers import decoder_layers, router_prefixes
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, trainable_of
 from ..config.train_config import TrainConfig

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from torch.utils import checkpoint
 
 from ....moe.experts.layer import DMoE
-from ....moe.hf_model.build import decoder_layers, moe_layers, router_prefixes
+from ....moe.experts.model_layers import decoder_layers, moe_layers, router_prefixes
 from ....moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
 from ....moe.util.step_parts import is_lasting, lasting
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....moe.hf_model.build import decoder_layers
+from ....moe.experts.model_layers import decoder_layers
 
 REACH = 2
 """Neighbours on either side that must be of the same kinds: no buffer of FSDP's is kept for longer."""

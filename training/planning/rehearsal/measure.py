@@ -27,15 +27,9 @@ from ....moe.dispatch import exchange
 from ....moe.dispatch.alltoall import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from ....moe.dispatch.dedup import NodeGroups, OnceDispatcher, Rows
 from ....moe.experts.lora import store_frozen
+from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
-from ....moe.hf_model.build import (
-    count_parameters,
-    decoder_layers,
-    fp32_parameters,
-    moe_layers,
-    moe_shape,
-    take_stats,
-)
+from ....moe.hf_model.build import count_parameters, fp32_parameters, take_stats
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels import expert_kernels, expert_products
 from ....moe.kernels.expert_products import even

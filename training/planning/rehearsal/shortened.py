@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....moe.experts.forward import current_forward
+from ....moe.experts.model_layers import decoder_layers, moe_layers
 from ....moe.experts.router_stats import RouterStats
-from ....moe.hf_model.build import decoder_layers, moe_layers
 from ....moe.torch_private import FSDPState, _current_autograd_node
 from ....sharding.parallelize.parallelize import prefetch_layers
 from ....sharding.parallelize.unreached import Unreached, is_reducing

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.experts.lora import store_frozen
-from ....moe.hf_model.build import count_parameters, moe_layers, moe_shape
+from ....moe.experts.model_layers import moe_layers, moe_shape
+from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
 from ....moe.torch_private import FakeStore, ShardingPropagator

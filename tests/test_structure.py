@@ -1,0 +1,116 @@
+"""The import graph of the product: no circle of files, none of rooms, and nothing upward.
+
+A room is a folder below one of the four, or a file directly in one. Imports within functions count too, as they only
+put off what a circle costs its reader; those under `if TYPE_CHECKING:` do not, as nothing is imported.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ["moe", "sharding", "checkpoints", "training"]
+"""Each imports only from itself and from those before it."""
+
+Graph = dict[Path, set[Path]]
+
+
+def read_graph(root: Path) -> Graph:
+    """Which files each file imports, by their paths from `root`."""
+    files = {path.relative_to(root) for floor in FLOORS for path in (root / floor).rglob("*.py")}
+    return {file: set(imported(root, file, files)) for file in files}
+
+
+def imported(root: Path, file: Path, files: set[Path]) -> Iterator[Path]:
+    tree = ast.parse((root / file).read_text(encoding="utf-8"))
+    unused = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in unused or not isinstance(node, ast.ImportFrom):
+            continue
+        module = (node.module or "").split(".") if node.module else []
+        if node.level:
+            module = [*file.parts[: len(file.parts) - node.level], *module]
+        elif module[0] == "expertmesh":
+            module = module[1:]
+        else:
+            continue
+        for alias in node.names:
+            for parts in ([*module, alias.name], module):
+                if parts and (found := Path(*parts).with_suffix(".py")) in files:
+                    yield found
+                    break
+
+
+def room(file: Path) -> Path:
+    return Path(*file.parts[:2])
+
+
+def circle(graph: Graph) -> list[Path]:
+    """One of the graph's circles; empty if it has none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[Path] = error.args[1]
+        return found
+    return []
+
+
+def rooms(graph: Graph) -> Graph:
+    found: Graph = defaultdict(set)
+    for file, targets in graph.items():
+        found[room(file)] |= {room(target) for target in targets} - {room(file)}
+    return found
+
+
+def upward(graph: Graph) -> list[tuple[str, str]]:
+    floor = {file: FLOORS.index(file.parts[0]) for file in graph}
+    return [(str(file), str(target)) for file in graph for target in graph[file] if floor[target] > floor[file]]
+
+
+GRAPH = read_graph(ROOT)
+
+
+def test_imports_have_no_circle() -> None:
+    assert len(GRAPH) > 200
+    assert circle(GRAPH) == []
+    assert circle(rooms(GRAPH)) == []
+    assert upward(GRAPH) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "of_rooms", "up"),
+    [
+        ("from ..kernels.a import x", [], [], 0),
+        ("from .c import x", ["moe/experts/b.py", "moe/experts/c.py"], [], 0),
+        ("def f():\n    from . import c", ["moe/experts/b.py", "moe/experts/c.py"], [], 0),
+        ("from ..dispatch.d import x", [], ["moe/dispatch", "moe/experts"], 0),
+        ("from ...training.e import x", [], [], 1),
+        ("from expertmesh.training.e import x", [], [], 1),
+        ("if TYPE_CHECKING:\n    from .c import x", [], [], 0),
+    ],
+)
+def test_what_would_be_found(tmp_path: Path, source: str, files: list[str], of_rooms: list[str], up: int) -> None:
+    content = {
+        "moe/experts/b.py": source,
+        "moe/experts/c.py": "from .b import x",
+        "moe/dispatch/d.py": "",
+        "moe/dispatch/d2.py": "from ..experts import c",
+        "moe/kernels/a.py": "",
+        "training/e.py": "",
+    }
+    for name, text in content.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    graph = read_graph(tmp_path)
+    assert sorted({str(file) for file in circle(graph)}) == files
+    assert sorted({str(file) for file in circle(rooms(graph))}) == of_rooms
+    assert len(upward(graph)) == up
