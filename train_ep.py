@@ -17,7 +17,7 @@ from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.allocator import let_segments_grow
 from expertmesh.sharding.torchrun import spans_nodes, tell_mistake
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.start import prepare_process
+from expertmesh.training.start import check_apart, prepare_process
 
 
 @ends_with_reader
@@ -42,6 +42,7 @@ def read_flags(argv: Sequence[str] | None) -> TrainConfig:
     """
     try:
         config = parse_config(argv)
+        check_apart(config)
         prepare_process(config)
         from expertmesh.sharding.runtime.process import device_type, settle_malloc
 

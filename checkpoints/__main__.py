@@ -128,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch warns thus wherever a training checkpoint is read outside a process group, as here is meant
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
-        parser = build_parser()
-        refuse_gone(parser.parse_known_args(argv)[1], GONE)
-        arguments = parser.parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        refuse_gone(words, GONE)
+        arguments = build_parser().parse_args(words)
         commands = {"convert": _convert, "export": _export, "merge": _merge, "verify": _verify, "inspect": _inspect}
         return commands[arguments.command](arguments)
     except ExpertMeshError as error:

@@ -138,7 +138,7 @@ def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
         ExpertMeshError: one of them is among the words.
     """
     for word in words:
-        if (flag := word.partition("=")[0]) in gone:
+        if (flag := _with_dashes(word).partition("=")[0]) in gone:
             raise ExpertMeshError(f"{flag} is gone: {gone[flag]}")
 
 

@@ -25,6 +25,8 @@ from tests.distributed.test_train_ep import run_main
 from tests.hostile.models import SMALL
 from tests.hostile.test_model_directory import small
 from tests.tiny import save_model, save_tokenizer
+from tests.training.test_begun_adapter import MODULES
+from tests.training.test_begun_adapter import write as write_adapter
 
 __all__ = ["small"]
 
@@ -398,11 +400,14 @@ def test_nothing_is_written_among_what_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "read").mkdir()
     (tmp_path / "link").symlink_to("read")
+    if flag == "--init-adapter":
+        write_adapter(tmp_path / "read", MODULES)
+    before = tree(tmp_path)
     argv = [*arguments[:-1], "--adapter", "lora", flag, "link/" + ":1" * (flag == "--dataset")]
     for out, how in {"read": "is", "./read/": "is", "link": "is", f"{tmp_path}/read/a/b": "lies in"}.items():
         with pytest.raises(ExpertMeshError, match=f"^--output-dir {out}: {how} {flag} link/, which this run reads"):
             train_ep.read_flags([*argv, "--output-dir", out])
-    assert tree(tmp_path) == {}
+    assert tree(tmp_path) == before
 
 
 def test_results_outlive_a_run_that_cannot_begin(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:

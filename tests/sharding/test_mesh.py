@@ -81,7 +81,7 @@ def test_beside_gemms_nccl_has_few_blocks(topology: Topology, overlaps: bool, mo
     """In all groups of rows and of parameters, each with options of its own."""
     made: dict[str, Any] = {}
     monkeypatch.setattr("expertmesh.sharding.mesh.make_pipeline_groups", lambda *given: None)
-    for module in ("mesh", "comms.node_groups"):
+    for module in ("mesh", "collectives.node_groups"):
         # there is no GPU to send from
         monkeypatch.setattr(f"expertmesh.sharding.{module}.warm_up", lambda *given: None)
     new_group = distributed_c10d.new_group
