@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoints.hf.source import check_model
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from .config.train_config import TrainConfig
@@ -28,6 +27,8 @@ def prepare_process(config: TrainConfig) -> None:
     Raises:
         ExpertMeshError: there is no such model, or a setting does not work here.
     """
+    from ..checkpoints.hf.source import check_model  # needs numpy, which --help does without
+
     check_model(config.model)
     from ..sharding.runtime.process import device_type
     from .model_setup.determinism import compute_deterministically

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.hf.source import read_header, read_json
 from ...moe.util.errors import ExpertMeshError
 
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}
@@ -29,6 +28,8 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("resume"):
             return settings  # a run that is resumed reads it no more
         raise ExpertMeshError(f"--init-adapter {directory}: no such directory")
+    from ...checkpoints.hf.source import read_header, read_json  # needs numpy, which flags do without
+
     config = read_json(directory / "adapter_config.json")
     for name, (key, kind) in _FROM_CONFIG.items():
         # what is no number is refused by whoever reads the adapter
