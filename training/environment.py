@@ -17,7 +17,7 @@ from ..sharding.runtime.process import Ranks
 
 FILE = "environment.json"
 PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def environment(

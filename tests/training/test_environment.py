@@ -1,5 +1,6 @@
-"""environment.json."""
+"""environment.json, and the digest of our code."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.sharding.runtime.process import Ranks
-from expertmesh.training.environment import _commit, environment, write_environment
+from expertmesh.training.environment import _CHECKOUT, _commit, environment, write_environment
+from expertmesh.training.sources import sources_digest
 from tests.distributed.pool import RankPool
 
+ROOT = Path(__file__).parents[2]
 ALWAYS = {
     "global_batch_size",
     "python",
@@ -61,3 +64,13 @@ def test_no_commit_outside_a_checkout(tmp_path: Path) -> None:
     assert _commit(tmp_path) is None
     (tmp_path / ".git").mkdir()
     assert _commit(tmp_path) is None
+
+
+def test_commit_is_of_our_checkout() -> None:
+    assert ROOT == _CHECKOUT
+
+
+@pytest.mark.parametrize("folder", ["moe", "sharding", "checkpoints", "training"])
+def test_digest_is_of_our_sources(folder: str) -> None:
+    content = b"".join(file.read_bytes() for file in sorted((ROOT / folder).rglob("*.py")))
+    assert sources_digest([folder]) == hashlib.sha256(content).hexdigest()
