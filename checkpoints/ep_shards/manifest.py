@@ -36,7 +36,7 @@ from ..files.encodings import (
     stored_forms,
 )
 from ..files.file_layout import OutputFile, OutputTensor, plan_files
-from ..files.mapping import DiskTensor, Region
+from ..files.mapping import DiskTensor, Region, uncovered
 from ..files.paths import named_file
 from ..hf.source import Checkpoint, ModelSource, check_fields, read_header, read_json, well_formed
 from ..hf.untrained_tensors import Carried
@@ -409,18 +409,17 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
             )
         rows[region.parameter].append(region.rows)
     for name, shape in names.parameters.items():
-        end = 0
-        for part in sorted(rows[name], key=lambda r: r.start):
-            if part.start != end:
-                break
-            end = part.stop
+        missing, repeated = uncovered(rows[name], rows_of(shape))
+        if missing is not None:
+            raise ExpertMeshError(f"{source.path}: {name} is missing from dim-0 index {missing} on")
+        if repeated is not None:
+            raise ExpertMeshError(f"{source.path}: {name} has dim-0 index {repeated} in two tensors")
+        end = max((part.stop for part in rows[name]), default=0)
         if end > rows_of(shape):
             raise ExpertMeshError(
                 f"{source.path}: {name} has {end} dim-0 slices, where the model that config.json describes has "
                 f"{rows_of(shape)}"
             )
-        if end != rows_of(shape):
-            raise ExpertMeshError(f"{source.path}: {name} is missing from dim-0 index {end} on")
 
 
 def export_table(exported: Iterable[OutputTensor]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ n·F + f of w1, v1 and w2 is row f of expert n.
 Shape suffixes: F expert width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -69,3 +69,18 @@ def overlap(a: range, b: range) -> range:
     """The rows that two runs share; empty when none."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+def uncovered(runs: Iterable[range], num_rows: int) -> tuple[int | None, int | None]:
+    """(the first of a parameter's rows that is in none of the runs, the first that is in two); None where there is no
+    such row."""
+    end, missing, repeated = 0, None, None
+    for run in sorted(runs, key=lambda run: run.start):
+        if run.start > end and missing is None:
+            missing = end
+        if run.start < end and repeated is None:
+            repeated = run.start
+        end = max(end, run.stop)
+    if end < num_rows and missing is None:
+        missing = end
+    return missing, repeated

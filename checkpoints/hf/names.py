@@ -19,7 +19,7 @@ from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
-from ..files.mapping import DiskTensor, Region
+from ..files.mapping import DiskTensor, Region, uncovered
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]
@@ -235,12 +235,12 @@ class Names:
             if said & set(names):
                 continue
             for parameter, _ in wanted.parts:
-                missing, repeated = _gaps(covered[parameter], self.parameters[parameter])
-                if repeated:
+                missing, repeated = uncovered(covered[parameter], rows_of(self.parameters[parameter]))
+                if repeated is not None:
                     problems[names[-1]] = (
                         f"tensor {names[-1]} repeats dim-0 slices of {parameter} that are also in another tensor"
                     )
-                elif missing:
+                elif missing is not None:
                     name = self._missing_name(
                         target,
                         wanted,
@@ -572,16 +572,6 @@ def _expert_region(
         step=place.step,
         transposed=(place.dim == 2) != piece.swapped,
     )
-
-
-def _gaps(runs: Iterable[range], shape: Shape) -> tuple[bool, bool]:
-    """(whether any row is in none of the runs, whether any is in two)."""
-    end, missing, repeated = 0, False, False
-    for run in sorted(runs, key=lambda run: run.start):
-        missing |= run.start > end
-        repeated |= run.start < end
-        end = max(end, run.stop)
-    return missing or end < rows_of(shape), repeated
 
 
 def _numbers(names: list[str]) -> list[int] | None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.files.checksums import seal
 from expertmesh.checkpoints.files.paths import _advise
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -221,6 +223,30 @@ def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pyte
     assert run("inspect", tmp_path / "shards") == 0
     assert run("inspect", tmp_path / "shards", "--check") == 2
     assert f"{file}: is damaged" in capsys.readouterr().err
+
+
+def test_shards_with_rows_twice(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter that another tensor has once more, though all checksums are right."""
+    shutil.copytree(shards, tmp_path / "shards")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    entry = next(e for e in manifest["tensors"] if e["parameter"] == "model.norm.weight")
+    file = tmp_path / "shards" / entry["file"]
+    tensors = load_file(file)
+    tensors["again"] = tensors[entry["name"]] + 1
+    save_file(tensors, file)
+    content = file.read_bytes()
+    header = content[: 8 + int.from_bytes(content[:8], "little")]
+    del manifest["checksum"]
+    manifest["files"][entry["file"]] |= {
+        "bytes": len(content),
+        "xxh3_128": xxhash.xxh3_128(content).hexdigest(),
+        "header_xxh3_128": xxhash.xxh3_128(header).hexdigest(),
+    }
+    manifest["tensors"].append({**entry, "name": "again"})
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps(seal(manifest)))
+    for command in (("inspect", tmp_path / "shards", "--check"), ("export", tmp_path / "shards", tmp_path / "back")):
+        assert run(*command) == 2
+        assert "model.norm.weight has dim-0 index 0 in two tensors" in capsys.readouterr().err
 
 
 def test_shards_of_another_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
