@@ -120,8 +120,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         directory = output_dir / "checkpoints"
         resume_from = find_resume(config.resume, directory, config, engine.tell, ranks)
     engine.place(resume_from, watchdog.limit)
-    of_layout = (pipeline_lines(engine, memory), dispatch_lines(engine))
-    for line in (*of_layout[0], *of_layout[1], *replica_lines(engine)):
+    for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
         log.line(folded(line))
     ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
     for said in filter(None, (engine.untrained, engine.encoding, *ends)):

@@ -14,8 +14,6 @@ from .source import GENERATION_CONFIG, SIDE_FILES, ModelSource, read_json
 from .untrained_parts import without_untrained
 
 CONFIG = "config.json"
-
-
 # every name under which transformers' tokenizers save themselves or their chat template, or others theirs
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,20 +33,12 @@ TOKENIZER_FILES = (
     "*.tiktoken",
     "additional_chat_templates/*",
 )
-
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """How images, sounds and videos become a model's input."""
-
-
 # tables of weights in this or another form, and what would have a directory taken for that of an adapter
 _NOT_ALONG = ("*.index.json", "manifest.json", "checkpoint.json", "adapter_config.json")
-
-
 _OF_CODES = "*quant*_config.json"
 """What some say of codes beside config.json."""
-
-
 _MOST_BYTES = 2**30
 
 

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from .names import Names
 
 GENERATION_CONFIG = "generation_config.json"
+SIDE_FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*"),
+    "additional_chat_templates/*.jinja",
+)
+"""What goes along with the weights: all that config.json and its like name, code included, which is only copied; and
+what must come with every copy. Not a model card: it describes the weights that the model came from."""
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
 _MOST_JSON_BYTES = 64 * 2**20
 
@@ -301,8 +307,6 @@ def _download(model: str) -> Path:
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
-    pass
-
     path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}
     # of the same revision, should there be a newer one by now
@@ -561,11 +565,3 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except (SafetensorError, OSError) as error:
         raise ExpertMeshError(f"{file}: not a complete safetensors file: {error}") from error
     return infos
-
-
-SIDE_FILES = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*"),
-    "additional_chat_templates/*.jinja",
-)
-"""What goes along with the weights: all that config.json and its like name, code included, which is only copied; and
-what must come with every copy. Not a model card: it describes the weights that the model came from."""

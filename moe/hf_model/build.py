@@ -28,11 +28,13 @@ from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
 from ..util.step_parts import StepPart
 from .counts import ParameterCounts, active_parameters
-from .family_exceptions import NOT_MARKED
 from .probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from .rope import forget_earlier_rows
 
 STEP_PART: StepPart = None
+
+NOT_MARKED = "transformers does not mark the class of their experts"
+"""Why families with mixture-of-experts layers are passed over."""
 
 
 def build_model(config: Any, attn_implementation: str = "auto") -> Any:

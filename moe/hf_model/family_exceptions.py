@@ -20,7 +20,3 @@ UNDIVIDED = {"minimax_m3_vl": _CHOOSES_BY_HEAD, "minimax_m3_vl_text": _CHOOSES_B
 SHARING_OUT = ("ErnieFuseAndSplitTextVisionExperts",)
 """Operations of transformers that stack the experts of a layer, gate beside up, and give each of several modules as
 many of them as the others."""
-
-
-NOT_MARKED = "transformers does not mark the class of their experts"
-"""Why families with mixture-of-experts layers are passed over."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import transformers
 
+from expertmesh.moe.hf_model.build import NOT_MARKED
 from expertmesh.moe.hf_model.families import causal_families, families_passed_over
-from expertmesh.moe.hf_model.family_exceptions import NOT_MARKED, UNDIVIDED, UNSUPPORTED
+from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.training.planning.support import METHODS, support_of
 from tests.families.configs import tiny_config
 from tests.families.test_parity import FAMILIES as TRAINED
