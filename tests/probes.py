@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import expertmesh.moe.hf_model.build
-from expertmesh.moe.hf_model.probe import Probed
+from expertmesh.moe.experts.model_facts import ModelFacts
 from expertmesh.moe.util.atomic_write import whole
 
 
@@ -19,9 +19,9 @@ def remember_probes(directory: Path) -> None:
     """Have this process look into `directory` before it probes a model, and leave there what it has seen: names and
     numbers, which a model's class, config and attention settle."""
     probe = expertmesh.moe.hf_model.build.probe
-    remembered: dict[str, Probed] = {}
+    remembered: dict[str, ModelFacts] = {}
 
-    def probe_once(model: Any) -> Probed:
+    def probe_once(model: Any) -> ModelFacts:
         config = model.config
         settled = [repr(type(model)), config.to_json_string(use_diff=False), str(config._attn_implementation)]
         key = hashlib.sha256("\n".join(settled).encode()).hexdigest()

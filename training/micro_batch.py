@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..moe.experts.forward import Forward, Targets
+from ..moe.experts.model_facts import facts_of
 from ..moe.experts.router_losses import load_balancing_loss, router_z_loss
 from ..moe.experts.router_stats import RouterStats
 from ..moe.hf_model.build import take_stats
@@ -68,7 +69,8 @@ def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
     Args:
         batches: this rank's, equally many on every rank, on the model's device.
     """
-    figures = [(b.num_targets, b.num_tokens, *seen_pairs(model.attention, b.spans)) for b in batches]
+    attention = facts_of(model).attention
+    figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans)) for b in batches]
     counted = torch.tensor(figures, device=batches[0].tokens_BS.device)
     dist.all_reduce(counted, group=stage_group(model))
     targets, *others = counted.sum(dim=0).tolist()

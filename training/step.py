@@ -42,8 +42,8 @@ class StepResult:
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
         pairs, routing: for `Engine.update` and the log, and no part of the public interface: pairs of tokens that
-            attend to one another, for each entry of the model's `attention` (see `seen_pairs`), and this rank's
-            part of the routing.
+            attend to one another, for each entry of the model's `ModelFacts.attention` (see `seen_pairs`), and this
+            rank's part of the routing.
 
     Example:
         figures = engine.step(batch)

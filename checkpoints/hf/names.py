@@ -15,6 +15,7 @@ from typing import Any
 
 from ...moe.experts.expert_mlp import ExpertParameter
 from ...moe.experts.layer import DMoE
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
@@ -108,8 +109,9 @@ class Names:
         self._computed = {name for name, part in state_of(model).items() if not part.persistent}
         self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self._beyond = _layers_beyond(model)
-        self._left_out = dict.fromkeys((name for names in model.left_out.values() for name in names), True)
-        self._left_out_parts = tuple(f"{path}." for path in model.left_out)
+        left_out = facts_of(model).left_out
+        self._left_out = dict.fromkeys((name for names in left_out.values() for name in names), True)
+        self._left_out_parts = tuple(f"{path}." for path in left_out)
 
     def _all_targets(self, state: Mapping[str, StateTensor]) -> dict[str, _Target]:
         targets: dict[str, _Target] = {}

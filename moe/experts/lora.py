@@ -27,6 +27,7 @@ from ..linear.rowwise import RowwiseLinear
 from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
 from .layer import DMoE
+from .model_facts import facts_of
 from .model_layers import layer_prefixes, router_prefixes
 
 STEP_PART: StepPart = "adapters"
@@ -173,7 +174,8 @@ def to_quantize(model: Any) -> dict[str, nn.Module]:
 def unquantized(model: Any) -> list[str]:
     """Paths of the decoder layers' linear layers that `store_frozen` leaves as they are: other code than their own
     forward reads their weight, or the family keeps it in fp32."""
-    return [path for path in layers_linear(model) if path in model.read_weights or f"{path}.weight" in model.fp32_names]
+    facts = facts_of(model)
+    return [path for path in layers_linear(model) if path in facts.read_weights or f"{path}.weight" in facts.fp32_names]
 
 
 def layers_linear(model: nn.Module) -> dict[str, nn.Module]:

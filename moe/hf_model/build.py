@@ -5,9 +5,10 @@ All else stays Hugging Face's: routers, shared experts and their gates, dense la
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from ..experts.activation import Activation
 from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
 from ..experts.forward import Forward, current_forward, give_forwards
 from ..experts.layer import DMoE
+from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..experts.router_stats import RouterStats
 from ..experts.shared_experts import Beside
@@ -28,7 +30,7 @@ from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
 from ..util.step_parts import StepPart
 from .counts import ParameterCounts, active_parameters
-from .probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
+from .probe import answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from .rope import forget_earlier_rows
 
 STEP_PART: StepPart = None
@@ -53,17 +55,15 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
     model = _build(config, attn_implementation)
-    model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))
+    left_out = leave_out(model, unmet_by_text(model))
     _make_constants_buffers(model)
-    seen = probe(model)
+    fp32_names = _fp32_names(config, attn_implementation, left_out)
+    facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
     _fill_buffers(model)
     forget_earlier_rows(model)
-    swap_experts(model, seen)
+    swap_experts(model, facts.experts)
     _check_alike(model)
-    model.head_is_last = seen.head_is_last
-    model.masks_by_position = seen.masks_by_position
-    model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
-    model.attention, model.draws = seen.attention, seen.draws
+    give_facts(model, facts)
     give_forwards(model)
     for region in regions_of(model):
         for path in region.rowwise:
@@ -114,7 +114,6 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
         raise ExpertMeshError(_without_experts(model))
     _run_on_text(model)
     _give_head(model)
-    leave_out(model, unmet_by_text(model))
     return model
 
 
@@ -139,12 +138,15 @@ def _of_text(config: Any, attn_implementation: str) -> str | dict[str, str]:
     return {name: others.get(name, attn_implementation) for name in ("", *parts)}
 
 
-def leave_out(model: Any, paths: Collection[str]) -> None:
+def leave_out(model: Any, paths: Collection[str]) -> dict[str, frozenset[str]]:
     """Empty the modules at `paths`, in place: their parameters and buffers, and the modules in them, are gone, and
-    checkpoints carry their tensors over. `model.left_out` has the names of these tensors, by path.
+    checkpoints carry their tensors over.
 
     Beside experts, parameters that their family never trains stay: a checkpoint may hold them in one tensor with those
     of the experts that are trained.
+
+    Returns:
+        The names of these tensors, by path.
     """
     from transformers import PreTrainedModel
 
@@ -160,7 +162,7 @@ def leave_out(model: Any, paths: Collection[str]) -> None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, nn.Module())  # a linear layer without a weight is none
     after = set(model.state_dict())
-    model.left_out = {
+    return {
         path: frozenset(name for name in before if name.startswith(f"{path}.") and name not in after) for path in paths
     }
 
@@ -217,14 +219,16 @@ def _give_head(model: Any) -> None:
         model.get_input_embeddings = owner.get_input_embeddings
 
 
-def _fp32_names(model: Any) -> frozenset[str]:
+def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str]) -> frozenset[str]:
     """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
     (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them:
     DeepSeek-V4's, in some releases of transformers, passes a norm's fp32 output to a matmul in bf16.
 
     Args:
-        model: from transformers, on the meta device, built in bf16; it cannot be used afterwards.
+        left_out: paths of the parts that no text passes.
     """
+    model = _build(config, attn_implementation, torch.bfloat16)
+    leave_out(model, left_out)
     plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
     names = set()
     for name, parameter in model.named_parameters():
@@ -236,7 +240,8 @@ def _fp32_names(model: Any) -> frozenset[str]:
 
 def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
     """The parameters, by name, that a family keeps in fp32 beside others in bf16, both stored and computed with."""
-    return {name: parameter for name, parameter in model.named_parameters() if name in model.fp32_names}
+    names = facts_of(model).fp32_names
+    return {name: parameter for name, parameter in model.named_parameters() if name in names}
 
 
 def _check_alike(model: nn.Module) -> None:
@@ -321,13 +326,16 @@ def _with_models(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module
         yield from _with_models(child, owner)
 
 
-def swap_experts(model: nn.Module, seen: Probed) -> None:
-    """Replace each experts module by `DMoE` on the meta device, in place; its router hands
-    it its logits."""
+def swap_experts(model: nn.Module, seen: Mapping[str, SeenExperts]) -> None:
+    """Replace each experts module by `DMoE` on the meta device, in place; its router hands it its logits.
+
+    Args:
+        seen: by the experts' paths.
+    """
     for path, experts in list(expert_modules(model)):
-        if path not in seen.experts:
+        if path not in seen:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
-        called: SeenExperts = seen.experts[path]
+        called = seen[path]
         with torch.device("meta"):
             ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
         parent, _, name = path.rpartition(".")
@@ -436,7 +444,7 @@ def count_parameters(model: Any) -> ParameterCounts:
     counted_apart = {id(embedding), id(head)}
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
     return ParameterCounts(
-        *(total, experts, embedding.numel(), head.numel(), active, model.attention),
+        *(total, experts, embedding.numel(), head.numel(), active, facts_of(model).attention),
         frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
         frozen_head=not head.requires_grad,
     )

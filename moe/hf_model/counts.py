@@ -4,18 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..experts.model_facts import Attention
 from ..experts.shape import MoEShape
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Attention layers in which a token sees equally many tokens: at most `window`, itself among them; 0: all before
-    it. width: multiplications for a pair of tokens that see one another, in all of these layers: widths of the heads'
-    keys and values.
-    """
-
-    window: int
-    width: int
 
 
 def seen_pairs(attention: Sequence[Attention], spans: Iterable[range]) -> tuple[int, ...]:

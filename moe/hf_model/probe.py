@@ -8,7 +8,6 @@ than the layers' own, and how many tokens each layer's attention sees.
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,50 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..experts.expert_mlp import expert_modules
-from ..experts.scores import UNKNOWN, RouterKind, try_router
+from ..experts.model_facts import Attention, ModelFacts, SeenExperts
+from ..experts.scores import UNKNOWN, try_router
 from ..util.errors import ExpertMeshError
-from .counts import Attention
 
 _POSITIONS = 8
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"})
 
 
-@dataclass(frozen=True)
-class SeenExperts:
-    """top_k: experts per token. router: path of the module that chose them, None where no module returned exactly the
-    choice that the experts got. num_logits: logits per token that it returned beside its choice. kind: of router.
-    beside: path of a module that is called after the experts, on their tokens alone; None where there is none."""
-
-    top_k: int
-    router: str | None
-    num_logits: int
-    kind: RouterKind
-    beside: str | None = None
-
-
-@dataclass(frozen=True)
-class Probed:
-    """experts: by the path of the experts module.
-
-    head_is_last: whether the model's logits are its head's output, unchanged; some families scale or cap them.
-    masks_by_position: whether its masks separate samples packed in a sequence, which restarting positions mark.
-    read_weights: paths of linear layers whose weight, or its dtype, is read by other code than their own forward.
-    uncalled: paths of linear layers whose own forward is not called.
-    attention: layers by what their tokens see, in ascending order of windows.
-    draws: whether it draws random numbers in training.
-    """
-
-    experts: dict[str, SeenExperts]
-    head_is_last: bool
-    masks_by_position: bool
-    read_weights: frozenset[str]
-    uncalled: frozenset[str]
-    attention: tuple[Attention, ...]
-    draws: bool
-
-
-def probe(model: Any) -> Probed:
-    """Run a model of transformers that is on the meta device.
+def probe(model: Any) -> ModelFacts:
+    """Run a model of transformers that is on the meta device. What it keeps in fp32, and what was left out of it, is
+    not found so.
 
     Raises:
         ExpertMeshError: it does not run, or calls its experts otherwise than as (tokens, choices, weights).
@@ -107,7 +73,7 @@ def probe(model: Any) -> Probed:
         if type(module) not in kinds:
             kinds[type(module)] = try_router(module, arguments[router], num_logits, _groups(model.config))
         experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
-    return Probed(
+    return ModelFacts(
         experts,
         logits is returned.get(head),
         bool(looked_at_positions),

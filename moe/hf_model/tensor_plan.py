@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..experts.layer import DMoE
+from ..experts.model_facts import facts_of
 from ..experts.model_layers import decoder_layers, router_prefixes
 from ..util.step_parts import StepPart
 
@@ -54,7 +55,7 @@ def regions_of(model: Any) -> list[Region]:
     not cut into contiguous rows.
 
     Args:
-        model: from transformers, with our experts in it, and what `probe` has seen of it.
+        model: from transformers, with our experts in it, and its facts.
     """
     styles = _styles(model)
     inside_experts = tuple(f"{path}." for path, part in model.named_modules() if isinstance(part, DMoE))
@@ -63,13 +64,14 @@ def regions_of(model: Any) -> list[Region]:
         if style in _COLWISE | _ROWWISE | _PACKED and not path.startswith((*inside_experts, *router_prefixes(model))):
             by_parent.setdefault(path.rpartition(".")[0], {})[path] = style
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    read_weights = facts_of(model).read_weights
     regions = []
     for parent, found in by_parent.items():
         linear = {path: style for path, style in found.items() if _is_linear(modules.get(path))}
         colwise = tuple(path for path, style in linear.items() if style in _COLWISE)
         rowwise = tuple(path for path, style in linear.items() if style in _ROWWISE)
         is_fused = any(style in _PACKED for style in linear.values()) or _is_fused(linear, modules)
-        if colwise and rowwise and not is_fused and model.read_weights.isdisjoint(linear):
+        if colwise and rowwise and not is_fused and read_weights.isdisjoint(linear):
             values = tuple(path for path in found if path in parameters)
             gathers = any(style == "colwise_gather_output" for style in linear.values())
             regions.append(Region(parent, colwise, rowwise, values, gathers))

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.layer import DMoE
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.transformers_private import calls, replacing_attention
 from ...moe.util.errors import ExpertMeshError
@@ -67,10 +68,9 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
 
 
 def _draws(model: Any) -> bool:
-    """Whether its layers, as their build saw, or its adapters draw random numbers in training. Of a model that is not
-    from `build_model` that is not known."""
+    """Whether its layers, or its adapters, draw random numbers in training."""
     low_rank = (getattr(module, "low_rank", None) for module in model.modules())
-    return getattr(model, "draws", True) or any(adapter is not None and adapter.dropout > 0 for adapter in low_rank)
+    return facts_of(model).draws or any(adapter is not None and adapter.dropout > 0 for adapter in low_rank)
 
 
 def keep_products(model: Any, num_layers: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...moe.experts.forward import current_forward
+from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import StepPart
 from ..collectives.tensor_parallel import TPGroup
@@ -61,9 +62,10 @@ def divided_vocabulary(model: Any, tp_size: int, cross_entropy: str) -> DividedV
     if not isinstance(embedding, nn.Embedding):
         no_embedding = f"a {type(embedding).__name__} is no nn.Embedding"
     path = next(path for path, module in model.named_modules() if module is head)
-    if not model.head_is_last:
+    facts = facts_of(model)
+    if not facts.head_is_last:
         no_head = "its logits are scaled or capped afterwards"
-    elif path in model.read_weights:
+    elif path in facts.read_weights:
         no_head = "other modules read its weight"
     elif cross_entropy not in ("auto", "chunked"):
         no_head = f"--cross-entropy {cross_entropy} computes with all of it; chunked computes with parts"

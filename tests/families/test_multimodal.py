@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.families import causal_families
@@ -63,7 +64,7 @@ def test_towers_hold_no_memory(family: str) -> None:
     whole(input_ids=tokens_BS, use_cache=False).logits.sum().backward()
     met = {name for name, parameter in whole.named_parameters() if parameter.grad is not None}
     assert met
-    left_out = {name for names in model.left_out.values() for name in names}
+    left_out = {name for names in facts_of(model).left_out.values() for name in names}
     assert met.isdisjoint(left_out)
     ours = set(model.state_dict())
     assert left_out.isdisjoint(ours)
@@ -91,7 +92,7 @@ def test_wrappers_of_any_language_model(tmp_path: Path) -> None:
     theirs: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     theirs.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
-    assert list(source.names.model.left_out) == ["model.vision_tower", "model.multi_modal_projector"]
+    assert list(facts_of(source.names.model).left_out) == ["model.vision_tower", "model.multi_modal_projector"]
     assert checkpoints_main(["convert", str(tmp_path / "hf"), str(tmp_path / "shards"), "--ep-size", "2"]) == 0
     assert checkpoints_main(["export", str(tmp_path / "shards"), str(tmp_path / "back")]) == 0
     written, original = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "hf"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model.build import build_model, without_computing
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
@@ -24,9 +25,10 @@ def test_parts_of_an_embedding(family: str) -> None:
     is_tied = embedding.weight is model.get_output_embeddings().weight
     found = divided_vocabulary(model, 2, "auto")
     assert found.embedding != is_tied
+    facts = facts_of(model)
     # HY-V4's class reads its head's dtype
     heads = {path for path, module in model.named_modules() if module is model.get_output_embeddings()}
-    assert found.head == (not is_tied and model.head_is_last and heads.isdisjoint(model.read_weights))
+    assert found.head == (not is_tied and facts.head_is_last and heads.isdisjoint(facts.read_weights))
     if found.embedding:
         assert not read_elsewhere
 

@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from expertmesh.moe.experts.model_facts import Attention, facts_of
 from expertmesh.moe.hf_model.build import build_model, count_parameters
-from expertmesh.moe.hf_model.counts import Attention, seen_pairs, training_flops
+from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.samples import Sample
@@ -71,13 +72,13 @@ def test_pairs_that_attention_multiplies(
     """Against the entries that are true in the masks that transformers itself makes for each layer of packed samples,
     times the widths that it multiplies."""
     config = config_of(family, **changes)
-    model = build_model(config, attention)
+    facts = facts_of(build_model(config, attention))
     spans = [range(length) for length in LENGTHS]
     found = sum(
-        kind.width * pairs for kind, pairs in zip(model.attention, seen_pairs(model.attention, spans), strict=True)
+        kind.width * pairs for kind, pairs in zip(facts.attention, seen_pairs(facts.attention, spans), strict=True)
     )
     # some make no masks that keep packed samples apart
-    sequences: list[tuple[int, ...]] = [LENGTHS] if model.masks_by_position else [(length,) for length in LENGTHS]
+    sequences: list[tuple[int, ...]] = [LENGTHS] if facts.masks_by_position else [(length,) for length in LENGTHS]
     assert found == _multiplied(config, sequences, monkeypatch)
 
 

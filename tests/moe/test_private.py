@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.moe import torch_private, transformers_private
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.torch_private import flash_operator
 from expertmesh.moe.transformers_private import (
     in_place_of_trainers,
@@ -29,7 +30,7 @@ from expertmesh.moe.transformers_private import (
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.offload import offload_inputs
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
-from tests.tiny import tiny_mixtral
+from tests.tiny import loaded, tiny_config, tiny_mixtral
 
 ROOT = Path(__file__).parents[2]
 PUBLIC_ENOUGH = ("torch.utils._pytree", "torch.utils._python_dispatch")
@@ -216,7 +217,8 @@ def test_how_models_ask_for_attention_has_changed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_checkpointing_is_wrapped() -> None:
-    model = tiny_mixtral().train()
+    theirs = tiny_mixtral()
+    model: Any = loaded(build_model(theirs.config), theirs).train()
     checkpoint_layers(model, "full")
     called = []
 
@@ -236,7 +238,7 @@ def test_checkpointing_is_wrapped() -> None:
 @pytest.mark.parametrize("change", ["renamed", "off", "not called"])
 def test_checkpointing_has_changed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """No input would be offloaded, and nothing would say so."""
-    model = tiny_mixtral()
+    model = build_model(tiny_config())
     if change != "off":
         checkpoint_layers(model, "full")
     if change == "renamed":

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
+from expertmesh.moe.experts.model_facts import SeenExperts
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.scores import UNKNOWN, RouterKind
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.hf_model.probe import SeenExperts, probe
+from expertmesh.moe.hf_model.probe import probe
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral

@@ -21,6 +21,7 @@ from transformers import (
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.head as head
 from expertmesh.moe.experts.forward import Forward, Targets
+from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.choices import Checkpointing
@@ -186,7 +187,7 @@ def test_head_in_a_model(kind: str, which: str) -> None:
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model: Any = loaded(build_model(theirs.config), theirs).eval()
-    assert model.head_is_last == (not which.endswith("logits"))
+    assert facts_of(model).head_is_last == (not which.endswith("logits"))
     batch = collate([[sample] for sample in random_samples([9, 5, 12])])
     targets = Targets(batch.targets_BS, batch.target_index_N)
     names = [name for name, _ in model.named_parameters()]

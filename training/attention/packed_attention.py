@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
@@ -128,7 +129,7 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:
         return {"segments": batch.segments}
-    if model.masks_by_position or kinds_of_layers(model.config.get_text_config()) - _MASKS.keys():
+    if facts_of(model).masks_by_position or kinds_of_layers(model.config.get_text_config()) - _MASKS.keys():
         # without a mask they run sample by sample, see `training.attention.by_sample`
         return {}
     return {"attention_mask": _masks(model, batch)}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...moe.experts.forward import Forward, Targets, current_forward
+from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import takes_triton
 from ...moe.util.step_parts import StepPart
@@ -93,7 +94,7 @@ def attach_loss_head(model: Any, kind: str) -> None:
         model: from `build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
         kind: from `choose_cross_entropy`.
     """
-    model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, model.head_is_last))
+    model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, facts_of(model).head_is_last))
 
 
 def loss_head(model: Any) -> LossHead:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefixes
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
@@ -50,11 +51,9 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     """
     lora = lora_of(config)
     # the head gives a loss, of parts of the sequence at a time; it has no adapter, nor has a layer that is not called
-    head = model.get_output_embeddings()
+    head, uncalled = model.get_output_embeddings(), facts_of(model).uncalled
     linear = {
-        path: module
-        for path, module in linear_layers(model).items()
-        if module is not head and path not in model.uncalled
+        path: module for path, module in linear_layers(model).items() if module is not head and path not in uncalled
     }
     routers = _plain_routers(model, linear)
     named = _targets_by_name(model, linear)

@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ....moe.hf_model.counts import Attention, ParameterCounts
+from ....moe.experts.model_facts import Attention
+from ....moe.hf_model.counts import ParameterCounts
 from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ...config.train_config import TrainConfig

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....moe.dispatch.exchange import UnderWay
-from ....moe.hf_model.counts import Attention, seen_pairs
+from ....moe.experts.model_facts import Attention
+from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from ....moe.util.step_parts import written_by

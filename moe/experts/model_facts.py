@@ -1,0 +1,73 @@
+"""What is known of a model that was built here, beside its modules: `probe` sees it when the model runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .scores import RouterKind
+
+_ATTRIBUTE = "_expertmesh_facts"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention layers in which a token sees equally many tokens: at most `window`, itself among them; 0: all before
+    it. width: multiplications for a pair of tokens that see one another, in all of these layers: widths of the heads'
+    keys and values.
+    """
+
+    window: int
+    width: int
+
+
+@dataclass(frozen=True)
+class SeenExperts:
+    """top_k: experts per token. router: path of the module that chose them, None where no module returned exactly the
+    choice that the experts got. num_logits: logits per token that it returned beside its choice. kind: of router.
+    beside: path of a module that is called after the experts, on their tokens alone; None where there is none."""
+
+    top_k: int
+    router: str | None
+    num_logits: int
+    kind: "RouterKind"
+    beside: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """experts: by the path of the experts module.
+
+    head_is_last: whether the model's logits are its head's output, unchanged; some families scale or cap them.
+    masks_by_position: whether its masks separate samples packed in a sequence, which restarting positions mark.
+    read_weights: paths of linear layers whose weight, or its dtype, is read by other code than their own forward.
+    uncalled: paths of linear layers whose own forward is not called.
+    attention: layers by what their tokens see, in ascending order of windows.
+    draws: whether it draws random numbers in training.
+    fp32_names: parameters that its family keeps in fp32 beside others in bf16, both stored and computed with.
+    left_out: by the path of a part that no text passes, the names of its tensors: they are not in the model, and
+        checkpoints carry them over.
+    """
+
+    experts: Mapping[str, SeenExperts]
+    head_is_last: bool
+    masks_by_position: bool
+    read_weights: frozenset[str]
+    uncalled: frozenset[str]
+    attention: tuple[Attention, ...]
+    draws: bool
+    fp32_names: frozenset[str] = frozenset()
+    left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+def give_facts(model: "nn.Module", facts: ModelFacts) -> None:
+    vars(model)[_ATTRIBUTE] = facts
+
+
+def facts_of(model: "nn.Module") -> ModelFacts:
+    """What is known of a model from `build_model`; copies of the model have it too."""
+    facts = vars(model).get(_ATTRIBUTE)
+    assert isinstance(facts, ModelFacts), f"this {type(model).__name__} is not from build_model"
+    return facts
