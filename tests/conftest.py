@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
-from tests.probes import remember_probes
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
@@ -59,27 +58,20 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests.
 
     What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
-
-    Returns:
-        Where the latter is.
     """
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    probes = cache / "probes"
-    probes.mkdir(parents=True, exist_ok=True)
-    remember_probes(probes)
-    return probes
 
 
 @pytest.fixture(scope="session")
-def ranks(_own_cache: Path) -> Iterator[RankPool]:
-    pool = RankPool(_own_cache)
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
     yield pool
     pool.close()
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from ..checkpoints.fingerprint import file_facts, model_facts
 from ..checkpoints.hf.source import ModelSource
 from ..moe.util.parser import flag_of
+from ..moe.util.sources import sources_digest
 from ..sharding.runtime.agreement import check_alike
 from ..sharding.runtime.process import Ranks, device_type, raise_together
 from ..sharding.torchrun import read_environment
 from .config.train_config import TrainConfig
 from .data.digest import explain_samples, samples_facts
 from .inputs import Inputs, Prompts
-from .sources import sources_digest
 
 Facts = dict[str, dict[str, str]]
 """Facts of "model", "data" and, where there are any, "evaluation data", each by name."""

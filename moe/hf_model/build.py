@@ -30,6 +30,7 @@ from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
 from ..util.step_parts import StepPart
 from .counts import ParameterCounts, active_parameters
+from .facts_cache import keep, key_of, recall
 from .probe import answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from .rope import forget_earlier_rows
 
@@ -55,10 +56,14 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
     model = _build(config, attn_implementation)
-    left_out = leave_out(model, unmet_by_text(model))
+    key = key_of(model)
+    facts = recall(key)
+    left_out = leave_out(model, unmet_by_text(model) if facts is None else facts.left_out)
     _make_constants_buffers(model)
-    fp32_names = _fp32_names(config, attn_implementation, left_out)
-    facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
+    if facts is None:
+        fp32_names = _fp32_names(config, attn_implementation, left_out)
+        facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
+        keep(key, facts)
     _fill_buffers(model)
     forget_earlier_rows(model)
     swap_experts(model, facts.experts)

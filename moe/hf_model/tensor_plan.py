@@ -58,10 +58,11 @@ def regions_of(model: Any) -> list[Region]:
         model: from transformers, with our experts in it, and its facts.
     """
     styles = _styles(model)
-    inside_experts = tuple(f"{path}." for path, part in model.named_modules() if isinstance(part, DMoE))
+    inside_experts = [f"{path}." for path, part in model.named_modules() if isinstance(part, DMoE)]
+    passed_over = (*inside_experts, *router_prefixes(model))
     by_parent: dict[str, dict[str, str]] = {}
     for path, style in styles.items():
-        if style in _COLWISE | _ROWWISE | _PACKED and not path.startswith((*inside_experts, *router_prefixes(model))):
+        if style in _COLWISE | _ROWWISE | _PACKED and not path.startswith(passed_over):
             by_parent.setdefault(path.rpartition(".")[0], {})[path] = style
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     read_weights = facts_of(model).read_weights

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh import checkpoints, moe, sharding, training
 from expertmesh.moe.cpu.matmul import libraries_in_use, use_libraries
-from tests.probes import remember_probes
 
 
 def modules_of(package: ModuleType) -> list[str]:
@@ -63,12 +61,7 @@ class RankFailure(AssertionError):
 class RankPool:
     """Runs a function on `world_size` ranks at once, each a process of its own, over gloo."""
 
-    def __init__(self, probes: Path) -> None:
-        """
-        Args:
-            probes: a directory for `remember_probes`.
-        """
-        self.probes = probes
+    def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list[tuple[Any, Connection]] = []
@@ -104,7 +97,7 @@ class RankPool:
         assert world_size <= MAX_RANKS
         while len(self.workers) < world_size:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_work, args=(theirs, self.probes), daemon=True)
+            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -149,9 +142,8 @@ def _num_threads(pid: int) -> int:
         return 0
 
 
-def _work(connection: Connection, probes: Path) -> None:
+def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
-    remember_probes(probes)
     libraries = libraries_in_use()
     gc.freeze()
     # which walks through all that is frozen, a tenth of a second here, and a run asks once

@@ -20,12 +20,6 @@ from tests.families.configs import tiny_config as config_of
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 
 
-@pytest.fixture(autouse=True)
-def _seen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here parts of a model are exchanged for others, which its config does not tell."""
-    monkeypatch.setattr("expertmesh.moe.hf_model.build.probe", probe)
-
-
 def on_meta(config: Any, attention: str = "sdpa") -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)

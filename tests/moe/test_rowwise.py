@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from expertmesh.moe.cpu.matmul import Linear
+from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model import build
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.tensor_plan import regions_of
@@ -124,8 +125,8 @@ def test_a_config_brings_no_plan(family: str) -> None:
 @pytest.mark.parametrize("read", [O_PROJ, Q_PROJ])
 def test_not_where_other_code_reads_a_weight(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A region of which a weight is read elsewhere is none: all of its layers lie as transformers has them."""
-    probe = build.probe
-    monkeypatch.setattr(build, "probe", lambda model: replace(probe(model), read_weights=frozenset({read})))
+    facts = replace(facts_of(build_model(tiny_config("mixtral"))), read_weights=frozenset({read}))
+    monkeypatch.setattr(build, "recall", lambda key: facts)
     model = build_model(tiny_config("mixtral"), "eager")
     assert not any(region.path == "model.layers.0.self_attn" for region in regions_of(model))
     assert transposed(model) == {

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from expertmesh.moe.util.sources import sources_digest
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.environment import _CHECKOUT, _commit, environment, write_environment
-from expertmesh.training.sources import sources_digest
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,9 @@ from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
+from ....moe.util.sources import sources_digest
+from ....moe.util.user_cache import cache_directory
 from ...config.train_config import TrainConfig
-from ...sources import sources_digest
 from ..planner.measured import (
     BlockUpdate,
     LayerParameters,
@@ -74,7 +75,7 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
-        self.file = cache_directory() / f"{_key(self.config, said, device)}.json" if is_kept else None
+        self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
         self.found_cuts: ModelCuts | str | None = None
@@ -171,11 +172,6 @@ class CachedMeasure:
                 partial.write_text(json.dumps(content), encoding="utf-8")
             return True
         return False
-
-
-def cache_directory() -> Path:
-    """The folder in the user's cache directory for what was measured."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertmesh" / "measured"
 
 
 def _with_what_is_read(config: TrainConfig) -> TrainConfig:
