@@ -1,22 +1,12 @@
-"""What a record says: a conversation, or plain text, found out from the columns it has.
+"""What a record says: a conversation, or plain text, found out from the columns it has: see FORMATS.
 
-| format | columns |
-| --- | --- |
-| messages | `messages`: a list of `{"role", "content"}` (OpenAI, trl), content perhaps in parts (LLaMA-Factory) |
-| sharegpt | `conversations`: a list of `{"from", "value"}` |
-| prompt/completion | `prompt`, `completion`: lists of messages, or plain texts that no chat template wraps (trl) |
-| prompt/response | `prompt`, `response` |
-| query/response | `query`, `response`, and perhaps `system`, `history` (ms-swift) |
-| alpaca | `instruction`, `output`, and perhaps `input`, `system`, `history` |
-| dolly | `instruction`, `response`, and perhaps `context` |
-| question/answer | `question`, `answer`, and perhaps `system` |
-| text | `text` |
+A format of your own is one call of `register_format`, before data are read.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 # sharegpt's names of roles, and those that other data sets use in their place
@@ -100,15 +90,29 @@ class PlainText:
     prompt: str | None = None
 
 
+_Read = Callable[[Mapping[str, Any], Columns], Conversation | PlainText]
+
+
 @dataclass(frozen=True)
 class Format:
-    """A way to write instruction data: the columns that give it away, how one record is read, and the columns that
-    other formats read and this one would drop."""
+    """A way to write instruction data.
+
+    Attributes:
+        name: in the first lines of a run.
+        columns: that give it away. A data set is in the first of FORMATS whose columns its first record has.
+        read: one record, given with the columns that the user has named; raises RowError. What it makes of messages is
+            put together by `conversation`, which reads the columns that all conversations may have.
+        unread: columns with a part of a question or an answer, which other formats read and this one would drop: a
+            record that has one is refused.
+        written, known_from: its row of the table in this folder's README.md.
+    """
 
     name: str
     columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], "Columns"], "Conversation | PlainText"]
-    unread: tuple[str, ...] = ()
+    read: _Read
+    unread: tuple[str, ...]
+    written: str
+    known_from: str
 
 
 class RowError(ValueError):
@@ -153,13 +157,19 @@ def _refuse_preferences(row: dict[str, Any]) -> None:
 def _named(columns: Columns) -> list[Format]:
     """The format that the user's own column names ask for."""
     if columns.messages:
-        return [Format("messages", (columns.messages,), _read_named_messages)]
+        return [_renamed("messages", (columns.messages,), _read_named_messages)]
     if columns.text:
-        return [Format("text", (columns.text,), lambda row, c: PlainText(_text(row, c.text)))]
+        return [_renamed("text", (columns.text,), lambda row, c: PlainText(_text(row, c.text)))]
     if columns.prompt or columns.response:
         prompt, response = columns.prompt or "prompt", columns.response or "response"
-        return [Format("prompt/response", (prompt, response), _pair(prompt, response))]
+        return [_renamed("prompt/response", (prompt, response), _pair(prompt, response))]
     return []
+
+
+def _renamed(name: str, columns: tuple[str, ...], read: _Read) -> Format:
+    """A format with the user's own columns, beside which they want no other to be read."""
+    known = next(known for known in FORMATS if known.name == name)
+    return replace(known, columns=columns, read=read, unread=())
 
 
 def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | PlainText":
@@ -190,7 +200,7 @@ def _read_named_messages(row: Mapping[str, Any], columns: Columns) -> Conversati
 def _read_messages(row: Mapping[str, Any], columns: Columns, column: str = "messages") -> Conversation:
     """OpenAI's keys or sharegpt's, message by message."""
     messages, is_trained = _messages(row[column], column)
-    return _conversation(row, columns, messages, is_trained)
+    return conversation(row, columns, messages, is_trained)
 
 
 def _read_sharegpt(row: Mapping[str, Any], columns: Columns) -> Conversation:
@@ -202,7 +212,7 @@ def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], 
         if _holds_messages(row[prompt], row[response]):
             return _prompt_and_completion(row, columns, prompt, response)
         messages = [_message("user", _text(row, prompt)), _message("assistant", _text(row, response))]
-        return _conversation(row, columns, messages, [None, None])
+        return conversation(row, columns, messages, [None, None])
 
     return read
 
@@ -232,7 +242,7 @@ def _holds_messages(*values: Any) -> bool:
 
 def _query(row: Mapping[str, Any], columns: Columns) -> Conversation:
     messages = [*_history(row), _message("user", _text(row, "query")), _message("assistant", _text(row, "response"))]
-    return _conversation(row, columns, messages, [None] * len(messages))
+    return conversation(row, columns, messages, [None] * len(messages))
 
 
 def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
@@ -244,7 +254,7 @@ def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str
         False if said is None and message["role"] == "assistant" else said
         for message, said in zip(before, given, strict=True)
     ]
-    return _conversation(row, columns, before + after, context + overrides)
+    return conversation(row, columns, before + after, context + overrides)
 
 
 def _alpaca(further: str, output: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
@@ -254,7 +264,7 @@ def _alpaca(further: str, output: str) -> Callable[[Mapping[str, Any], Columns],
         if row.get(further):
             question += "\n" + _text(row, further)
         messages += [_message("user", question), _message("assistant", _text(row, output))]
-        return _conversation(row, columns, messages, [None] * len(messages))
+        return conversation(row, columns, messages, [None] * len(messages))
 
     return read
 
@@ -274,22 +284,139 @@ def _read_text(row: Mapping[str, Any], columns: Columns) -> PlainText:
 
 
 FORMATS = [
-    Format("messages", ("messages",), _read_messages),
-    Format("sharegpt", ("conversations",), _read_sharegpt),
-    Format("prompt/completion", ("prompt", "completion"), _prompt_and_text, _PARTS),
-    Format("prompt/response", ("prompt", "response"), _pair("prompt", "response"), _PARTS),
-    Format("query/response", ("query", "response"), _query, ("input", "context", *_REASONING)),
-    Format("alpaca", ("instruction", "output"), _alpaca("input", "output"), ("context", *_REASONING)),
-    Format("dolly", ("instruction", "response"), _alpaca("context", "response"), ("input", *_REASONING)),
-    Format("question/answer", ("question", "answer"), _pair("question", "answer"), _PARTS),
-    Format("text", ("text",), _read_text),
+    Format(
+        "messages",
+        ("messages",),
+        _read_messages,
+        unread=(),
+        written="`messages`: `role`, `content` (a text or a list of text parts), perhaps `tool_calls`; "
+        "a column `tools` (or `functions`)",
+        known_from="OpenAI, trl, axolotl, ms-swift",
+    ),
+    Format(
+        "sharegpt",
+        ("conversations",),
+        _read_sharegpt,
+        unread=(),
+        written="`conversations`: `from`, `value`",
+        known_from="sharegpt, LLaMA-Factory",
+    ),
+    Format(
+        "prompt/completion",
+        ("prompt", "completion"),
+        _prompt_and_text,
+        unread=_PARTS,
+        written="`prompt`, `completion`: lists of messages, or plain texts, which no chat template wraps",
+        known_from="trl",
+    ),
+    Format(
+        "prompt/response",
+        ("prompt", "response"),
+        _pair("prompt", "response"),
+        unread=_PARTS,
+        written="`prompt`, `response`",
+        known_from="ms-swift",
+    ),
+    Format(
+        "query/response",
+        ("query", "response"),
+        _query,
+        unread=("input", "context", *_REASONING),
+        written="`query`, `response`, perhaps `system`, `history`",
+        known_from="ms-swift",
+    ),
+    Format(
+        "alpaca",
+        ("instruction", "output"),
+        _alpaca("input", "output"),
+        unread=("context", *_REASONING),
+        written="`instruction`, `output`, perhaps `input`, `system`, `history`",
+        known_from="alpaca",
+    ),
+    Format(
+        "dolly",
+        ("instruction", "response"),
+        _alpaca("context", "response"),
+        unread=("input", *_REASONING),
+        written="`instruction`, `response`, perhaps `context`, `system`, `history`",
+        known_from="dolly",
+    ),
+    Format(
+        "question/answer",
+        ("question", "answer"),
+        _pair("question", "answer"),
+        unread=_PARTS,
+        written="`question`, `answer`, perhaps `system`",
+        known_from="GSM8K",
+    ),
+    Format(
+        "text",
+        ("text",),
+        _read_text,
+        unread=(),
+        written="`text`: plain text, all of it trained on",
+        known_from="any corpus",
+    ),
 ]
+"""In the order in which they are tried."""
+_added: dict[str, int] = {}
+"""Versions of those that were registered, by name."""
 
 
-def _conversation(
+def register_format(added: Format, *, before: str, version: int) -> None:
+    """Let `--dataset` read one more format; README.md has an example.
+
+    Args:
+        before: name of the format before which it is tried: of those that have columns in common, the one that asks
+            for more comes first.
+        version: raise it when `added.read` makes something else of a record, so that what is cached is not taken.
+
+    Raises:
+        ValueError: its name or its columns are those of another format, it lacks something, or there is no `before`.
+    """
+    names = [known.name for known in FORMATS]
+    if before not in names:
+        raise ValueError(f"register_format: there is no format {before!r} to come before; known: {', '.join(names)}")
+    lacking = [field.name for field in fields(added) if field.name != "unread" and not getattr(added, field.name)]
+    if lacking:
+        raise ValueError(f"register_format: the format {added.name!r} has no {lacking[0]}")
+    for known in FORMATS:
+        if known.name == added.name or set(known.columns) == set(added.columns):
+            what = f"is called {known.name!r}" if known.name == added.name else f"has the columns {known.columns}"
+            raise ValueError(f"register_format: another format {what}")
+    earlier = next((k.name for k in FORMATS[: names.index(before)] if set(k.columns) <= set(added.columns)), None)
+    if earlier is not None:
+        raise ValueError(
+            f"register_format: {added.name!r} would never be found behind {earlier!r}, all of whose columns it has; "
+            "let it come before that one"
+        )
+    FORMATS.insert(names.index(before), added)
+    _added[added.name] = version
+
+
+def registered_formats() -> list[list[Any]]:
+    """What records may have been read by beside our own formats: place, name, columns and version of each."""
+    return [
+        [place, known.name, known.columns, known.unread, _added[known.name]]
+        for place, known in enumerate(FORMATS)
+        if known.name in _added
+    ]
+
+
+def table_of_formats() -> str:
+    """The table of README.md."""
+    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in FORMATS)]
+    return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
+
+
+def conversation(
     row: Mapping[str, Any], columns: Columns, messages: list[dict[str, Any]], is_trained: list[bool | None]
 ) -> Conversation:
-    """With the record's own system prompt in front, if it has one, and its tools."""
+    """Messages as they were read, with the record's own system prompt in front, if it has one, and its tools.
+
+    Raises:
+        RowError: it has two system prompts, media, or tools that are none.
+    """
     if columns.system and columns.system not in row:
         raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
     name = columns.system or "system"

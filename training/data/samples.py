@@ -17,7 +17,7 @@ from ...moe.util.errors import ExpertMeshError
 from .cache import cache_error, filling_cache
 from .chat import TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from .formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
+from .formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row, registered_formats
 from .progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
@@ -220,7 +220,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             rows = Dataset.from_generator(
                 partial(_records, source, flag, options.columns, progress.counter),
                 cache_dir=str(cache),
-                fingerprint=_fingerprint(source.version, asdict(options.columns)),
+                fingerprint=_fingerprint(source.version, asdict(options.columns), *registered_formats()),
             )
         with TokenizingProgress(f"tokenizing {source.name}", len(rows), tells, cache) as progress:
             tokens = rows.map(
