@@ -10,13 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..moe.util.step_parts import StepPart
 from .mesh import Mesh
 from .parallelize.unreached import agree_on_gradients, num_lacking
 from .state import StateTensor, local_tensor, parameters_of
 from .topology import Topology
-
-STEP_PART: StepPart = "clipping"
 
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:

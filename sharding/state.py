@@ -16,11 +16,8 @@ from ..moe.experts.lora import is_adapter
 from ..moe.hf_model.build import fp32_parameters
 from ..moe.linear.quantized import SCALES, Storage, storages_of
 from ..moe.linear.rowwise import RowwiseLinear
-from ..moe.util.step_parts import StepPart
 from .stages import stages_of
 from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
-
-STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)

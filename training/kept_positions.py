@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..moe.torch_private import _top_saved_tensors_default_hooks
-from ..moe.util.step_parts import StepPart
 from ..sharding.collectives.tensor_parallel import TPGroup
-
-STEP_PART: StepPart = None
 
 
 def is_kept_otherwise() -> bool:

@@ -20,15 +20,12 @@ from ..moe.experts.router_losses import load_balancing_loss, router_z_loss
 from ..moe.experts.router_stats import RouterStats
 from ..moe.hf_model.build import take_stats
 from ..moe.hf_model.counts import seen_pairs
-from ..moe.util.step_parts import StepPart
 from ..sharding.pipeline.pipeline import stage_group
 from .attention.packed_attention import attention_arguments, told_whether_packed
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.routing_figures import Routing, routing_of
-
-STEP_PART: StepPart = "the step"
 
 
 @dataclass(frozen=True)

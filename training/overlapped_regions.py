@@ -19,10 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
 from ..moe.util.errors import ExpertMeshError
-from ..moe.util.step_parts import StepPart
 from ..sharding.collectives.tensor_parallel import TPGroup
-
-STEP_PART: StepPart = None
 
 
 class Operators(Protocol):

@@ -21,7 +21,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..moe.experts.forward import current_forward
 from ..moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..moe.experts.router_stats import RouterStats
-from ..moe.util.step_parts import StepPart
 from ..sharding.parallelize.parallelize import forget_forwards
 from ..sharding.parallelize.weight_gradients import weight_gradients
 from ..sharding.pipeline.cut import StageForward
@@ -45,8 +44,6 @@ from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.routing_figures import Routing, routing_of
 from .micro_batch import StepCounts, forward_of, run_model, weigh_losses
-
-STEP_PART: StepPart = "pipeline"
 
 
 def pipelined_gradients(

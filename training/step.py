@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..moe.hf_model.build import outdate_working_weights
-from ..moe.util.step_parts import StepPart
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.mesh import Mesh
 from ..sharding.pipeline.pipeline import pipeline_of
@@ -24,8 +23,6 @@ from .loss.balance import BiasUpdate, LossWeights
 from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step, losses_of
 from .pipelined import pipelined_gradients
-
-STEP_PART: StepPart = "the step"
 
 NO_TARGETS = "no token is to be predicted, on any rank: every label is -100"
 

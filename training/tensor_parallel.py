@@ -38,7 +38,6 @@ from ..moe.linear.fp8 import Division, FP8Layer
 from ..moe.linear.quantized import SCALES
 from ..moe.linear.rowwise import RowwiseLinear
 from ..moe.util.errors import ExpertMeshError
-from ..moe.util.step_parts import StepPart
 from ..sharding.collectives.tensor_parallel import TPGroup
 from ..sharding.parallelize.vocabulary import divided_vocabulary
 from ..sharding.topology import divisors, either
@@ -47,8 +46,6 @@ from .attention.packed_attention import tells_window
 from .data.batch import SplitSequences
 from .kept_positions import KeptPositions, is_kept_otherwise
 from .overlapped_regions import Operators, gather_multiply, multiply_scatter
-
-STEP_PART: StepPart = None
 
 
 @dataclass

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..util.gpu import computes_on_cpu
-from ..util.step_parts import StepPart
 from .padding import padded_rows
-
-STEP_PART: StepPart = None
 
 Library = Literal["blas", "onednn"]
 Product = Literal["forward", "input-gradient", "weight-gradient"]

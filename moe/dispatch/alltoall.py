@@ -19,11 +19,8 @@ from torch import Tensor
 
 from ..kernels.expert_products import even
 from ..util.recompute_cache import is_replaying, kept
-from ..util.step_parts import StepPart
 from .exchange import Exchange
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
-
-STEP_PART: StepPart = "dispatch"
 
 
 class Part(Protocol):

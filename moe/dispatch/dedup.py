@@ -21,14 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..util.recompute_cache import is_replaying, kept
-from ..util.step_parts import StepPart
 from .alltoall import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
 from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
 from .exchange import Exchange
 from .permute import ExpertOrder, count_experts, expert_order
-
-STEP_PART: StepPart = "dispatch"
 
 
 @dataclass(frozen=True)

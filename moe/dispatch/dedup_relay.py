@@ -24,11 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import is_replaying, kept, placeholder
-from ..util.step_parts import StepPart
 from .exchange import Exchange
 from .permute import ExpertOrder, combine_backward, gather_sum, spread
-
-STEP_PART: StepPart = "permute, combine"
 
 
 def _save(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:

@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import is_replaying, kept, placeholder
-from ..util.step_parts import StepPart
 from .exchange import Exchange
 from .permute import ExpertOrder, first_rows
-
-STEP_PART: StepPart = "dispatch"
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import is_replaying, kept, placeholder
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 
 class UnderWay:

@@ -16,9 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
 from ..util.recompute_cache import placeholder
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = "permute, combine"
 
 
 @dataclass(frozen=True)

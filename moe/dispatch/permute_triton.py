@@ -12,10 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "permute, combine"
-
 BLOCK = 1024
 """Elements of a row that a program processes at a time: in 4 warps, 16 bytes of bf16 per thread."""
 
@@ -76,7 +72,6 @@ def _grid(num_tokens: int, width: int) -> tuple[tuple[int, int], int]:
     return (num_tokens, triton.cdiv(width, block)), block
 
 
-@writes("rows_ptr")
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
     x_ptr, position_ptr, is_kept_ptr, rows_ptr, width, top_k: tl.constexpr, block: tl.constexpr
@@ -95,7 +90,6 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
         tl.store(rows_ptr + start + column, x, mask=column < end)
 
 
-@writes("out_ptr")
 @triton.jit
 def _gather_sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, position_ptr, is_kept_ptr, weights_ptr, out_ptr, width, top_k: tl.constexpr, block: tl.constexpr
@@ -118,7 +112,6 @@ def _gather_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-@writes("grad_rows_ptr", "grad_weights_ptr")
 @triton.jit
 def _combine_backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr,

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = "experts' activation"
-
 
 class Activation:
     """gate_RF, up_RF -> hidden_RF, as the experts module of a family in transformers has it.

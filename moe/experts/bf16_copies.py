@@ -11,10 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
-
 
 class WorkingWeights:
     """The working weights of one module.

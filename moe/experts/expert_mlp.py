@@ -24,13 +24,10 @@ from ..linear.quantized import SCALES, places_of_few, storages_of, stored_produc
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import keeping_products
-from ..util.step_parts import StepPart
 from .activation import Activation
 from .bf16_copies import WorkingWeights, local_part
 from .forward import current_forward
 from .shape import MoEShape
-
-STEP_PART: StepPart = "expert GEMMs"
 
 _JOINED = "w1 and v1"
 """Name of both in one tensor, (e, 2·F, D)."""

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from ..kernels.weight_gradients import WeightGradients
 from ..torch_private import _current_autograd_node
 from ..util.errors import ExpertMeshError
-from ..util.step_parts import StepPart
 from .router_stats import RouterStats
-
-STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 
 from ..dispatch.alltoall import Dispatcher, LocalDispatcher
 from ..dispatch.permute import count_experts
-from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP
 from .forward import forward_of_experts
 from .router_stats import router_stats
 from .scores import UNKNOWN
 from .shape import MoEShape
 from .shared_experts import Beside
-
-STEP_PART: StepPart = "router"
 
 
 class DMoE(nn.Module):

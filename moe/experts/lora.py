@@ -24,13 +24,10 @@ from ..cpu.matmul import Linear
 from ..linear.fp8 import FP8Linear, FP8RowwiseLinear
 from ..linear.quantized import SCALES, Kind, storages_of, store, stored_linear
 from ..linear.rowwise import RowwiseLinear
-from ..util.step_parts import StepPart
 from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
 from .layer import DMoE
 from .model_facts import facts_of
 from .model_layers import layer_prefixes, router_prefixes
-
-STEP_PART: StepPart = "adapters"
 
 A, B = "lora_A", "lora_B"
 """Names of an adapter's two parameters in a linear layer's module; among experts' weights they are as in

@@ -2,11 +2,8 @@
 
 from torch import nn
 
-from ..util.step_parts import StepPart
 from .layer import DMoE
 from .shape import MoEShape
-
-STEP_PART: StepPart = None
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..util.step_parts import StepPart
 from .router_stats import RouterStats
-
-STEP_PART: StepPart = "router"
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, global_tokens: Tensor | int) -> Tensor:

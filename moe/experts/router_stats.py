@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..util.step_parts import StepPart
 from .scores import LOG_SCORES
-
-STEP_PART: StepPart = "router"
 
 
 @dataclass(frozen=True)

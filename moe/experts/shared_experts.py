@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..util.step_parts import StepPart
 from .forward import Forward, current_forward
-
-STEP_PART: StepPart = None
 
 
 class Beside:

@@ -28,13 +28,10 @@ from ..experts.shared_experts import Beside
 from ..kernels.expert_kernels import ExpertKernel, Needs
 from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
-from ..util.step_parts import StepPart
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import keep, key_of, recall
 from .probe import answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from .rope import forget_earlier_rows
-
-STEP_PART: StepPart = None
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""

@@ -19,9 +19,6 @@ from torch import nn
 from ..experts.layer import DMoE
 from ..experts.model_facts import facts_of
 from ..experts.model_layers import decoder_layers, router_prefixes
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 _COLWISE = frozenset({"colwise", "colwise_gather_output"})
 _ROWWISE = frozenset({"rowwise", "rowwise_split_input"})

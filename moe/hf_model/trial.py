@@ -18,10 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..cpu.matmul import Linear
 from ..experts.model_layers import moe_layers
 from ..linear.rowwise import RowwiseLinear
-from ..util.step_parts import StepPart
 from .probe import leaving_no_trace
-
-STEP_PART: StepPart = None
 
 _LARGE = 2**16
 """Parameters with more elements are alike in all dims but the last, which takes no memory."""

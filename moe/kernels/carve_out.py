@@ -13,10 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
-
 LEFT = 16
 """Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.collectives.nccl`)."""
 

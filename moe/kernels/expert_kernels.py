@@ -34,7 +34,6 @@ from ..cpu.matmul import matmul, pad_rows
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import kept_product, placeholder
-from ..util.step_parts import StepPart
 from .carve_out import leaving_room
 from .expert_products import (
     Product,
@@ -52,8 +51,6 @@ from .grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
 from .kernel_names import Precision, check_kernel_name
 from .megablocks import SPARSE_PACKAGES, check_megablocks_sparse, megablocks_sparse, require
 from .weight_gradients import deferral_of, now_or_later
-
-STEP_PART: StepPart = "expert GEMMs"
 
 
 class FusedSwiGLU(Protocol):

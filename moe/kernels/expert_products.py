@@ -22,11 +22,8 @@ from torch.autograd.function import once_differentiable
 from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
 from ..util.recompute_cache import kept_product, placeholder
-from ..util.step_parts import StepPart
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
-
-STEP_PART: StepPart = "expert GEMMs"
 
 
 class Product(Protocol):

@@ -23,12 +23,9 @@ import torch
 from torch import Tensor
 
 from ..util.gpu import computes_on_cpu
-from ..util.step_parts import StepPart
 from .carve_out import leaving_room
 from .fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
 from .grouped import GroupedMatmul
-
-STEP_PART: StepPart = "expert GEMMs"
 
 
 def fp8_products(counts_e: Tensor, num_rows: int) -> GroupedMatmul:

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import takes_triton
-from ..util.step_parts import StepPart
 from .expert_products import host_counts, runs
-
-STEP_PART: StepPart = None
 
 MULTIPLE = 16
 """Widths are multiples of this, and so are an expert's rows where they are summed over: 16 bytes, as the operator

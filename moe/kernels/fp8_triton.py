@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = None
-
 ROWS, COLUMNS = 128, 64
 """Size of the tile that a program of the column kernels holds at a time."""
 
@@ -154,14 +150,12 @@ def _largest(x):  # type: ignore[no-untyped-def]
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
 
 
-@writes("largest_ptr")
 @triton.jit
 def _largest_of_rows_kernel(x_ptr, largest_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row, _, x = _row(x_ptr, width, BLOCK)
     tl.store(largest_ptr + row, _largest(x))
 
 
-@writes("codes_ptr", "scales_ptr")
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, largest_ptr, width, IS_KNOWN: tl.constexpr, BLOCK: tl.constexpr
@@ -185,7 +179,6 @@ def _rows_of(expert, ends_ptr, num_rows, IS_RAGGED: tl.constexpr):  # type: igno
     return start, end
 
 
-@writes("largest_ptr")
 @triton.jit(do_not_specialize=["splits"])
 def _largest_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -211,7 +204,6 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
     tl.store(largest_ptr + place + column, largest, mask=column < width)
 
 
-@writes("codes_ptr", "scales_ptr")
 @triton.jit(do_not_specialize=["parts"])
 def _columns_kernel(  # type: ignore[no-untyped-def]
     x_ptr,

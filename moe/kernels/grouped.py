@@ -16,11 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import kept_product, placeholder
-from ..util.step_parts import StepPart
 from .swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 from .weight_gradients import deferral_of, now_or_later
-
-STEP_PART: StepPart = "expert GEMMs"
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
-from ..util.step_parts import StepPart
 from .swiglu import SwiGLU
-
-STEP_PART: StepPart = "expert GEMMs"
 
 BLOCK = 128
 """Side of a block of stk's matrices; MegaBlocks knows no other."""

@@ -15,9 +15,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = "experts' activation"
 
 
 def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:

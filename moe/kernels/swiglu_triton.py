@@ -10,10 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "experts' activation"
-
 BLOCK = tl.constexpr(1024)
 
 _ALIGNED = 16
@@ -69,7 +65,6 @@ def _places(width, step):  # type: ignore[no-untyped-def]
     return row * step + column, row * width + column, column < width
 
 
-@writes("hidden_ptr")
 @triton.jit
 def _forward_kernel(gate_ptr, up_ptr, hidden_ptr, width, step):  # type: ignore[no-untyped-def]
     half, index, inside = _places(width, step)
@@ -79,7 +74,6 @@ def _forward_kernel(gate_ptr, up_ptr, hidden_ptr, width, step):  # type: ignore[
     tl.store(hidden_ptr + index, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
-@writes("d_gate_ptr", "d_up_ptr", "hidden_ptr")
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, grad_ptr, hidden_ptr, width, step

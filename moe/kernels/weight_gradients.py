@@ -31,10 +31,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
-
 
 class WeightGradients:
     """The weights' gradients that backwards have left for later, by micro-batch.

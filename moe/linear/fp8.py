@@ -31,10 +31,7 @@ from ..kernels.fp8_casts import (
     plain_multiply,
 )
 from ..util.gpu import computes_on_cpu
-from ..util.step_parts import StepPart
 from .rowwise import RowwiseLinear
-
-STEP_PART: StepPart = None
 
 
 class Ranks(Protocol):

@@ -25,9 +25,6 @@ from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..kernels.expert_products import host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, kept_product, placeholder
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = "dequantization"
 
 Kind = Literal["fp8", "nf4"]
 

@@ -14,9 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..util.gpu import computes_on_cpu
-from ..util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 
 class RowwiseLinear(nn.Linear):

@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "dequantization"
-
 BLOCK = 4096
 """Values of a row that one program computes."""
 
@@ -48,7 +44,6 @@ def fused_nf4(codes_RC: Tensor, scales_RG: Tensor, pairs: Tensor, columns: int, 
     return wide_RO
 
 
-@writes("wide_ptr")
 @triton.jit
 def _fp8_kernel(codes_ptr, scales_ptr, wide_ptr, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     # rows times columns of all experts pass 2^31
@@ -64,7 +59,6 @@ def _fp8_kernel(codes_ptr, scales_ptr, wide_ptr, columns, BLOCK: tl.constexpr): 
     tl.store(wide_ptr + row * columns + column, wide.to(wide_ptr.dtype.element_ty), mask=inside)
 
 
-@writes("wide_ptr")
 @triton.jit
 def _nf4_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, scales_ptr, pairs_ptr, wide_ptr, num_codes, num_scales, columns, HALF: tl.constexpr

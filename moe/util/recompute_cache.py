@@ -18,10 +18,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .step_parts import StepPart
-
-STEP_PART: StepPart = None
-
 
 @dataclass
 class Keeper:

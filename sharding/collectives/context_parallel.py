@@ -24,10 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...moe.dispatch.exchange import UnderWay
-from ...moe.util.step_parts import StepPart
 from .tensor_parallel import TPGroup
-
-STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)

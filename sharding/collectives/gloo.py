@@ -20,9 +20,6 @@ from torch.distributed import ProcessGroup
 
 from ...moe.torch_private import AllGather, ReduceScatter, _resolve_process_group, _storage_Use_Count
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 
 class SharedMemory:

@@ -3,10 +3,6 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = None
-
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 

@@ -16,10 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...moe.util.gpu import computes_on_cpu
-from ...moe.util.step_parts import StepPart
 from .single import all_gather, reduce_scatter
-
-STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.transformers_private import wrap_checkpointing
 from ...moe.util.gpu import is_rehearsing_gpu
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 
 def offload_inputs(model: Any, device_type: str) -> None:

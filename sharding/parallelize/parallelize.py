@@ -20,7 +20,6 @@ from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
 from ...moe.linear.quantized import view_codes
 from ...moe.util.gpu import is_rehearsing_gpu
-from ...moe.util.step_parts import StepPart, lasting
 from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from ..mesh import Mesh
 from ..pipeline.cut import cut
@@ -33,8 +32,6 @@ from .offload import offload_inputs
 from .recompute import checkpoint_layers, keep_products
 from .tensor_parallel import divided_here, place_divided
 from .unreached import reduce_unreached
-
-STEP_PART: StepPart = None
 
 
 def parallelize(
@@ -272,7 +269,6 @@ def fill_adapters(model: nn.Module, topology: Topology, seed: int) -> None:
         part.local.copy_(first_values(name, rows, part.shape[1], rows_a_matrix, seed))
 
 
-@lasting
 def zeros_by_rows(parameter: Tensor, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros with as many rows as `parameter` has, sharded as it is and held where its rows are."""
     local = local_tensor(parameter)

@@ -18,10 +18,7 @@ from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.transformers_private import calls, replacing_attention
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.recompute_cache import KEEPER, Keeper
-from ...moe.util.step_parts import StepPart
 from .choices import Checkpointing
-
-STEP_PART: StepPart = None
 
 _ROUTING = frozenset({"aten::topk"})
 """Routers scale the weights that topk gave them where they lie: what is kept must be a copy. It is small."""

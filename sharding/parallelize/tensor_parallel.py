@@ -8,13 +8,10 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ...moe.linear.quantized import SCALES
-from ...moe.util.step_parts import StepPart
 from ..collectives.tensor_parallel import TPGroup
 from ..mesh import Mesh
 from ..stages import stages_of
 from .vocabulary import divide_embedding
-
-STEP_PART: StepPart = None
 
 
 def divided_here(model: Any) -> Mapping[str, str]:

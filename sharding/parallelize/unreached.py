@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...moe.torch_private import changed
-from ...moe.util.step_parts import StepPart
 from ..mesh import Mesh
 from ..state import StateTensor, parameters_of
-
-STEP_PART: StepPart = None
 
 
 class Unreached:

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ..collectives.tensor_parallel import TPGroup
 from ..state import local_tensor
-
-STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ from ...moe.experts.bf16_copies import distributed_like, local_part
 from ...moe.experts.model_layers import moe_layers
 from ...moe.kernels.weight_gradients import ExpertsCall, WeightGradients
 from ...moe.util.gpu import is_rehearsing_gpu
-from ...moe.util.step_parts import StepPart
 from ..collectives.gloo import GlooReduceScatter, SharedMemory
 from ..collectives.single import reduce_scatter
 from ..mesh import Mesh
-
-STEP_PART: StepPart = None
 
 
 def weight_gradients(model: Any, mesh: Mesh) -> WeightGradients:

@@ -25,11 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
-from ...moe.util.step_parts import StepPart
 from ..stages import Stages
 from .survey import Size
-
-STEP_PART: StepPart = None
 
 
 @dataclass(eq=False)

@@ -8,10 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = "pipeline"
-
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 

@@ -8,11 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart
 from ..state import StateTensor, local_tensor, trainable_of
 from .pipeline import Pipeline
-
-STEP_PART: StepPart = "pipeline"
 
 
 @contextmanager

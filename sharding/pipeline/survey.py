@@ -23,10 +23,7 @@ from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.hf_model.build import fp32_parameters, without_computing
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from .balance import crossing
-
-STEP_PART: StepPart = "pipeline"
 
 BEFORE = -1
 """The place before the first layer, as origin of a tensor."""

@@ -1,13 +1,15 @@
-"""That what part of a step something is, is declared by the code itself: nowhere by a path or a name of ours."""
+"""What part of a step code is: that the table in `planning.step_parts` has every module that runs in one, and what is
+made of it."""
 
 import ast
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
+from textwrap import indent
 from types import FrameType
 from typing import Any, get_args
 from unittest import mock
@@ -16,15 +18,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.util import step_parts as declared
-from expertmesh.moe.util.step_parts import lasting, writes, written_by
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.profiling import _Ranges
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning import step_parts
+from expertmesh.training.planning.rehearsal import attribution
 from expertmesh.training.planning.rehearsal.attribution import LASTING, Parts, StepPlace
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
 from expertmesh.training.planning.rehearsal.world import rehearse
+from expertmesh.training.planning.step_parts import (
+    STEP_PARTS,
+    StepPart,
+    Writes,
+    has_modules_from_outside,
+    is_lasting,
+    register_step_part,
+    writes,
+    written_by,
+)
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, sharded_model
@@ -39,9 +53,9 @@ RECORDING = ("expertmesh.training.planning.rehearsal.", "expertmesh.training.mon
 
 
 @contextmanager
-def noting_undeclared() -> Iterator[set[str]]:
-    """Modules of ours without STEP_PART that call an operator within it, or stand on the call stack between an operator
-    and the module that says what part of a step it is; but for those that record, or stand in for a GPU."""
+def noting_unlisted() -> Iterator[set[str]]:
+    """Modules of ours that are not in the table and call an operator within it, or stand on the call stack between an
+    operator and the module whose part of a step it is; but for those that record, or stand in for a GPU."""
     found: set[str] = set()
     here = Parts.here
 
@@ -50,9 +64,9 @@ def noting_undeclared() -> Iterator[set[str]]:
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
             is_ours = name.startswith(PRODUCT) and not name.startswith(RECORDING)
-            if is_ours and "STEP_PART" not in frame.f_globals:
+            if is_ours and name not in STEP_PARTS:
                 found.add(name)
-            if frame.f_globals.get("STEP_PART") is not None:
+            if name in STEP_PARTS and STEP_PARTS[name].part is not None:
                 break
             frame = frame.f_back
         return here(parts)
@@ -84,11 +98,11 @@ DRY_RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DRY_RUNS)
-def test_every_module_that_calls_operators_declares_its_part_on_a_gpu(name: str) -> None:
+def test_every_module_that_calls_operators_is_listed_on_a_gpu(name: str) -> None:
     family, world_size, flags = DRY_RUNS[name]
-    with noting_undeclared() as undeclared:
+    with noting_unlisted() as unlisted:
         rehearse(flags_of(**flags), tiny_config(family), world_size)
-    assert undeclared == set()
+    assert unlisted == set()
 
 
 BF16 = {"optim": "adamw_bf16"}
@@ -105,29 +119,27 @@ REAL_RUNS: dict[str, tuple[Topology, Case]] = {
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", REAL_RUNS)
-def test_every_module_that_calls_operators_declares_its_part_on_a_cpu(
-    ranks: RankPool, tmp_path: Path, name: str
-) -> None:
+def test_every_module_that_calls_operators_is_listed_on_a_cpu(ranks: RankPool, tmp_path: Path, name: str) -> None:
     save_model(tmp_path)
     topology, case = REAL_RUNS[name]
-    for undeclared in ranks.run(_undeclared, topology.world_size, tmp_path, topology, case):
-        assert undeclared == set()
+    for unlisted in ranks.run(_unlisted, topology.world_size, tmp_path, topology, case):
+        assert unlisted == set()
 
 
-def _undeclared(path: Path, topology: Topology, case: Case) -> set[str]:
+def _unlisted(path: Path, topology: Topology, case: Case) -> set[str]:
     model, mesh, _ = sharded_model(path, topology, case)
     optimizer = build_optimizer(model.train(), TrainConfig(model="-", dataset=["-"], **case.settings), mesh)
     batches = my_batches(case, topology, dist.get_rank())
-    with noting_undeclared() as undeclared, _Ranges(Parts(model)):
+    with noting_unlisted() as unlisted, _Ranges(Parts(model)):
         train_step(model, optimizer, batches, mesh, LossWeights(case.balance, case.z), max_grad_norm=0.1)
-    return undeclared
+    return unlisted
 
 
-def test_a_module_that_does_not_declare_its_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("expertmesh.moe.dispatch.exchange.STEP_PART")
-    with noting_undeclared() as undeclared:
+def test_a_module_that_is_not_listed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(STEP_PARTS, "expertmesh.moe.dispatch.exchange")
+    with noting_unlisted() as unlisted:
         rehearse(flags_of(ep_size=4), tiny_config("mixtral"), 8)
-    assert undeclared == {"expertmesh.moe.dispatch.exchange"}
+    assert unlisted == {"expertmesh.moe.dispatch.exchange"}
 
 
 class _Modules(torch.nn.Module):
@@ -147,11 +159,16 @@ def parts_of_no_model() -> Iterator[Parts]:
         yield Parts(_Modules())
 
 
-def told(source: str, name: str = "anything", part: Any = ..., file: str = "anywhere.py") -> StepPlace:
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(step_parts, "STEP_PARTS", dict(STEP_PARTS))
+    monkeypatch.setattr(attribution, "STEP_PARTS", step_parts.STEP_PARTS)
+
+
+def told(source: str, name: str = "anything", file: str = "anywhere.py") -> StepPlace:
     """The place that is found for an operator which `call` of a module with this source would call."""
-    module: dict[str, Any] = {"__name__": name, "lasting": lasting}
-    if part is not ...:
-        module["STEP_PART"] = part
+    module: dict[str, Any] = {"__name__": name}
     exec(compile(source, file, "exec"), module)
     with parts_of_no_model() as parts:
         # in the place of `__torch_dispatch__`
@@ -163,52 +180,123 @@ def told(source: str, name: str = "anything", part: Any = ..., file: str = "anyw
 
 
 PLAIN = "def call(operator):\n    return operator()\n"
+METHOD = f"class Own:\n    @staticmethod\n{indent(PLAIN, '    ')}\ncall = Own.call\n"
 
 
-def test_neither_file_nor_name_of_ours_says_what_part_something_is() -> None:
-    for file in ("/x/moe/dispatch/alltoall.py", "/x/training/loss/head.py", "elsewhere.py"):
-        for function in ("call", "_no_moments", "zeros_by_rows"):
-            source = PLAIN.replace("call", function) + f"call = {function}\n"
-            assert told(source, part="router", file=file).part == "router"
-            assert told(source, file=file).part == "other"
-    renamed = "def rotary_embedding(operator):\n    return operator()\ncall = rotary_embedding\n"
-    assert told(renamed, part="router").part == "router"
-    assert told(PLAIN, name="expertmesh.moe.dispatch.alltoall", part="rotary").part == "rotary"
+@pytest.mark.usefixtures("outside")
+def test_a_module_from_outside_is_the_part_that_it_is_registered_as() -> None:
+    register_step_part("theirs.router", "router", lasting=("Own.call",))
+    for file in ("/x/moe/dispatch/alltoall.py", "elsewhere.py"):
+        assert told(PLAIN, "theirs.router", file).part == "router"
+        assert told(PLAIN, "theirs", file).part == "other"
+    assert told(METHOD, "theirs.router").part == LASTING
+    renamed = PLAIN.replace("call", "rotary_embedding") + "call = rotary_embedding\n"
+    assert told(renamed, "theirs.router").part == "router"
+    assert told(renamed).part == "rotary"
+    # last, as what runs the tests has this name too
+    register_step_part("__main__", "norms")
+    assert told(PLAIN, "__main__").part == told(METHOD, "__main__").part == "norms"
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_helper_from_outside_is_what_its_caller_is() -> None:
+    register_step_part("theirs.helper", None)
+    helper: dict[str, Any] = {"__name__": "theirs.helper"}
+    exec(PLAIN, helper)
+    caller = {"__name__": "expertmesh.moe.dispatch.alltoall", "helper": helper["call"]}
+    exec("def call(operator):\n    return helper(operator)\n", caller)
+    with parts_of_no_model() as parts:
+        assert caller["call"](lambda: parts.here()).part == "dispatch"
+
+
+@pytest.mark.usefixtures("outside")
+def test_what_cannot_be_registered_is_refused_by_name() -> None:
+    with pytest.raises(ExpertMeshError, match=r"theirs cannot be registered as part 'routers' .* router, dispatch"):
+        register_step_part("theirs", "routers")  # type: ignore[arg-type]
+    register_step_part("theirs", "router")
+    register_step_part("theirs", "router")
+    for name in ("theirs", "expertmesh.moe.experts.layer"):
+        with pytest.raises(ExpertMeshError, match=f"{name} is registered already, as part 'router'"):
+            register_step_part(name, "norms")
+
+
+@pytest.mark.usefixtures("outside")
+def test_figures_that_code_from_outside_may_change_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedMeasure, "_measured_parameters", lambda self: None)
+    assert not has_modules_from_outside()
+    assert CachedMeasure(flags_of(), {}, lambda: None, "cuda").file is not None
+    register_step_part("theirs", "router")
+    assert CachedMeasure(flags_of(), {}, lambda: None, "cuda").file is None
 
 
 def test_what_another_package_calls_is_told_by_its_modules() -> None:
     assert told(PLAIN, name="torch.optim.adam").part == "optimizer step"
+    assert told(PLAIN, name="torch.optim.adagrad").part == "optimizer step"
     assert told(PLAIN, name="torch.distributed.fsdp._fully_shard._fsdp_state").part == "FSDP"
     assert told(PLAIN, name="torch.optimal").part == "other"
-
-
-def test_what_lasts_is_declared_by_its_function() -> None:
-    assert told(f"@lasting\n{PLAIN}", part="router").part == LASTING
-    assert told(PLAIN, part="router").part == "router"
 
 
 def test_functions_alike_in_two_modules_are_told_apart() -> None:
     """Their code objects are equal: neither the file nor the module is compared."""
     with parts_of_no_model() as parts:
         found = []
-        for part in ("router", "dispatch"):
-            module: dict[str, Any] = {"STEP_PART": part}
-            exec(compile(PLAIN, f"{part}.py", "exec"), module)
+        for name in ("expertmesh.moe.experts.layer", "expertmesh.moe.dispatch.alltoall"):
+            module: dict[str, Any] = {"__name__": name}
+            exec(compile(PLAIN, f"{name}.py", "exec"), module)
             found.append(module["call"](lambda: parts.here()).part)
     assert found == ["router", "dispatch"]
 
 
-def test_parts_are_those_that_there_are() -> None:
-    known = {part for literal in get_args(declared.StepPart) for part in get_args(literal)} | {None}
+def test_what_is_listed_is_there() -> None:
+    for name, module in STEP_PARTS.items():
+        if name.startswith(PRODUCT):
+            file = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
+            assert file.is_file(), name
+            functions = dict(functions_in(ast.parse(file.read_text())))
+            assert functions.keys() >= {*module.lasting, *module.kernels}, name
+            for kernel, told in module.kernels.items():
+                parameters = {parameter.arg for parameter in functions[kernel].args.args}
+                assert parameters >= told.written | told.updated, (name, kernel)
+        else:
+            functions_of_torch = [attrgetter(path)(importlib.import_module(name)) for path in module.lasting]
+            assert functions_of_torch, name
+            assert all(map(is_lasting, functions_of_torch)), name
+    assert {module.part for module in STEP_PARTS.values()} == {*get_args(StepPart), None}
+
+
+def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of a module and of its classes, by their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield f"{prefix}{node.name}", node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions_in(node, f"{prefix}{node.name}.")
+
+
+def unlisted_by_text() -> set[str]:
+    """Modules of ours that are not in the table and have an autograd function, a module of a model or Triton kernels,
+    whether or not a test runs them; but for those that record."""
     found = set()
-    for package in ("moe", "sharding", "training", "checkpoints"):
-        for file in sorted((ROOT / package).rglob("*.py")):
-            if re.search("^STEP_PART", file.read_text(), re.MULTILINE):
-                name = PRODUCT + ".".join(file.relative_to(ROOT).with_suffix("").parts)
-                if name.endswith("_triton"):
-                    pytest.importorskip("triton")
-                found.add(importlib.import_module(name).STEP_PART)
-    assert found == known
+    for folder in ("moe", "sharding", "checkpoints", "training"):
+        for file in (ROOT / folder).rglob("*.py"):
+            name = PRODUCT + ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            bases = {
+                ast.unparse(base).rpartition(".")[2]
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.ClassDef)
+                for base in node.bases
+            }
+            if bases & {"Function", "Module"} or file.stem.endswith("_triton"):
+                found.add(name)
+    return {name for name in found if name not in STEP_PARTS and not name.startswith(RECORDING)}
+
+
+def test_every_module_that_has_layers_or_kernels_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unlisted_by_text() == set()
+    left_out = {f"{PRODUCT}moe.experts.layer", f"{PRODUCT}moe.linear.widen_triton", f"{PRODUCT}training.loss.head"}
+    for name in left_out:
+        monkeypatch.delitem(STEP_PARTS, name)
+    assert unlisted_by_text() == left_out
 
 
 def kernels() -> list[Any]:
@@ -260,22 +348,22 @@ def first_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def test_kernels_declare_what_they_write() -> None:
+def test_kernels_write_what_is_listed() -> None:
     pytest.importorskip("triton")
     assert len(kernels()) >= 16
     for kernel in kernels():
-        written, updated = written_by(kernel)
+        told = written_by(kernel)
         loaded, stored = (pointers(kernel, operator) for operator in ("load", "store"))
         assert stored, kernel.fn
-        assert written == stored - loaded, kernel.fn
-        assert updated == stored & loaded, kernel.fn
+        assert told == Writes(frozenset(stored - loaded), frozenset(stored & loaded)), kernel.fn
 
 
-def test_a_kernel_that_declares_nothing_reads_all() -> None:
+@pytest.mark.usefixtures("outside")
+def test_a_kernel_that_is_not_listed_reads_all() -> None:
     """As another package's: what it fills counts once all the same."""
-
-    class Kernel:
-        fn = staticmethod(lambda x_ptr, out_ptr: None)
-
-    assert written_by(Kernel()) == (frozenset(), frozenset())
-    assert written_by(writes("out_ptr", updates=("x_ptr",))(Kernel())) == ({"out_ptr"}, {"x_ptr"})
+    module: dict[str, Any] = {"__name__": "theirs"}
+    exec("def kernel(x_ptr, out_ptr): pass\nclass Kernel:\n    fn = staticmethod(kernel)\n", module)
+    assert written_by(module["Kernel"]()) == Writes()
+    told = writes("out_ptr", updates=("x_ptr",))
+    register_step_part("theirs", "router", kernels={"kernel": told})
+    assert written_by(module["Kernel"]()) == told == Writes(frozenset({"out_ptr"}), frozenset({"x_ptr"}))

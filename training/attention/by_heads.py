@@ -21,10 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ...moe.util.step_parts import StepPart
 from ...sharding.collectives.context_parallel import CPGroup
-
-STEP_PART: StepPart = None
 
 Kind = Literal["heads", "convolution"]
 

@@ -24,12 +24,9 @@ from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
 from .packed_attention import attention_arguments, kinds_by_layer, seen_by_mask, tells_window, told_whether_packed
-
-STEP_PART: StepPart = None
 
 _ALIKE = 0.75
 """Samples that are at least this fraction as long as the longest are padded to its length."""

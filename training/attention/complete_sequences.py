@@ -19,13 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ..data.batch import SplitSequences
 from .by_heads import SplitFunctions, splitting, without_unnamed
 from .by_sample import BySample
 from .packed_attention import tells_window
-
-STEP_PART: StepPart = None
 
 _CACHES = frozenset({"cache", "past_key_values", "past_key_value", "cache_params"})
 """Names of the argument that transformers' modules take their cache by: `cache` since 5.24."""

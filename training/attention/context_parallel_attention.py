@@ -26,7 +26,6 @@ from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import without_computing
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ...sharding.collectives.context_parallel import CPGroup
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.topology import divisors, either
@@ -44,8 +43,6 @@ from .packed_attention import (
     told_whether_packed,
     window_told,
 )
-
-STEP_PART: StepPart = None
 
 _BY_ITSELF = frozenset({"mlp", "moe"})
 """Kinds of layers that have no attention, as they look at each token by itself."""

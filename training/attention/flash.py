@@ -22,9 +22,6 @@ from torch import Tensor
 
 from ...moe.torch_private import flash_operator
 from ...moe.util.gpu import is_rehearsing_gpu
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 _WIDEST = 256
 """Width of the widest heads that the GPU's kernel takes."""

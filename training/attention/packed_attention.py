@@ -24,11 +24,8 @@ from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
-
-STEP_PART: StepPart = None
 
 OWN = "expertmesh"
 """Name of this attention among those of transformers."""

@@ -20,9 +20,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...moe.util.gpu import takes_triton
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = "norms"
 
 _SCALES = ("rounded", "exact", "one more")
 """What becomes of normed values in fp32: rounded to the input's dtype and then multiplied by the weight; or multiplied

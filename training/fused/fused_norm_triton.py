@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "norms"
-
 BLOCK = 2048
 """Values that one program holds at a time, of several rows where rows are narrower."""
 
@@ -92,7 +88,6 @@ def _tile(width: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(4, rows * block // 512))
 
 
-@writes("out_ptr", "factor_ptr")
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -127,7 +122,6 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + out_index, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@writes("d_x_ptr", "sums_ptr")
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr,

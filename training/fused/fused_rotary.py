@@ -19,9 +19,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...moe.util.gpu import takes_triton
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = "rotary"
 
 _HALVES, _PAIRS = False, True
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,10 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "rotary"
-
 BLOCK = 4096
 """Values that one program holds at most: of several heads at one position."""
 
@@ -63,7 +59,6 @@ def rotate(
     )
 
 
-@writes("out_ptr")
 @triton.jit(do_not_specialize=["positions"])
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     x_ptr,

@@ -11,11 +11,8 @@ import torch.distributed as dist
 
 from ...moe.experts.model_layers import moe_layers
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
 from ..config.train_config import TrainConfig
 from .routing_figures import Routing
-
-STEP_PART: StepPart = "optimizer step"
 
 BIAS_RATE = 0.001
 """What DeepSeek-V3 was trained with (arXiv 2412.19437, 4.2)."""

@@ -13,9 +13,6 @@ from torch import Tensor
 from ...moe.cpu.matmul import add_product, matmul, pad_rows
 from ...moe.experts.forward import Targets
 from ...moe.util.gpu import computes_on_cpu
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = "LM head, loss"
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU

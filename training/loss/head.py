@@ -21,15 +21,12 @@ from ...moe.experts.forward import Forward, Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import takes_triton
-from ...moe.util.step_parts import StepPart
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
 from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
 from .vocabulary import complete_logits, vocabulary_loss_sum
-
-STEP_PART: StepPart = "LM head, loss"
 
 
 class LossHead(nn.Linear):

@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart, writes
-
-STEP_PART: StepPart = "LM head, loss"
-
 BLOCK = 4096
 
 # Where a chunk's targets, and one row of figures after another, begin in memory depends on the number of rows. Of each
@@ -58,7 +54,6 @@ def fused_gradient(logits_Cv: Tensor, targets_C: Tensor, highest_C: Tensor, exp_
     return logits_Cv
 
 
-@writes("losses_ptr", updates=("logits_ptr",))
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
@@ -68,7 +63,6 @@ def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOC
     _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, BLOCK)
 
 
-@writes("highest_ptr", "exp_sums_ptr", "at_target_ptr")
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr", "at_target_ptr"])
 def _row_figures_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, at_target_ptr, num_columns, BLOCK: tl.constexpr
@@ -81,7 +75,6 @@ def _row_figures_kernel(  # type: ignore[no-untyped-def]
     tl.store(at_target_ptr + row, at_target)
 
 
-@writes(updates=("logits_ptr",))
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr"])
 def _gradient_kernel(logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)

@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...moe.experts.router_stats import RouterStats
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = "router"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from torch.autograd.function import once_differentiable
 from ...moe.experts.forward import Targets
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import takes_triton
-from ...moe.util.step_parts import StepPart
 from ...sharding.collectives.tensor_parallel import TPGroup
 from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
-
-STEP_PART: StepPart = "LM head, loss"
 
 
 def vocabulary_loss_sum(

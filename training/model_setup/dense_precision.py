@@ -7,9 +7,6 @@ import torch
 from ...moe.experts.lora import layers_linear, unquantized, use_fp8
 from ...moe.linear.fp8 import suits_fp8
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.step_parts import StepPart
-
-STEP_PART: StepPart = None
 
 
 def multiply_in_fp8(model: Any, device_type: str) -> str:

@@ -20,12 +20,9 @@ from torch import Tensor
 
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.util.gpu import takes_triton
-from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 from .update import LARGEST_BLOCK, Update
-
-STEP_PART: StepPart = "optimizer step"
 
 SMALLEST_BLOCK = 64
 """With fewer, their scales would weigh too much."""
@@ -101,7 +98,6 @@ class _AdamW(ResumableOptimizer):
         and its state."""
         raise NotImplementedError
 
-    @lasting
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """State of a parameter before its first step: zeros."""
         raise NotImplementedError
@@ -128,7 +124,6 @@ class AdamW8bit(_AdamW):
     row; a parameter whose rows no block divides (see `block_size`) keeps its moments in fp32.
     """
 
-    @lasting
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         block = block_size(parameter.shape)
         if block is None:
@@ -243,7 +238,6 @@ class AdamWBf16(_AdamW):
         self.rows = rows
         self.seed = seed
 
-    @lasting
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         row = parameter.shape[1:]
         return {name: zeros_by_rows(parameter, row, parameter.dtype) for name in ("exp_avg", "exp_avg_sq")}

@@ -14,10 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart, writes
 from .update import LARGEST_BLOCK, Update
-
-STEP_PART: StepPart = "optimizer step"
 
 ROOM = tl.constexpr(LARGEST_BLOCK)
 """Room for values of 8-bit state that share a scale."""
@@ -113,7 +110,6 @@ def _scalars(update: Update) -> tuple[Tensor | float, ...]:
     )
 
 
-@writes(updates=("weight_ptr", "mean_ptr", "square_ptr"))
 @triton.jit
 def _fp32_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, mean_ptr, square_ptr, size,
@@ -133,7 +129,6 @@ def _fp32_kernel(  # type: ignore[no-untyped-def]
     tl.store(square_ptr + index, square, mask=inside)
 
 
-@writes(updates=("weight_ptr", "mean_codes_ptr", "mean_scales_ptr", "square_codes_ptr", "square_scales_ptr"))
 @triton.jit
 def _8bit_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, mean_codes_ptr, mean_scales_ptr, square_codes_ptr, square_scales_ptr,
@@ -173,7 +168,6 @@ def _8bit_kernel(  # type: ignore[no-untyped-def]
     tl.store(square_scales_ptr + block, square_scale, mask=is_block)
 
 
-@writes(updates=("weight_ptr", "mean_ptr", "square_ptr"))
 @triton.jit(do_not_specialize=["first_row", "number", "seed"])
 def _bf16_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, mean_ptr, square_ptr, step_ptr, rows, columns, first_row, number, seed,

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from ...checkpoints.files.mapping import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
-from ...moe.util.step_parts import StepPart
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
-
-STEP_PART: StepPart = "optimizer step"
 
 
 @dataclass(frozen=True)

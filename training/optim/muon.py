@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from .matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients
-
-STEP_PART: StepPart = "optimizer step"
 
 MOMENTUM, COEFFICIENTS, ITERATIONS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
@@ -72,7 +69,6 @@ class Muon(MatrixOptimizer):
                 self._update(owned.matrix, direction_RD)
         self.adamw.step()
 
-    @lasting
     def _begin(self, parameter: Tensor) -> None:
         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 

@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checkpoints.training_state.resuming import StateLayout
-from ...moe.util.step_parts import StepPart, lasting
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from .matrices import Matrix, MatrixOptimizer, UpdateKernel, block_shapes, on_owners, with_gradients
-
-STEP_PART: StepPart = "optimizer step"
 
 RIDGE = 1e-5
 """Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,
@@ -104,7 +101,6 @@ class Shampoo(MatrixOptimizer):
             local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
             local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
 
-    @lasting
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         state["step"] = torch.zeros(())
@@ -137,7 +133,6 @@ class Shampoo(MatrixOptimizer):
         change_RD = roots[0] @ mean_RD @ roots[1]
         return change_RD * (adam_RD.norm() / change_RD.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
-    @lasting
     def _factor(self, state: dict[str, Tensor], name: str, matrix: Matrix, side: str) -> Tensor:
         """A factor or root of a block on this rank; zeros if it is not there yet."""
         if name not in state:

@@ -1,4 +1,4 @@
-"""Which part of a step asks for an operator: declared by the code that calls it, or what its forward was part of."""
+"""Which part of a step asks for an operator: that of the code that calls it, or what its forward was part of."""
 
 import re
 import sys
@@ -14,13 +14,13 @@ from torch.utils import checkpoint
 from ....moe.experts.layer import DMoE
 from ....moe.experts.model_layers import decoder_layers, moe_layers, router_prefixes
 from ....moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
-from ....moe.util.step_parts import is_lasting, lasting
+from ..step_parts import STEP_PARTS, is_lasting
 
 LASTING, FSDP = "lasting", "FSDP"
 _OF_TORCH = {torch.optim.__name__: "optimizer step", fsdp.__name__: FSDP}
 """What the packages of torch are a part of that call operators for themselves."""
-lasting(torch.optim.AdamW._init_group)
-lasting(ShardingPropagator._propagate_tensor_meta_non_cached)
+assert is_lasting(torch.optim.AdamW._init_group), "what makes AdamW's state is told by its name"
+assert is_lasting(ShardingPropagator._propagate_tensor_meta_non_cached), "what finds out shapes is told by its name"
 assert FSDPState.__module__.startswith(f"{fsdp.__name__}."), "what FSDP calls is told by its package's name"
 
 
@@ -40,7 +40,7 @@ class StepPlace:
 
 @dataclass(frozen=True)
 class _Code:
-    """What a function and its module declare of the operators that it calls.
+    """What is known of the operators that a function calls, by its module.
 
     code: held, so that no other gets its address. is_lasting: whether they are part of no step. checkpoints: whether it
     recomputes a forward in backward. is_method: has a `self`.
@@ -56,10 +56,11 @@ class _Code:
     @staticmethod
     def of(frame: FrameType) -> "_Code":
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-        part = _declared(frame)
+        known = STEP_PARTS.get(module)
+        part = _of_another(module, code) if known is None else known.part
         return _Code(
             code,
-            is_lasting(code),
+            known is not None and code.co_qualname in known.lasting,
             module == checkpoint.__name__,
             part,
             None if part in _CALL_BACKWARD else part,
@@ -67,14 +68,10 @@ class _Code:
         )
 
 
-def _declared(frame: FrameType) -> str | None:
-    """The part of a step that a function's module declares, if it is ours; of another's, what is known of it."""
-    if "STEP_PART" in frame.f_globals:
-        part: str | None = frame.f_globals["STEP_PART"]
-        return part
-    package = f"{frame.f_globals.get('__name__')}."
-    of_torch = next((part for name, part in _OF_TORCH.items() if package.startswith(f"{name}.")), None)
-    return of_torch or ("rotary" if "rotary" in frame.f_code.co_name else None)
+def _of_another(module: str, code: CodeType) -> str | None:
+    """The part of a step that a function of another package is, as far as that is known."""
+    of_torch = next((part for name, part in _OF_TORCH.items() if f"{module}.".startswith(f"{name}.")), None)
+    return of_torch or ("rotary" if "rotary" in code.co_name else None)
 
 
 def _own_self(frame: FrameType) -> Any:
@@ -90,9 +87,9 @@ def _own_self(frame: FrameType) -> Any:
 class Parts:
     """Finds the place of the operator that is being called.
 
-    Forward: the innermost frame of the call stack whose module declares its part of a step (see `moe.util.step_parts`),
-    or is FSDP's or an optimizer's, or whose `self` is one of the model's modules. Backward of operators: as in the
-    forward that made the node of the graph.
+    Forward: the innermost frame of the call stack whose module is a part of a step by `planning.step_parts`, or is
+    FSDP's or an optimizer's, or whose `self` is one of the model's modules. Backward of operators: as in the forward
+    that made the node of the graph.
     """
 
     def __init__(self, model: Any):
@@ -142,7 +139,7 @@ class Parts:
         return StepPlace(part, layer)
 
     def _told_by(self, frame: FrameType) -> "_Code":
-        """What a frame's function declares, found once per function, as a step calls few of them very often."""
+        """What is known of a frame's function, found once per function, as a step calls few of them very often."""
         return self.told.setdefault(id(frame.f_code), _Code.of(frame))
 
     def _told_by_module(self, module: nn.Module) -> tuple[int | None, str | None]:

@@ -36,6 +36,7 @@ from ..planner.measured import (
     Workload,
 )
 from ..rates import Work
+from ..step_parts import has_modules_from_outside
 
 PACKAGES = ("torch", "transformers", "triton")
 SOURCES = ("moe", "sharding", "training")
@@ -60,7 +61,8 @@ class CachedMeasure:
         config: of the run.
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to measure.
-        is_kept: whether figures go to the cache directory, and come from there.
+        is_kept: whether figures go to the cache directory, and come from there; never where modules from outside are
+            registered, whose text is no part of the file's name.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not divided by `--tp-size`.
@@ -75,6 +77,7 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
+        is_kept = is_kept and not has_modules_from_outside()
         self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False

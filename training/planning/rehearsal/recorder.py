@@ -25,12 +25,12 @@ from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
-from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
 from ...optim import shampoo
 from ...pipelined import PipelinedStep
 from ..rates import MEMORY, Operator, Work
+from ..step_parts import written_by
 from .attribution import FSDP, LASTING, Parts, StepPlace
 from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels
@@ -636,11 +636,11 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
         tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
-        written, updated = written_by(kernel)
+        of_kernel = written_by(kernel)
         recorder.kernel(
             kernel.fn.__name__,
-            [tensor for name, tensor in tensors.items() if name not in written],
-            [tensor for name, tensor in tensors.items() if name in written | updated],
+            [tensor for name, tensor in tensors.items() if name not in of_kernel.written],
+            [tensor for name, tensor in tensors.items() if name in of_kernel.written | of_kernel.updated],
         )
 
     with ExitStack() as patches:
