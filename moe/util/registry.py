@@ -1,0 +1,76 @@
+"""What a flag's value can name, as entries that a user's own code may add to."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from .errors import ExpertMeshError
+
+
+class Entry(Protocol):
+    """A frozen dataclass that says all of one thing; none of its fields has a default."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The flag's value that names it."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Generic[E]):
+    """Entries by their names, in the order in which they were registered.
+
+    Args:
+        flag: whose values they are, as in `--optim`.
+        beside: its values that are no entries, such as auto.
+    """
+
+    def __init__(self, flag: str, beside: Sequence[str] = ()):
+        self.flag = flag
+        self.beside = tuple(beside)
+        self._entries: dict[str, E] = {}
+
+    def register(self, entry: E) -> None:
+        """Add an entry.
+
+        Raises:
+            ValueError: its name is taken or cannot be given as a flag's value, or one of its texts is empty.
+        """
+        if entry.name in (*self._entries, *self.beside):
+            raise ValueError(f"{self.flag} {entry.name} is there already; give yours another name")
+        if not re.fullmatch(r"\w[\w.-]*", entry.name):
+            raise ValueError(f"{self.flag} {entry.name!r}: a name is letters, digits, dots, dashes and underscores")
+        for field in fields(entry):
+            if getattr(entry, field.name) == "":
+                raise ValueError(f"{self.flag} {entry.name}: has no {field.name}")
+        self._entries[entry.name] = entry
+
+    def get(self, name: str) -> E:
+        """The entry of a name.
+
+        Raises:
+            ExpertMeshError: there is none.
+        """
+        if name not in self._entries:
+            raise ExpertMeshError(f"{self.flag} {name} is unknown; use {', '.join((*self.beside, *self._entries))}")
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def entries(self) -> tuple[E, ...]:
+        return tuple(self._entries.values())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """For tests: what is registered within is forgotten afterwards."""
+        before = dict(self._entries)
+        try:
+            yield
+        finally:
+            self._entries = before
