@@ -1,5 +1,6 @@
 """What torchrun tells a process and is told by it, and what the nodes of a run are called."""
 
+import fcntl
 import json
 import os
 import socket
@@ -14,6 +15,10 @@ MISTAKE = 2
 """Exit code after a mistake of the user's."""
 _PATIENCE = 20.0
 """Seconds for which ranks wait for the first of their node to tell of a mistake."""
+_TEARDOWN = 10.0
+"""Seconds for which that one then waits for their processes to end."""
+_ENDING = "ending.lock"
+"""Beside a rank's error file: locked by a process that is about to end, until it has ended."""
 
 
 def read_environment() -> tuple[int, int, int]:
@@ -39,7 +44,8 @@ def tell_mistake(message: str) -> int:
 
     torchrun ends all ranks when the first one fails, prints a block of lines for each that has, and ends with the first
     one's reason. So the others of a node let its first rank tell of it, and end after that without a failure of their
-    own; the reason that torchrun repeats, in its last line but one, is the message.
+    own; it fails once their processes are gone, or torchrun would end those that are not, and list them. The reason
+    that torchrun repeats, in its last line but one, is the message.
     """
     _, _, local_rank = read_environment()
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -47,9 +53,13 @@ def tell_mistake(message: str) -> int:
         print(message, file=sys.stderr, flush=True)
     if not (given and started_by_torchrun()):
         return MISTAKE
+    error_file = Path(given)
+    of_ranks = error_file.parent.parent
     if local_rank > 0:
-        first, deadline = Path(given).parent.parent / "0" / Path(given).name, time.monotonic() + _PATIENCE
-        while not first.exists():
+        with suppress(OSError):  # a full disk
+            _hold_until_the_end(error_file.parent / _ENDING)
+        deadline = time.monotonic() + _PATIENCE
+        while not (of_ranks / "0" / error_file.name).exists():
             if time.monotonic() > deadline:
                 return MISTAKE
             time.sleep(0.02)
@@ -57,8 +67,32 @@ def tell_mistake(message: str) -> int:
     # as torch.distributed.elastic's ErrorHandler writes it, without torch, which may not be loaded yet
     told = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
     with suppress(OSError):
-        Path(given).write_text(json.dumps({"message": told}), encoding="utf-8")
+        error_file.write_text(json.dumps({"message": told}), encoding="utf-8")
+    deadline = time.monotonic() + _TEARDOWN
+    others = range(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with suppress(OSError):
+        while not all(_is_gone(of_ranks / str(rank) / _ENDING) for rank in others) and time.monotonic() < deadline:
+            time.sleep(0.02)
     return MISTAKE
+
+
+def _hold_until_the_end(path: Path) -> None:
+    """Lock a file that appears when it is locked; the kernel unlocks it when this process ends."""
+    new = path.with_suffix(".new")
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # of a file system without locks: the first rank meets it too, and waits for nobody
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    new.rename(path)
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether a process has called `_hold_until_the_end`, and ended since."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return True
 
 
 def node_name() -> str:

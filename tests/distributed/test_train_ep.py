@@ -417,11 +417,20 @@ def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_dat
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_mistakes_under_torchrun_are_told_first_and_last(tmp_path: Path) -> None:
-    """By the first rank of the node, however late it is; the others are no failures, which torchrun would list. So the
-    error is the first line, and the last but torchrun's own rule."""
+@pytest.mark.parametrize(
+    "late",
+    ["os.environ['LOCAL_RANK'] == '0' and time.sleep(1)", "os.environ['LOCAL_RANK'] != '0' and end_late()"],
+    ids=["first rank begins late", "other ranks end late"],
+)
+def test_mistakes_under_torchrun_are_told_first_and_last(tmp_path: Path, late: str) -> None:
+    """By the first rank of the node, however late it is; the others are no failures, which torchrun would list, however
+    long they take to end. So the error is the first line, and the last but torchrun's own rule."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(1.0)\n"
+        "import os, time\n\n"
+        "def end_late():\n"
+        "    end = os._exit\n"
+        "    os._exit = lambda code: (time.sleep(1), end(code))\n\n"
+        f"if 'LOCAL_RANK' in os.environ:\n    {late}\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
@@ -438,10 +447,10 @@ def test_mistakes_under_torchrun_are_told_first_and_last(tmp_path: Path) -> None
 @pytest.mark.complete
 def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
     """An error met after the process group has formed: the launcher ends, with a code other than 0."""
-    save_model(tmp_path)
+    save_model(tmp_path / "model")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_ep.py",
-        "--model", str(tmp_path), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu",
+        "--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
