@@ -264,10 +264,10 @@ def test_shards_of_another_version(shards: Path, tmp_path: Path, capsys: pytest.
 def test_an_interrupted_conversion_is_not_whole_and_goes_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import expertmesh.checkpoints.ep_shards.relayout as relayout
+    import expertmesh.checkpoints.convert as conversion
 
     written: list[str] = []
-    write = relayout._write_file
+    write = conversion._write_file
 
     def fail_at_third(file: Any, *rest: Any) -> Any:
         if len(written) == 2:
@@ -277,7 +277,7 @@ def test_an_interrupted_conversion_is_not_whole_and_goes_on(
 
     out = tmp_path / "out"
     command = ("convert", tiny_model, out, "--ep-size", 4, "--workers", 1)
-    monkeypatch.setattr(relayout, "_write_file", fail_at_third)
+    monkeypatch.setattr(conversion, "_write_file", fail_at_third)
     assert run(*command) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert not (out / "manifest.json").exists()
@@ -290,7 +290,7 @@ def test_an_interrupted_conversion_is_not_whole_and_goes_on(
         written.append(file.name)
         return write(file, *rest)
 
-    monkeypatch.setattr(relayout, "_write_file", record)
+    monkeypatch.setattr(conversion, "_write_file", record)
     assert run(*command) == 0
     assert written == [
         "ep-00002-of-00004.safetensors",
