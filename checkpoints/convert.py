@@ -22,7 +22,6 @@ from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.topology import divisors, either
 from .ep_shards.manifest import MANIFEST, FileSum, carried_files, check_all_bytes, make_manifest, shard_files
-from .files.cast import cast
 from .files.checksums import GRANULE, add_sums, file_checksum, row_sum
 from .files.directories import (
     can_be_replaced,
@@ -34,7 +33,7 @@ from .files.directories import (
     replace_directory,
     write_errors,
 )
-from .files.dtypes import ARRAY_TYPES, Array, as_bytes, contiguous
+from .files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
 from .files.encodings import WIDE, Encoding, pack, scale_values, widen
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from .files.mapping import Region

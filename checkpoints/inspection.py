@@ -10,7 +10,7 @@ from typing import Any
 from ..moe.hf_model.counts import active_parameters
 from ..sharding.topology import divisors
 from .ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
-from .files.dtypes import ALL_NAMES
+from .files.dtypes import ALL_NAMES, DTYPE_CODES
 from .files.encodings import TensorInfo, decoded
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json
@@ -44,14 +44,13 @@ def read_heads(path: Path) -> Heads:
         ExpertMeshError: a file is missing or damaged in its header.
     """
     if (path / MARKER).exists():
-        from .files.tensors import DTYPE_CODES
         from .training_state.state_table import StateReader
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
+        parts = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
         infos = {
-            name.removeprefix("model."): TensorInfo("state", tuple(entry.size), DTYPE_CODES[entry.properties.dtype])
-            for name, entry in saved.items()
-            if name.startswith("model.")
+            name: TensorInfo("state", tuple(entry.size), DTYPE_CODES[str(entry.properties.dtype)])
+            for name, entry in parts.items()
         }
         files = [path / name for name in read_marker(path)["files"] if name.startswith("state/")]
         return Heads(open_source(path / "model").model_type, infos, infos, files)

@@ -14,8 +14,8 @@ from ..sharding.runtime.process import raise_together
 from ..sharding.state import adapters_of, parameters_of, set_parameter_dtypes
 from ..sharding.topology import Topology
 from .files.checksums import add_sums, row_sum
+from .files.dtypes import as_tensor
 from .files.mapping import DiskTensor, overlap
-from .files.tensors import as_tensor
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource

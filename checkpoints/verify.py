@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..sharding.topology import rows_of
-from .files.cast import cast
 from .files.dtypes import (
     ALL_NAMES,
     Array,
     as_double,
+    cast,
     same_bits,
 )
 from .files.file_layout import OutputTensor

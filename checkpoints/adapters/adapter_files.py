@@ -33,10 +33,9 @@ from ...sharding.runtime.process import raise_together
 from ...sharding.state import adapters_of
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
-from ..files.dtypes import DTYPE_NAMES
+from ..files.dtypes import DTYPE_CODES, DTYPE_NAMES
 from ..files.file_layout import OutputFile, OutputTensor
 from ..files.mapping import DiskTensor, Region
-from ..files.tensors import DTYPE_CODES
 from ..hf.class_names import ClassNames, class_names
 from ..hf.export import WRITER, Output, brought, replacing
 from ..hf.names import Names
@@ -189,7 +188,7 @@ class _Plan:
         part = self.state[own]
         region = Region(own, rows)
         dtype = part.tensor.dtype
-        output = OutputTensor(DiskTensor(name, (len(rows), part.shape[1]), (region,)), DTYPE_CODES[dtype])
+        output = OutputTensor(DiskTensor(name, (len(rows), part.shape[1]), (region,)), DTYPE_CODES[str(dtype)])
         return _Part([output], lambda shards: brought(shards[own], region, dtype))
 
     def _per_expert(self, path: str, layer: DMoE) -> Iterator[_Part]:
@@ -226,7 +225,7 @@ class _Plan:
             {part: torch.empty(self.state[part].shape, device="meta") for pair in own.values() for part in pair}
         )
         names = [name for tensor in where for name in lora_names(where[tensor])]
-        dtype = DTYPE_CODES[self.state[own["w1"][0]].tensor.dtype]
+        dtype = DTYPE_CODES[str(self.state[own["w1"][0]].tensor.dtype)]
         outputs = [
             OutputTensor(DiskTensor(name, tuple(shape.shape), ()), dtype)
             for name, shape in zip(names, shapes, strict=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..convert import HowToWrite, write_hf
 from ..ep_shards.manifest import check_all_bytes
+from ..files.dtypes import as_array, as_tensor
 from ..files.file_layout import OutputTensor
-from ..files.tensors import as_array, as_tensor
 from ..hf.class_names import ClassNames, class_names
 from ..hf.reader import ParameterReader, Piece
 from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends

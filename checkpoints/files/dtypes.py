@@ -1,12 +1,18 @@
-"""Data types by their codes in safetensors files, and arrays of them.
+"""Data types by their codes in safetensors files, arrays of them, and torch's tensors on an array's memory.
 
-Files are read, converted and compared as numpy arrays: that takes a tenth of the time to import that torch does. numpy
-has no bfloat16; its bits stand in arrays of uint16.
+Files are read, converted and compared as numpy arrays: that takes a tenth of the time to import that torch does, which
+is imported where it is used. numpy has no bfloat16; its bits stand in arrays of uint16.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
@@ -14,6 +20,8 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What parameters are stored in, as torch calls it."""
 DTYPE_NAMES = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool"}
 """What buffers may be stored in, too."""
+DTYPE_CODES = {f"torch.{name}": code for code, name in DTYPE_NAMES.items()}
+"""The code of each of these, by what torch writes it as."""
 CODE_NAMES = {
     "F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0", "U8": "uint8", "I8": "int8",
 }  # fmt: skip
@@ -66,3 +74,33 @@ def as_bytes(array: Array) -> memoryview:
     """The memory of an array in row order."""
     assert array.flags.c_contiguous
     return array.reshape(-1).view(np.uint8).data
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """torch's type of this code."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPE_NAMES[code])
+    return dtype
+
+
+def as_tensor(array: Array, dtype: str) -> Tensor:
+    """A tensor on the array's memory."""
+    import torch
+
+    return torch.from_numpy(array).view(torch_dtype(dtype))
+
+
+def as_array(tensor: Tensor) -> Array:
+    """An array on a CPU tensor's memory."""
+    import torch
+
+    bits = tensor.detach().view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor.detach()
+    array: Array = bits.numpy()
+    assert array.dtype == ARRAY_TYPES[DTYPE_CODES[str(tensor.dtype)]]
+    return array
+
+
+def cast(array: Array, dtype: str, wanted: str) -> Array:
+    """The same values, rounded as torch does; the array itself where nothing changes."""
+    return array if dtype == wanted else as_array(as_tensor(array, dtype).to(torch_dtype(wanted)))

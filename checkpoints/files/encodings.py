@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
-from .dtypes import CODE_NAMES, Array
+from .dtypes import CODE_NAMES, Array, as_array, torch_dtype
 
 Codes = Literal["F8_E4M3", "F8_E5M2", "E2M1"]
 WIDE = "BF16"
@@ -356,8 +356,6 @@ def scale_values(stored: Array, dtype: str) -> Any:
     """Scales as an fp32 tensor, from bytes (rows, columns · bytes a scale) as they are stored."""
     import torch
 
-    from .tensors import torch_dtype
-
     scales = torch.from_numpy(np.ascontiguousarray(stored))
     if dtype in ("U8", "F8_E8M0"):
         # 255 stands for no number in either, and 2^(255 - 127) is infinite
@@ -374,8 +372,6 @@ def widen(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int])
         first: row and column of the rectangle's first code in the matrix.
     """
     import torch
-
-    from .tensors import as_array
 
     (block_rows, block_columns), (rows, columns) = encoding.block, codes.shape
     tensor = torch.from_numpy(np.ascontiguousarray(codes))

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files.dtypes import Array
+from ..files.dtypes import Array, torch_dtype
 from ..files.encodings import E2M1, Encoding
-from ..files.tensors import torch_dtype
 
 LARGEST_FP8 = 448.0
 LARGEST_FP4 = 6.0

@@ -25,11 +25,10 @@ from ..files.directories import (
     temporary_beside,
     write_errors,
 )
-from ..files.dtypes import as_bytes
+from ..files.dtypes import as_array, as_bytes, torch_dtype
 from ..files.encodings import WIDE
 from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from ..files.mapping import Region, overlap
-from ..files.tensors import as_array, torch_dtype
 from ..shards import ShardedParameter, sharded_parameters
 from .requantized import Requantized, error_lines, errors_of
 from .side_files import copy_side_files

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
-from ..files.cast import cast
 from ..files.checksums import to_granule_end
 from ..files.dtypes import (
     ARRAY_TYPES,
     DTYPE_BYTES,
     Array,
     as_bytes,
+    cast,
     same_values,
     wider,
 )

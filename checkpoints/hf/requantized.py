@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from ...moe.util.errors import ExpertMeshError
-from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, contiguous
+from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_tensor, contiguous
 from ..files.encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
 from ..files.file_layout import OutputTensor
 from ..files.mapping import DiskTensor, Region
-from ..files.tensors import as_tensor
 from .encoders import by_blocks, encode, has_encoder, spread
 from .reader import SafetensorsReader
 

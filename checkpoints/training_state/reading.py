@@ -9,9 +9,9 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
 from ..ep_shards.manifest import exported_from
+from ..files.dtypes import DTYPE_CODES, as_array, torch_dtype
 from ..files.encodings import TensorInfo
 from ..files.mapping import DiskTensor, Region
-from ..files.tensors import DTYPE_CODES, as_array, torch_dtype
 from ..hf.reader import Piece
 from ..hf.source import Checkpoint, open_source, well_formed
 from .marker import MARKER, check_file, read_marker, recorded_transposed
@@ -78,11 +78,11 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
         shape = held[::-1] if name in otherwise else held
         if entry is None or tuple(entry.size) != shape:
             raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
-        if entry.properties.dtype not in DTYPE_CODES:
+        if str(entry.properties.dtype) not in DTYPE_CODES:
             raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
         region = Region(name, range(rows_of(held)), transposed=name in otherwise)
         tensors.append(DiskTensor(name, shape, (region,)))
-        infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
+        infos[name] = TensorInfo("state", shape, DTYPE_CODES[str(entry.properties.dtype)])
     with well_formed(path / MARKER):
         exported = exported_from(marker["exported"], names)
     files = [path / name for name in marker["files"] if name.startswith("state/")]

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import Encoding, pack, scale_values, unpack, widen
-from expertmesh.checkpoints.files.tensors import as_tensor
 from expertmesh.checkpoints.hf.reader import gather
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.moe.util.errors import ExpertMeshError

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.checkpoints.files.tensors import as_tensor
+from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.load import load_model
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.checkpoints.training_state.marker import MARKER
