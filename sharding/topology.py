@@ -10,7 +10,7 @@ these parameters are sharded over tp first, then over the ranks of the same tp i
 change how parameters are sharded. All pp indices read the same sequences.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,12 +19,39 @@ from .torchrun import nodes_of
 
 DenseShard = Literal["full", "hybrid"]
 
+Axis = Literal[
+    "world",
+    "pp",
+    "stage",
+    "dp",
+    "ep",
+    "ep across nodes",
+    "ep inside node",
+    "dense",
+    "dense of tp",
+    "sequences",
+    "cp",
+    "tp",
+    "node",
+    "across nodes",
+]
+"""The kinds of groups that ranks form; those of an axis have every rank once. Process groups are named after them.
+
+world: all ranks.
+pp: one rank of each pp index, in the order of these. They pass micro-batches on to one another.
+stage: the ranks of a pp index.
+dp: those of a stage that hold the same experts.
+ep: those over which the experts are distributed. Across nodes: of these, one of each node; inside node: those of one.
+dense: those over which non-expert parameters are sharded: a stage or, with replicas, an ep group. Of tp: of these, the
+    ones with one tp index.
+sequences: those that share sequences. cp: of these, the ones with one tp index; tp: with one range of positions.
+node: those of a node; the last may have fewer. Across nodes: one of each.
+"""
+
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor is sharded along its dim 0 over the ranks of an axis. "dense" stands for the ranks over which non-expert
-    parameters are sharded: all of a pp index, or those of one dp group of it; "dense of tp" for those of them that have
-    one tp index."""
+    """A tensor is sharded along its dim 0 over the ranks of an axis."""
 
     axis: Literal["ep", "dp", "tp", "dense", "dense of tp"]
 
@@ -107,13 +134,58 @@ class Topology:
         """Which of the groups that read sequences a rank is in."""
         return rank % self.ranks_per_stage // self.ranks_per_sequence
 
-    def tp_rank(self, rank: int) -> int:
-        """The tp index of a rank."""
-        return rank % self.tp_size
+    def groups(self, axis: Axis, ranks_per_node: int | None = None) -> list[range]:
+        """All groups of an axis, in which every rank stands once.
 
-    def pipeline(self, rank: int) -> list[int]:
-        """The ranks, in the order of pp indices, that pass a rank's micro-batches on to one another."""
-        return list(range(rank % self.ranks_per_stage, self.world_size, self.ranks_per_stage))
+        Args:
+            ranks_per_node: for the axes of nodes: ranks with fast links between them; of an ep group that spans nodes,
+                as many on each.
+        """
+        block, step = self._grid(axis, ranks_per_node)
+        starts = range(0, self.world_size, block)
+        groups = [range(at + i, min(at + block, self.world_size), step) for at in starts for i in range(step)]
+        return [group for group in groups if group]
+
+    def group(self, axis: Axis, rank: int, ranks_per_node: int | None = None) -> range:
+        """That of `groups` which a rank is in."""
+        block, step = self._grid(axis, ranks_per_node)
+        start = rank - rank % block
+        return range(start + rank % block % step, min(start + block, self.world_size), step)
+
+    def _grid(self, axis: Axis, ranks_per_node: int | None = None) -> tuple[int, int]:
+        """(block, step) of an axis: its groups are blocks of so many neighbours, of which every `step`-th."""
+        assert ranks_per_node is not None or "node" not in axis, axis
+        stage, ep, tp, node = self.ranks_per_stage, self.ep_size, self.tp_size, ranks_per_node or 1
+        dense = ep if self.dense_shard == "hybrid" else stage
+        match axis:
+            case "world":
+                return self.world_size, 1
+            case "pp":
+                return self.world_size, stage
+            case "stage":
+                return stage, 1
+            case "dp":
+                return stage, ep
+            case "ep":
+                return ep, 1
+            case "ep across nodes":
+                return ep, min(node, ep)
+            case "ep inside node":
+                return min(node, ep), 1
+            case "dense":
+                return dense, 1
+            case "dense of tp":
+                return dense, tp
+            case "sequences":
+                return self.ranks_per_sequence, 1
+            case "cp":
+                return self.ranks_per_sequence, tp
+            case "tp":
+                return tp, 1
+            case "node":
+                return node, 1
+            case "across nodes":
+                return self.world_size, node
 
     def rows(self, num_rows: int, layout: Layout, rank: int) -> range:
         """Rows of a tensor with `num_rows` rows that `rank` holds; may be empty."""
@@ -121,29 +193,11 @@ class Topology:
             return range(0)
         rows = range(num_rows)
         for cut in layout.cuts:
-            size, index = self._place(cut, rank)
-            assert cut.axis not in ("ep", "tp") or len(rows) % size == 0, (num_rows, self)
-            part = _chunk(len(rows), size, index)
+            group = self.group(cut.axis, rank)
+            assert cut.axis not in ("ep", "tp") or len(rows) % len(group) == 0, (num_rows, self)
+            part = _chunk(len(rows), len(group), group.index(rank))
             rows = rows[part.start : part.stop]
         return rows
-
-    def _place(self, cut: Cut, rank: int) -> tuple[int, int]:
-        """(ranks on the axis of a cut, this rank's index among them)."""
-        dp_index, ep_index = self.coordinates(rank)
-        dense = (self.ep_size, ep_index)
-        if self.dense_shard == "full":
-            dense = self.ranks_per_stage, rank % self.ranks_per_stage
-        match cut.axis:
-            case "ep":
-                return self.ep_size, ep_index
-            case "dp":
-                return self.dp_size, dp_index
-            case "tp":
-                return self.tp_size, self.tp_rank(rank)
-            case "dense":
-                return dense
-            case "dense of tp":
-                return dense[0] // self.tp_size, dense[1] // self.tp_size
 
     def owners(self, num_rows: int, layout: Layout) -> Iterator[tuple[int, range]]:
         """(rank, its rows) in row order, one owner for each row: of replicas, the lowest rank."""
@@ -214,11 +268,11 @@ def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
         ExpertMeshError: a tensor-parallel group has ranks on several nodes.
     """
     size = topology.tp_size
-    for first in range(0, topology.world_size, size):
-        if _spans(nodes, first, size):
+    for group in topology.groups("tp"):
+        if _is_across(group, nodes):
             fits = tp_sizes_on_nodes(size, nodes)
             raise ExpertMeshError(
-                f"--tp-size {size}: a group has {nodes_of(range(first, first + size), nodes)}; its ranks exchange "
+                f"--tp-size {size}: a group has {nodes_of(group, nodes)}; its ranks exchange "
                 f"activations in every layer, and must be on one node: use --tp-size {either(fits)}. Where nodes have "
                 "fast links between them, --ranks-per-node says of how many ranks"
             )
@@ -226,7 +280,8 @@ def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
 
 def tp_sizes_on_nodes(size: int, nodes: Sequence[str]) -> list[int]:
     """The divisors of a size of which tensor-parallel groups can be that have their ranks on one node each."""
-    return [n for n in divisors(size) if not any(_spans(nodes, at, n) for at in range(0, len(nodes), n))]
+    tried = ((n, Topology(len(nodes), 1, tp_size=n).groups("tp")) for n in divisors(size))
+    return [n for n, groups in tried if not any(_is_across(group, nodes) for group in groups)]
 
 
 def nodes_of_equal_size(world_size: int, ranks_per_node: int) -> list[str]:
@@ -234,8 +289,8 @@ def nodes_of_equal_size(world_size: int, ranks_per_node: int) -> list[str]:
     return [f"node {rank // ranks_per_node}" for rank in range(world_size)]
 
 
-def _spans(nodes: Sequence[str], first: int, size: int) -> bool:
-    return len({*nodes[first : first + size]}) > 1
+def _is_across(ranks: Iterable[int], nodes: Sequence[str]) -> bool:
+    return len({nodes[rank] for rank in ranks}) > 1
 
 
 def check_divides(flag: str, size: int, ranks: int) -> None:

@@ -32,8 +32,7 @@ class PipelineGroups:
     def share(self, pp_ranks: Iterable[tuple[int, ...]]) -> None:
         """Make groups of these pp indices. All ranks call it together, with the same."""
         for several in sorted(set(pp_ranks)):
-            columns = _columns(self.topology)
-            parts = [[column[index] for index in several] for column in columns]
+            parts = [[ranks[index] for index in several] for ranks in self.topology.groups("pp")]
             own = next((part for part in parts if dist.get_rank() in part), None)
             for part in parts:
                 group = dist.new_group(part, self.timeout, group_desc="mesh_pp_shared")
@@ -53,20 +52,16 @@ def make_pipeline_groups(
     """
     if topology.pp_size == 1:
         return None
-    columns = _columns(topology)
-    forward, _ = dist.new_subgroups_by_enumeration(columns, group_desc="mesh_pp_forward")
-    backward, _ = dist.new_subgroups_by_enumeration(columns, group_desc="mesh_pp_backward")
+    groups = [[*ranks] for ranks in topology.groups("pp")]
+    forward, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_pp_forward")
+    backward, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_pp_backward")
     assert forward is not None
     assert backward is not None
     rank = dist.get_rank()
-    ranks = tuple(topology.pipeline(rank))
+    ranks = tuple(topology.group("pp", rank))
     # NCCL's first operation of a group must have all of its ranks, which a send and its receive are not
     warm_up([forward, backward], [], device_type)
     for group in (forward, backward):
         # of either direction's, as in some schedules what goes forward goes to the rank before
         warm_up_neighbours(group, ranks, device_type)
     return PipelineGroups(topology, topology.pp_rank(rank), ranks, forward, backward, device_type, timeout)
-
-
-def _columns(topology: Topology) -> list[list[int]]:
-    return [topology.pipeline(first) for first in range(topology.ranks_per_stage)]

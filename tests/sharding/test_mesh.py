@@ -1,10 +1,11 @@
 """Which process groups a mesh has: rows never stand in line with what FSDP sends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.moe.kernels.carve_out import LEFT
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import Mesh, build_mesh
 from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.parallelize.dispatchers import choose_dispatcher
 from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
-from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.topology import Axis, DenseShard, Topology, check_sizes
 from tests.distributed.pool import RankPool
 
 TOPOLOGIES = [
@@ -65,6 +67,70 @@ def test_rows_are_shared_by_neighbours(topology: Topology) -> None:
         assert dist.get_process_group_ranks(mesh.cp_group.ranks) == list(range(first, first + topology.cp_size))
         others = [mesh.exchange, mesh.ep.get_group(), mesh.all_ranks.get_group()]
         assert mesh.cp_group.ranks.group_name not in [group.group_name for group in others]
+
+
+def _topologies() -> Iterator[Topology]:
+    for world, ep, shard, *sizes in product((1, 2, 6, 8, 12), (1, 2, 4), get_args(DenseShard), *[(1, 2)] * 3):
+        topology = Topology(world, ep, shard, *sizes)
+        with suppress(ExpertMeshError):
+            check_sizes(topology, None)
+            yield topology
+
+
+def _groups_of(mesh: Mesh) -> Iterator[tuple[Axis, dist.ProcessGroup | None]]:
+    """Every process group of a mesh, with its axis."""
+    yield "ep", mesh.ep.get_group()
+    yield "ep", mesh.exchange
+    yield "dp", mesh.dp.get_group()
+    yield "stage", mesh.all_ranks.get_group()
+    yield "stage", mesh.stage_group
+    yield "dense", mesh.dense_shards.get_group()
+    if mesh.pipeline is not None:
+        yield "pp", mesh.pipeline.forward
+        yield "pp", mesh.pipeline.backward
+    if mesh.cp_group is not None:
+        yield "sequences", mesh.cp_group.ranks
+        if mesh.cp_group.tp is not None:
+            yield "tp", mesh.cp_group.tp.ranks
+        if mesh.cp_group.within_tp is not None:
+            yield "cp", mesh.cp_group.within_tp.ranks
+    if mesh.divided is not None:
+        *replicas, shards, tp = mesh.divided.get_all_groups()
+        yield "tp", tp
+        yield "dense of tp", shards
+        for group in replicas:
+            yield "dp", group
+
+
+def test_groups_are_those_of_the_mesh() -> None:
+    """Which torch counts out in its own way."""
+    for topology in _topologies():
+        rank = topology.world_size * 5 // 8
+        with fake_mesh(topology, rank) as mesh:
+            for axis, group in _groups_of(mesh):
+                assert group is not None
+                assert dist.get_process_group_ranks(group) == list(topology.group(axis, rank)), (topology, axis)
+
+
+def test_groups_by_nodes() -> None:
+    for topology, n in product(_topologies(), (1, 2, 4)):
+        ep, ranks = topology.ep_size, range(topology.world_size)
+        # what the ranks of a group have in common
+        common: dict[Axis, list[Any]] = {"node": [rank // n for rank in ranks], "across nodes": [r % n for r in ranks]}
+        if ep % n == 0 or n % ep == 0:
+            common["ep inside node"] = [(rank // ep, rank // n) for rank in ranks]
+            common["ep across nodes"] = [(rank // ep, rank % n) for rank in ranks]
+        for axis, keys in common.items():
+            expected = [[rank for rank in ranks if keys[rank] == key] for key in sorted(set(keys))]
+            assert sorted(map(list, topology.groups(axis, n))) == sorted(expected), (topology, axis, n)
+
+
+def test_every_rank_is_in_one_group_of_an_axis() -> None:
+    for topology, axis in product(_topologies(), get_args(Axis)):
+        groups = topology.groups(axis, 2)
+        assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+        for group in groups:
+            assert all(topology.group(axis, rank, 2) == group for rank in group), (topology, axis)
 
 
 class Options(_distributed_c10d.Backend.Options):
