@@ -1,21 +1,44 @@
 """One of each thing that can be added, added from outside: by one call of a public function, and nothing else."""
 
+import contextlib
+import io
 import json
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
+import expertmesh
+from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training import metrics
 from expertmesh.training.data import formats
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
+from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
+from expertmesh.training.planning import imbalance
+from expertmesh.training.report.page import write_report
+from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
+MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
+
+
+def run_example(readme: str, calls: str) -> dict[str, Any]:
+    """Run the script of one's own that a README shows; its names."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if calls in block]
+    names: dict[str, Any] = {"__name__": "a_script_of_ones_own"}
+    exec(code, names)
+    return names
 
 
 # A data format: the one that its README shows.
@@ -51,8 +74,7 @@ def trained_text(tokenizer: Any, sample: Sample) -> str:
 def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ExpertMeshError, match=r"has the columns ask, say, but one of these is needed: .*; text;"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", DATA_README, re.DOTALL) if "Format(" in block]
-    exec(code, {"__name__": "a_script_of_ones_own"})
+    run_example(DATA_README, "register_format")
 
     samples = read_data(tmp_path, tokenizer, ask="hi", say="yo", system="Be brief.")
     assert samples.origins[0].format == "ask/say"
@@ -116,3 +138,139 @@ def test_a_data_format_that_cannot_be_added(changed: dict[str, Any], before: str
 
 def test_readme_lists_all_data_formats() -> None:
     assert table_of_formats() in DATA_README
+
+
+# A metric: the one that its README shows, and some that are not the same on all ranks.
+
+
+@contextmanager
+def metrics_of_ones_own() -> Iterator[None]:
+    """The README's, some of the rank alone, and one of evaluations; removed afterwards."""
+    before = METRICS[:]
+    run_example(MONITORING_README, "register_metric")
+    for how in ("sum", "mean", "max"):
+        register_metric(
+            Metric(
+                name=f"rank_{how}",
+                unit="",
+                meaning="ranks, counted from 1",
+                of="steps",
+                value=lambda interval: dist.get_rank() + 1,
+                over_ranks=how,
+                in_trainer=how == "sum",
+            )
+        )
+    register_metric(
+        Metric(
+            name="eval_bits",
+            unit="bits",
+            meaning="the evaluation's loss in bits",
+            of="evaluation",
+            value=lambda found: found.loss / math.log(2),
+            over_ranks="alike",
+            chart=Chart("Bits per token", label="evaluation"),
+        )
+    )
+    try:
+        yield
+    finally:
+        METRICS[:] = before
+
+
+def train_with_metrics(argv: list[str]) -> tuple[int, str]:
+    with metrics_of_ones_own(), contextlib.redirect_stdout(io.StringIO()) as out:
+        return train_ep.main(argv), out.getvalue()
+
+
+def read_report(page: Path) -> dict[str, Any]:
+    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
+    assert data is not None
+    found: dict[str, Any] = json.loads(data[1])
+    return found
+
+
+def test_a_metric(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    argv += ["--max-steps", "2", "--eval-ratio", "0.2", "--report-to", "tensorboard", "--no-export", "--ep-size", "2"]
+    (code, console), _ = ranks.run(train_with_metrics, 2, argv, join_group=False)
+    assert code == 0, console
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = [[line for line in lines if name in line] for name in ("loss", "eval_loss")]
+    assert len(steps) == 2
+    assert [line["bits_per_token"] for line in steps] == pytest.approx([line["loss"] / math.log(2) for line in steps])
+    assert [(line["rank_sum"], line["rank_mean"], line["rank_max"]) for line in steps] == [(3, 1.5, 2)] * 2
+    assert [line["eval_bits"] for line in evaluations] == [line["eval_loss"] / math.log(2) for line in evaluations]
+    for line in steps:
+        bits = f"{line['bits_per_token']:.3f} bits"
+        assert f"grad norm {line['grad_norm']:.3f}  {bits}  lr {line['learning_rate']:.2e}" in console
+
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
+    events.Reload()
+    scalars = [scalar.value for scalar in events.Scalars("bits_per_token")]
+    assert scalars == pytest.approx([line["bits_per_token"] for line in steps])
+
+    content = read_report(tmp_path / "report.html")
+    assert content["curves"]["bits_per_token"]["mean"] == pytest.approx(scalars, rel=1e-5)
+    (chart,) = [chart for chart in content["charts"] if chart["title"] == "Bits per token"]
+    assert [line["name"] for line in chart["series"]] == ["bits_per_token", "eval_bits"]
+    # made again by who does not know these metrics, it still has their curves, each by itself
+    again = read_report(write_report(tmp_path))
+    assert again["curves"].items() > content["curves"].items()
+    shown = {line["name"]: chart["title"] for chart in again["charts"] for line in chart["series"]}
+    assert (shown["bits_per_token"], shown["rank_sum"]) == ("bits_per_token", "rank_sum")
+
+
+def test_a_metric_of_a_trainer(tiny_model: Path, tmp_path: Path) -> None:
+    with metrics_of_ones_own():
+        engine = expertmesh.load(str(tiny_model), use_cpu=True, attn_implementation="eager")
+        rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}] * 8)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, seed=0
+        )
+        trainer = expertmesh.Trainer(engine, arguments, default_data_collator, rows)
+        trainer.train()
+    dist.destroy_process_group()
+    (line,) = [line for line in trainer.state.log_history if "loss" in line]
+    assert line["bits_per_token"] == pytest.approx(line["loss"] / math.log(2), rel=1e-3)
+    assert line["rank_sum"] == 1
+    assert not {"rank_max", "tokens_per_second", "expert_tokens"} & line.keys()
+
+
+def test_a_metric_that_cannot_be_added() -> None:
+    entry: dict[str, Any] = {"name": "mine", "unit": "", "meaning": "m", "of": "steps", "value": len}
+    for changed, wrong in (
+        ({"name": "loss"}, "has 'loss' already"),
+        ({"name": "step"}, "has 'step' already"),
+        ({"meaning": ""}, "the metric 'mine' has no meaning"),
+        ({"chart": Chart("Loss")}, "the chart 'Loss' has two lines already"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            register_metric(Metric(**{**entry, "over_ranks": "alike", **changed}))
+    with pytest.raises(ValueError, match="no metric 'last' to come before; known: epoch, steps, "):
+        register_metric(Metric(**entry, over_ranks="alike"), before="last")
+
+
+def test_a_metric_of_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan --imbalance` asks the entry."""
+    monkeypatch.setattr(imbalance, "METRICS", [*METRICS])
+    monkeypatch.setattr(metrics, "METRICS", imbalance.METRICS)
+    register_metric(
+        Metric(
+            name="busiest",
+            unit="%",
+            meaning="above the mean",
+            of="steps",
+            value=lambda interval: 25,
+            over_ranks="alike",
+            imbalance=lambda percent: 1 + percent / 100,
+        )
+    )
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "busiest": 25}))
+    assert imbalance.read_imbalance(str(tmp_path / "metrics.jsonl")) == 1.25
+
+
+def test_readme_lists_all_metrics() -> None:
+    assert table_of_metrics() in MONITORING_README

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoints.files.directories import write_errors
-from ..moe.experts.model_layers import moe_layers
+from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.transformers_private import in_place_of_trainers
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
@@ -42,6 +42,7 @@ from .inference import inference
 from .loss.balance import choose_balance
 from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step
+from .monitoring.meter import Meter
 from .monitoring.nonfinite import NonFiniteGuard
 from .step import add_gradients, step_result
 from .trainer_arguments import heeded_arguments, overruled_settings
@@ -157,6 +158,9 @@ class TrainerMixin(_Base):
         # which are counted, and so are those that were skipped
         self._step_losses, self._losses, self._all_losses = self._no_losses(), self._no_losses(), self._no_losses()
         self._steps, self._all_steps, self._skipped, self._all_skipped = 0, 0, 0, 0
+        model, top_k = self.engine.model, moe_shape(self.engine.model).top_k
+        config, device = model.config.get_text_config(), self.engine.ranks.device
+        self._meter = Meter(self.engine.counts, config, top_k, device, self.engine.config.bf16)
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(3, dtype=torch.float64, device=self.engine.ranks.device)
@@ -429,21 +433,23 @@ class TrainerMixin(_Base):
         else:
             self._losses += self._step_losses
             self._steps += 1
+        self._meter.add(figures)
         return norm
 
     @in_place_of_trainers
     def log(self, logs: dict[str, float], *more: Any, **others: Any) -> None:
-        """With the auxiliary losses, where there are any, unweighted; for trl's classes, with their count of tokens."""
-        weights = self.engine.balance.weights
+        """With those of METRICS that Trainer does not take itself; for trl's classes, with their count of tokens."""
         if "loss" in logs and _is_of_trl(type(self)):
             logs["num_tokens"] = self.engine.tokens
         if "loss" in logs:
-            loss, balance, z = (self._losses / max(self._steps, 1)).tolist()
+            loss = float(self._losses[0]) / max(self._steps, 1)
             if self._skipped and self.args.logging_nan_inf_filter:
                 # the mean of the others; transformers makes up for a step by less than such a mean
                 logs["loss"] = loss if self._steps else math.nan
-            logs |= {"balance_loss": balance} if weights.balance > 0 else {}
-            logs |= {"z_loss": z} if weights.z > 0 else {}
+            if not self._meter.is_empty:
+                weights, rate = self.engine.balance.weights, logs.get("learning_rate", math.nan)
+                found = self._meter.metrics(weights, self.state.epoch or 0.0, rate, lambda metric: metric.in_trainer)
+                logs |= {name: math.nan if value is None else value for name, value in found.items()}
             self._all_losses += self._losses
             self._all_steps += self._steps
             self._all_skipped += self._skipped

@@ -32,7 +32,7 @@ from .model_setup.compiling import Compilation, compilation
 from .monitoring.alarms import Alarms
 from .monitoring.collector import SteadyCollector
 from .monitoring.log import RunLog
-from .monitoring.meter import Meter
+from .monitoring.meter import Meter, measured
 from .monitoring.nonfinite import NonFiniteGuard
 from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
@@ -294,7 +294,7 @@ def _saves_at(done: int, run: Run) -> bool:
 
 def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
     epoch = round(done / run.order.steps_per_epoch, 4)
-    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.engine.balance.weights)
+    metrics = {"step": done} | meter.metrics(run.engine.balance.weights, epoch, learning_rate)
     run.log.step(metrics)
     alarms.interval(done, metrics)
 
@@ -310,16 +310,7 @@ def _evaluate(run: Run, done: int) -> float:
     run.watchdog.at("evaluation")
     rows, per_device = run.inputs.evaluation, run.config.per_device_eval_batch_size
     found = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding)
-    run.log.event(
-        {
-            "step": done,
-            "eval_loss": found.loss,
-            "eval_perplexity": found.perplexity,
-            "eval_target_tokens": found.targets,
-            "eval_seconds": round(found.seconds, 3),
-        },
-        f"step {done}: {found}",
-    )
+    run.log.event({"step": done} | measured("evaluation", found, run.ranks.device), f"step {done}: {found}")
     if not math.isfinite(found.loss):
         why = "" if found.targets else f" ({NO_TARGETS})"
         run.log.line(

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.packing import pack
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
-from expertmesh.training.loss.routing_figures import over_ranks, routing_metrics
+from expertmesh.training.loss.routing_figures import over_ranks
+from expertmesh.training.metrics import METRICS
 from expertmesh.training.model_setup.compiling import compilation
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import StepResult, compute_gradients, train_step
@@ -48,6 +50,7 @@ from tests.tiny import relative_error
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])
 LAYERS = {"num_hidden_layers": 4}
 TOLERANCE = 1e-5
+OF_ROUTING = ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens")
 ROUNDED_8BIT, ROUNDED_BF16 = 3e-5, 3e-4
 """Of weights after a few steps with states in few bits: a value here and there is rounded the other way."""
 CAPACITY = 48
@@ -242,7 +245,8 @@ def trained(path: Path, topology: Topology, case: Case) -> Trained | None:
         results.append(train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM, bias_update, at=take_grads))
         check_replicas(model, topology, torch.device("cpu"), step, {"steps": step})
     final = in_full(dict(model.named_parameters())) | dict(model.named_buffers())
-    routing = routing_metrics(over_ranks(results[-1].routing), top_k=2)
+    known = SimpleNamespace(routing=over_ranks(results[-1].routing), top_k=2)
+    routing = {metric.name: metric.value(known) for metric in METRICS if metric.name in OF_ROUTING}
     if rank > 0:
         return None
     figures = [(result.loss, result.balance_loss, result.z_loss, result.grad_norm) for result in results]

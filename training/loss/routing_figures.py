@@ -3,7 +3,6 @@
 Shape suffixes: L MoE layers, E experts.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,19 +52,3 @@ def over_ranks(routing: Routing) -> Routing:
     dist.all_reduce(sums)
     counts, entropy_L, rows_L = sums.cpu().split([part.numel() for part in parts])
     return Routing(counts.long().view_as(counts_LE), entropy_L, rows_L.long())
-
-
-def routing_metrics(routing: Routing, top_k: int) -> dict[str, object]:
-    """What is logged of an interval, from `over_ranks`: the load of the fullest expert over the mean (1 is even, E/K is
-    all tokens on the same experts), the fraction of experts without a token, mean entropy, and tokens lost."""
-    counts_LE = routing.counts_LE.double()
-    tokens_L = counts_LE.sum(dim=1) / top_k
-    load_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1).clamp(min=torch.finfo(torch.double).tiny)
-    entropies = (routing.entropy_L / tokens_L.clamp(min=1)).tolist()
-    return {
-        "expert_load_max_over_mean": float(load_L.max()),
-        "dead_experts": float((counts_LE == 0).double().mean()),
-        "router_entropy": [None if math.isnan(entropy) else entropy for entropy in entropies],
-        "dropped_tokens": int(routing.counts_LE.sum() - routing.rows_computed_L.sum()),
-        "expert_tokens": routing.counts_LE.tolist(),
-    }

@@ -22,6 +22,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
 from ..environment import environment, write_environment
+from ..metrics import console_line
 from ..model_setup.cpu_matmuls import MatmulLibraries
 from ..report.history import History, read_record
 from ..report.page import State, sweep_reports, write_report
@@ -106,7 +107,7 @@ class RunLog:
         """A logged step of training: to the file, the trackers, and the progress bar."""
         self._record(metrics)
         if self.is_main:
-            console = _console(metrics)
+            console = console_line(metrics)
             self.bar.set_postfix_str(console, refresh=False)
             if self.bar.disable:
                 # what the bar would tell: where the run is, when that was, and how long it still takes
@@ -212,20 +213,6 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _console(metrics: dict[str, Any]) -> str:
-    skipped = f"{metrics['skipped_steps']} skipped  " if "skipped_steps" in metrics else ""
-    losses, routing = "", ""
-    if metrics["loss"] is not None:
-        losses = f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
-        routing = f"  expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
-    # pauses between steps are in neither
-    seconds = metrics["tokens"] / metrics["tokens_per_second"] / metrics["steps"] if metrics["tokens"] else 0.0
-    speed = f"{seconds:.3g} s/step  {metrics['tokens_per_second']:,.0f} tokens/s"
-    mfu = f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
-    epoch = f"epoch {metrics['epoch']:.2f}  "
-    return f"{epoch}{skipped}{losses}lr {metrics['learning_rate']:.2e}  {speed}{mfu}{routing}"
 
 
 def _duration(seconds: float) -> str:

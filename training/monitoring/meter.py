@@ -1,18 +1,22 @@
 """Figures of a logging interval: losses, speed, memory, routing."""
 
+import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ...moe.hf_model.counts import ParameterCounts, training_flops
 from ..loss.balance import LossWeights
-from ..loss.routing_figures import Routing, over_ranks, routing_metrics
-from ..planning.rank_memory import measured_peak
+from ..loss.routing_figures import Routing, over_ranks
+from ..metrics import METRICS, Metric
+from ..planning.rank_memory import most_held
 from ..step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
@@ -41,6 +45,76 @@ def peak_tflops(device_name: str) -> float | None:
     """What a GPU could do at best in bf16; None for one that is not in the table."""
     names = sorted(_PEAK_TFLOPS, key=len, reverse=True)
     return next((_PEAK_TFLOPS[name] for name in names if re.search(rf"\b{name}\b", device_name)), None)
+
+
+@dataclass
+class Interval:
+    """The steps since the last logged one: what metrics are taken from.
+
+    Attributes:
+        meter: of the run: its model and device.
+        steps: all; `finite`, those that made an update.
+        epoch, learning_rate: at the last step.
+        weights: of the auxiliary losses.
+        seconds_in_all: since training began. seconds: of these steps, without pauses.
+        has_routing: whether a step was finite.
+    """
+
+    meter: "Meter"
+    steps: list[StepResult]
+    epoch: float
+    learning_rate: float
+    weights: LossWeights
+    seconds_in_all: float
+    seconds: float
+    own_routing: Routing | None = field(repr=False)
+
+    @cached_property
+    def finite(self) -> list[StepResult]:
+        return [step for step in self.steps if step.is_finite]
+
+    def total(self, name: str) -> int:
+        """Sum of a count over all steps."""
+        return sum(getattr(step, name) for step in self.steps)
+
+    def mean(self, name: str, weighted_by: str | None) -> float | None:
+        """Mean of a figure over the finite steps, weighted by a count of theirs; None where there are none."""
+        weights = [1 if weighted_by is None else getattr(step, weighted_by) for step in self.finite]
+        values = [getattr(step, name) for step in self.finite]
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None
+
+    @property
+    def has_routing(self) -> bool:
+        return self.own_routing is not None
+
+    @cached_property
+    def routing(self) -> Routing:
+        """Of the finite steps, over all ranks, which ask for it together."""
+        assert self.own_routing is not None
+        return over_ranks(self.own_routing)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.meter.top_k
+
+    @cached_property
+    def tflops_per_second(self) -> float:
+        """Of a rank."""
+        pairs = [sum(numbers) for numbers in zip(*(step.pairs for step in self.steps), strict=True)]
+        tokens, targets = self.total("tokens"), self.total("targets")
+        tflops = training_flops(self.meter.counts, self.meter.config, tokens, targets, pairs) / 1e12
+        return tflops / self.seconds / dist.get_world_size()
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """What the device could do at best."""
+        return self.meter.peak
+
+    @property
+    def most_memory(self) -> float:
+        """Bytes that this rank has held at most, see `most_held`."""
+        return most_held(self.meter.device)
 
 
 class Meter:
@@ -92,45 +166,40 @@ class Meter:
         yield
         self.seconds_paused += time.perf_counter() - begun
 
-    def metrics(self, weights: LossWeights) -> dict[str, Any]:
-        """Figures of the steps since the last call, over all ranks, which call it together: losses are means over
-        target tokens, counts are sums, the norm is the last step's. Speed leaves out pauses.
+    def metrics(
+        self, weights: LossWeights, epoch: float, learning_rate: float, only: Callable[[Metric], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """METRICS of the steps since the last call, over all ranks, which call it together. Speed leaves out pauses.
 
         Tokens count whether or not their step was skipped, being not finite; losses, norm and routing are those of the
-        other steps. Where there are none, losses and norm are None, and there is nothing of the routing."""
+        other steps. Where there are none, losses and norm are None, and there is nothing of the routing.
+
+        Args:
+            only: those to be taken.
+        """
         now = time.perf_counter()
         seconds = now - self.begun - self.seconds_paused
-        tokens, targets = (sum(getattr(s, n) for s in self.steps) for n in ("tokens", "targets"))
-        pairs = [sum(numbers) for numbers in zip(*(s.pairs for s in self.steps), strict=True)]
-        tflops = training_flops(self.counts, self.config, tokens, targets, pairs) / 1e12
-        speed = tflops / seconds / dist.get_world_size()
-        finite = [s for s in self.steps if s.is_finite]
-        metrics: dict[str, Any] = {"steps": len(self.steps)}
-        if len(finite) < len(self.steps):
-            metrics["skipped_steps"] = len(self.steps) - len(finite)
-        metrics |= {
-            "seconds": round(now - self.started, 3),
-            "loss": _mean([s.loss for s in finite], [s.targets for s in finite]),
-            "grad_norm": finite[-1].grad_norm if finite else None,
-        }
-        if weights.balance > 0:
-            metrics["balance_loss"] = _mean([s.balance_loss for s in finite], [1] * len(finite))
-        if weights.z > 0:
-            metrics["z_loss"] = _mean([s.z_loss for s in finite], [s.tokens for s in finite])
-        metrics |= {
-            "tokens": tokens,
-            "target_tokens": targets,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "tflops_per_second": round(speed, 4),
-        }
-        if self.peak is not None:
-            metrics["mfu"] = round(speed / self.peak, 4)
-        metrics["peak_memory_mb"] = round(measured_peak(self.device) / 1e6, 1)
-        if self.routing is not None:
-            metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
+        times = (now - self.started, seconds)
+        interval = Interval(self, self.steps, epoch, learning_rate, weights, *times, self.routing)
+        metrics = measured("steps", interval, self.device, only)
         self._begin(now)
         return metrics
 
 
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None
+def measured(
+    of: Literal["steps", "evaluation"],
+    known: Any,
+    device: torch.device,
+    only: Callable[[Metric], bool] = lambda _: True,
+) -> dict[str, Any]:
+    """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together."""
+    wanted = [metric for metric in METRICS if metric.of == of and only(metric) and metric.is_logged(known)]
+    metrics = {metric.name: metric.value(known) for metric in wanted}
+    for how in ("sum", "mean", "max"):
+        names = [metric.name for metric in wanted if metric.over_ranks == how]
+        if names:
+            own = [math.nan if metrics[name] is None else metrics[name] for name in names]
+            values = torch.tensor(own, dtype=torch.float64, device=device)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+            metrics |= zip(names, (values / (dist.get_world_size() if how == "mean" else 1)).tolist(), strict=True)
+    return metrics

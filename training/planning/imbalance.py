@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from ...moe.util.errors import ExpertMeshError
+from ..metrics import METRICS
 from .rates import natural_imbalance
 
 MOST_LINE = 64 * 2**20
@@ -44,19 +45,21 @@ def imbalance_of(busiest: float | None, num_experts: int) -> float:
 
 
 def _logged(file: Path) -> float:
-    """Mean over layers, where the last line that tells of routing has each expert's tokens; else the largest."""
+    """From the last line with a metric that has it; of several, from that which METRICS has last."""
+    sources = [metric for metric in METRICS if metric.imbalance is not None]
     try:
         with file.open(encoding="utf-8") as lines:
             records = [json.loads(line) for line in iter(partial(lines.readline, MOST_LINE), "")]
     except (OSError, ValueError, RecursionError) as error:
         raise ExpertMeshError(f"--imbalance {file}: is no metrics.jsonl that can be read: {error}") from error
-    found = [record for record in records if isinstance(record, dict) and "expert_load_max_over_mean" in record]
+    names = {metric.name for metric in sources}
+    found = [record for record in records if isinstance(record, dict) and record.keys() & names]
     try:
         last = found[-1]
-        loads = [max(of_layer) * len(of_layer) / sum(of_layer) for of_layer in last.get("expert_tokens") or []]
-        busiest = sum(loads) / len(loads) if loads else float(last["expert_load_max_over_mean"])
-    except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        values = [metric.imbalance(last[metric.name]) for metric in sources if metric.imbalance and metric.name in last]
+        busiest = next(filter(None, reversed(values)))
+    except (IndexError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise ExpertMeshError(
-            f"--imbalance {file}: no line has expert_load_max_over_mean; give a number, or metrics.jsonl of a run"
+            f"--imbalance {file}: no line has {' or '.join(sorted(names))}; give a number, or metrics.jsonl of a run"
         ) from error
     return max(1.0, busiest)

@@ -324,10 +324,14 @@ def _most_resident() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
+def most_held(device: torch.device) -> float:
+    """The most bytes that this rank has held since it started: on a GPU what torch has allocated there, else the
+    process's resident memory."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
+
+
 def measured_peak(device: torch.device) -> float:
-    """The most bytes that a rank has held since it started, of all ranks the largest: on a GPU what torch has allocated
-    there, else the process's resident memory. All ranks call it together."""
-    held = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
-    largest = torch.tensor(held, dtype=torch.float64, device=device)
+    """The largest `most_held` of all ranks, which call it together."""
+    largest = torch.tensor(most_held(device), dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
+from ..metrics import METRICS
 
 MAX_POINTS = 1000
 """Points of a curve."""
@@ -27,22 +28,8 @@ MAX_TEXT = 4000
 """Characters of a prompt or generation that are shown."""
 MAX_WARNINGS = 50
 """Warnings that are shown, the latest."""
-
-CURVES = (
-    "loss",
-    "eval_loss",
-    "eval_perplexity",
-    "learning_rate",
-    "grad_norm",
-    "balance_loss",
-    "z_loss",
-    "tokens_per_second",
-    "tflops_per_second",
-    "mfu",
-    "peak_memory_mb",
-    "expert_load_max_over_mean",
-    "dead_experts",
-)
+MAX_OTHERS = 50
+"""Figures that METRICS do not have, as those that another script has registered, of which there are curves."""
 
 Record = dict[str, Any]
 
@@ -247,14 +234,10 @@ class History:
         """Take in a line of the file: of training, evaluation, generations, or a warning."""
         step = record["step"]
         self.last_step = max(self.last_step, step)
-        for name in CURVES:
-            if (value := _number(record.get(name))) is not None:
-                self._add_point(name, step, value, value, value)
+        drawn = [metric.name for metric in METRICS if metric.chart is not None]
+        for name in [*drawn, *self._others(record)]:
+            self._add_value(name, step, record.get(name))
         entropy_L = np.array(record["router_entropy"], float) if record.get("router_entropy") else None
-        # null is that of a layer whose router gives no scores
-        known = entropy_L[~np.isnan(entropy_L)] if entropy_L is not None else np.empty(0)
-        if len(known) and np.isfinite(known).all():
-            self._add_point("router_entropy", step, known.mean(), known.min(), known.max())
         if record.get("expert_tokens"):
             self._add_load(step, np.array(record["expert_tokens"], np.int64), entropy_L)
         if "generations" in record:
@@ -270,6 +253,23 @@ class History:
         if "seconds" in record:
             speed = record.get("tokens_per_second")
             self._add_seconds(record["seconds"], record["tokens"] / speed if speed else 0.0)
+
+    def _others(self, record: Record) -> list[str]:
+        """Names of scalars that no metric has."""
+        known = {"step", *(metric.name for metric in METRICS)}
+        names = [name for name in record if name not in known and _number(record[name]) is not None]
+        room = MAX_OTHERS - len(self.curves.keys() - known)
+        return [name for name in names if name in self.curves] + [n for n in names if n not in self.curves][:room]
+
+    def _add_value(self, name: str, step: int, value: Any) -> None:
+        """Take in a number, or one for each layer, null where a layer has none, of which all must be finite."""
+        if isinstance(value, list) and value and all(v is None or isinstance(v, int | float) for v in value):
+            of_layers = np.array(value, float)
+            known = of_layers[~np.isnan(of_layers)]
+            if len(known) and np.isfinite(known).all():
+                self._add_point(name, step, known.mean(), known.min(), known.max())
+        elif (number := _number(value)) is not None:
+            self._add_point(name, step, number, number, number)
 
     def _add_point(self, name: str, step: int, value: float, low: float, high: float) -> None:
         self.curves.setdefault(name, Curve()).add(CurvePoint(step, 1, value, low, high))

@@ -132,66 +132,7 @@ function warnings() {
 
 // ---- Curves
 
-const evenEntropy = run.load ? [Math.log(run.load.load[0][0].length)] : [];
-
-// What is absent from the run is left out. `series` maps curves to their labels; `include` are values that the axis
-// must reach, with `reachesBand` all of the band too, which else spikes may leave; `references` are dashed lines, drawn
-// where the axis reaches them.
-const CHARTS = [
-  { title: "Loss", series: { loss: "training", eval_loss: "evaluation" }, smooth: true },
-  { title: "Evaluation perplexity", series: { eval_perplexity: "" } },
-  { title: "Learning rate", series: { learning_rate: "" }, include: [0] },
-  {
-    title: "Gradient norm",
-    note: "before clipping",
-    series: { grad_norm: "" },
-    include: [0],
-    references: run.max_grad_norm > 0 ? [[run.max_grad_norm, `clipped to ${number(run.max_grad_norm)}`]] : [],
-    smooth: true,
-  },
-  { title: "Load-balancing loss", note: "unweighted", series: { balance_loss: "" }, smooth: true },
-  { title: "Router z-loss", note: "unweighted", series: { z_loss: "" }, smooth: true },
-  {
-    title: "Throughput",
-    note: "tokens/s, all ranks",
-    series: { tokens_per_second: "" },
-    include: [0],
-    smooth: true,
-  },
-  { title: "Model FLOP/s", note: "TFLOP/s per rank", series: { tflops_per_second: "" }, include: [0], smooth: true },
-  {
-    title: "MFU",
-    note: "model FLOP/s of the device's peak",
-    series: { mfu: "" },
-    include: [0],
-    smooth: true,
-    format: percent,
-  },
-  { title: "Peak memory", note: "of any rank", series: { peak_memory_mb: "" }, include: [0], format: memory },
-  {
-    title: "Most loaded expert",
-    note: "times the mean, largest of all layers",
-    series: { expert_load_max_over_mean: "" },
-    include: [1],
-    references: [[1, "even"]],
-    smooth: true,
-  },
-  {
-    title: "Experts without tokens",
-    note: "share of all layers' experts",
-    series: { dead_experts: "" },
-    include: [0],
-    format: percent,
-  },
-  {
-    title: "Router entropy",
-    note: "of the scores, nats per token, mean over layers; band: lowest to highest layer",
-    series: { router_entropy: "" },
-    include: evenEntropy,
-    reachesBand: true,
-    references: evenEntropy.map((value) => [value, "even, ln E"]),
-  },
-];
+const FORMATS = { number, percent, memory };
 
 const followers = []; // charts that show the step under the pointer, wherever it is; null: the last one
 
@@ -222,23 +163,19 @@ function drawDot(parent, kind, x, y, radius) {
   drawn(parent, "circle", `dot ${kind}`, { cx: x, cy: y, r: radius });
 }
 
-function curveChart({
-  title,
-  note = "",
-  series,
-  format = number,
-  include = [],
-  reachesBand = false,
-  references = [],
-  smooth = false,
-}) {
-  const shown = Object.entries(series).filter(([name]) => run.curves[name]);
-  if (shown.length === 0) return null;
-  const lines = shown.map(([name, label]) => {
+// What is absent from the run is left out. `series` are curves and their labels; `include` are values that the axis must
+// reach, with `reaches_all` the references and all of the band too, which else spikes may leave; `references` are dashed
+// lines, drawn where the axis reaches them.
+function curveChart({ title, note, series, format: formatName, include: included, reaches_all, references }) {
+  const format = FORMATS[formatName];
+  const include = reaches_all ? included.concat(references.map(([value]) => value)) : included;
+  const lines = [];
+  series.forEach(({ name, label, smooth }, place) => {
     const curve = run.curves[name];
-    const radius = smooth && name !== "eval_loss" && curve.mean.length >= 60 ? Math.round(curve.mean.length / 50) : 0;
-    const kind = name === Object.keys(series)[0] ? "first" : "second";
-    return { ...curve, label, radius, kind, smoothed: movingMean(curve.mean, radius) };
+    if (curve === undefined) return;
+    const radius = smooth && curve.mean.length >= 60 ? Math.round(curve.mean.length / 50) : 0;
+    const kind = place === 0 ? "first" : "second";
+    lines.push({ ...curve, label, radius, kind, smoothed: movingMean(curve.mean, radius) });
   });
   const readout = element("p", "readout quiet");
   const picture = document.createElementNS(DRAWING, "svg");
@@ -250,7 +187,7 @@ function curveChart({
   const remark = element("span", "quiet", remarks.filter(Boolean).join("; "));
   const card = element("div", "card", element("div", "title", heading, remark), readout, picture);
 
-  const reached = (line) => (reachesBand && line.low ? line.mean.concat(line.low, line.high) : line.mean);
+  const reached = (line) => (reaches_all && line.low ? line.mean.concat(line.low, line.high) : line.mean);
   const values = lines.flatMap(reached).concat(include);
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (high === low) {
@@ -328,7 +265,7 @@ function curveChart({
 }
 
 function curves() {
-  const charts = CHARTS.map(curveChart).filter((chart) => chart !== null);
+  const charts = run.charts.map(curveChart);
   if (charts.length === 0) return null;
   const perPoint = Math.max(...Object.values(run.curves).map((curve) => curve.per_point));
   const section = element("section", "", element("h2", "", "Curves"), element("div", "charts", ...charts));

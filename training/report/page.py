@@ -19,6 +19,7 @@ from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
+from ..metrics import METRICS, Chart
 from .history import History, read_history
 from .profiles import BETWEEN, read_profiles
 
@@ -101,11 +102,11 @@ def _content(
         "num_steps": num_steps,
         "summary": _summary(history),
         "curves": {name: curve.summary() for name, curve in history.curves.items()},
+        "charts": _charts(history, config),
         "load": None if history.load is None else history.load.summary(),
         "warnings": list(history.warnings),
         "generations": history.generations.spread(),
         "num_generations": history.generations.number,
-        "max_grad_norm": config.get("max_grad_norm"),
         "config": {str(name): _as_text(value) for name, value in config.items()},
         "not_default": [name for name, value in _defaults().items() if name in config and config[name] != value],
         "environment": {str(name): _as_text(value) for name, value in environment.items()},
@@ -127,6 +128,28 @@ def _num_steps(history: History, config: dict[str, Any]) -> int | None:
     if steps_per_epoch * 5e-5 / history.epoch >= 0.5:
         return None
     return int(np.ceil(config["num_train_epochs"] * round(steps_per_epoch)))
+
+
+def _charts(history: History, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """How the page draws the curves, and where, in order."""
+    num_experts = None if history.load is None else history.load.items[0].tokens_LE.shape[1]
+    others = [(name, Chart(name)) for name in history.curves.keys() - {metric.name for metric in METRICS}]
+    charts: dict[str, dict[str, Any]] = {}
+    for name, chart in [*((metric.name, metric.chart) for metric in METRICS), *sorted(others)]:
+        if chart is None:
+            continue
+        shared = {
+            "title": chart.title,
+            "note": chart.note,
+            "format": chart.format,
+            "include": chart.include,
+            "references": chart.references(config, num_experts),
+            "reaches_all": chart.reaches_all,
+            "series": [],
+        }
+        line = {"name": name, "label": chart.label, "smooth": chart.smooth}
+        charts.setdefault(chart.title, shared)["series"].append(line)
+    return [chart for chart in charts.values() if any(line["name"] in history.curves for line in chart["series"])]
 
 
 def _summary(history: History) -> dict[str, Any]:

@@ -1,0 +1,403 @@
+"""What a run logs: one entry for each figure, which meter, console, trackers, Trainer, report and planner read.
+
+A figure of your own is one call of `register_metric`, before the run begins; README.md of `monitoring` has an example.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .loss.routing_figures import Routing
+    from .monitoring.meter import Interval
+
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Where the report draws a metric. Metrics whose charts have one title share it; the first one's chart counts.
+
+    Attributes:
+        title, note: above the chart.
+        label: of the metric's line, where several share a chart.
+        format: of its values.
+        include: values that the axis must reach.
+        smooth: whether a moving mean is drawn over many points.
+        references: dashed lines, as values and their labels, from config.yaml and the number of experts, if known.
+        reaches_all: whether the axis must reach the references and all of the band, which spikes may else leave.
+    """
+
+    title: str
+    note: str = ""
+    label: str = ""
+    format: Literal["number", "percent", "memory"] = "number"
+    include: tuple[float, ...] = ()
+    smooth: bool = False
+    references: Callable[[Record, int | None], list[tuple[float, str]]] = lambda config, num_experts: []
+    reaches_all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure of metrics.jsonl, of which trackers get the scalars.
+
+    Attributes:
+        name: its key there.
+        unit, meaning: for people: see `table_of_metrics`.
+        of: logged of the steps since the last logged one, or of an evaluation.
+        value: that figure. A number, None where there is none, or a list: of numbers, one for each MoE layer, the
+            report draws the mean, and the lowest to the highest as a band.
+        over_ranks: what becomes of the ranks' values: "alike" means that each rank has that of all ranks; else they are
+            numbers, and their sum, mean or maximum is logged.
+        is_logged: whether it is, the same on all ranks.
+        console: its part of the console's line, from the whole line; not asked for where the value is None.
+        chart: of the report; None: it is not drawn.
+        in_trainer: whether transformers' Trainer logs it, too, beside its own figures.
+        imbalance: what `plan --imbalance` takes from it, the load of the busiest expert over the mean; 0.0: nothing.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    of: Literal["steps", "evaluation"]
+    value: Callable[[Any], Any]
+    over_ranks: Literal["alike", "sum", "mean", "max"]
+    is_logged: Callable[[Any], bool] = lambda known: True
+    console: Callable[[Record], str] | None = None
+    chart: Chart | None = None
+    in_trainer: bool = False
+    imbalance: Callable[[Any], float] | None = None
+
+
+_OF_LINES = ("step", "generations", "warning")
+"""What lines of metrics.jsonl have beside metrics."""
+
+
+def _load_LE(routing: Routing) -> Tensor:
+    """Each expert's tokens over the mean of its layer: 1 is even, E/K is all tokens on the same experts."""
+    counts_LE = routing.counts_LE.double()
+    return counts_LE / counts_LE.mean(dim=1, keepdim=True).clamp(min=sys.float_info.min)
+
+
+def _entropy(interval: Interval) -> list[float | None]:
+    routing = interval.routing
+    tokens_L = routing.counts_LE.double().sum(dim=1) / interval.top_k
+    entropies: list[float] = (routing.entropy_L / tokens_L.clamp(min=1)).tolist()
+    return [None if math.isnan(entropy) else entropy for entropy in entropies]
+
+
+def _even_entropy(config: Record, num_experts: int | None) -> list[tuple[float, str]]:
+    return [(math.log(num_experts), "even, ln E")] if num_experts else []
+
+
+def _clipping(config: Record, num_experts: int | None) -> list[tuple[float, str]]:
+    limit = config.get("max_grad_norm")
+    if isinstance(limit, int | float) and 0 < limit < math.inf:
+        return [(limit, f"clipped to {limit:.4g}")]
+    return []
+
+
+def _speed(line: Record) -> str:
+    # pauses between steps are in neither
+    seconds = line["tokens"] / line["tokens_per_second"] / line["steps"] if line["tokens"] else 0.0
+    return f"{seconds:.3g} s/step  {line['tokens_per_second']:,.0f} tokens/s"
+
+
+def _mean_busiest(tokens_LE: list[list[int]]) -> float:
+    """Mean over layers."""
+    loads = [max(tokens_E) * len(tokens_E) / sum(tokens_E) for tokens_E in tokens_LE or []]
+    return sum(loads) / len(loads) if loads else 0.0
+
+
+def _is_routing_known(interval: Interval) -> bool:
+    return interval.has_routing
+
+
+METRICS = [
+    Metric(
+        name="epoch",
+        unit="",
+        meaning="epochs done",
+        of="steps",
+        value=lambda interval: interval.epoch,
+        over_ranks="alike",
+        console=lambda line: f"epoch {line['epoch']:.2f}",
+    ),
+    Metric(
+        name="steps",
+        unit="",
+        meaning="steps since the last logged one",
+        of="steps",
+        value=lambda interval: len(interval.steps),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="skipped_steps",
+        unit="",
+        meaning="those among them that were not finite, and made no update; absent where there are none",
+        of="steps",
+        value=lambda interval: len(interval.steps) - len(interval.finite),
+        over_ranks="alike",
+        is_logged=lambda interval: len(interval.finite) < len(interval.steps),
+        console=lambda line: f"{line['skipped_steps']} skipped",
+    ),
+    Metric(
+        name="seconds",
+        unit="s",
+        meaning="all wall time since training started or was resumed",
+        of="steps",
+        value=lambda interval: round(interval.seconds_in_all, 3),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="loss",
+        unit="nats",
+        meaning="mean cross-entropy of the target tokens",
+        of="steps",
+        value=lambda interval: interval.mean("loss", "targets"),
+        over_ranks="alike",
+        console=lambda line: f"loss {line['loss']:.4f}",
+        chart=Chart("Loss", label="training", smooth=True),
+    ),
+    Metric(
+        name="eval_loss",
+        unit="nats",
+        meaning="mean cross-entropy of the target tokens held out",
+        of="evaluation",
+        value=lambda found: found.loss,
+        over_ranks="alike",
+        chart=Chart("Loss", label="evaluation"),
+    ),
+    Metric(
+        name="eval_perplexity",
+        unit="",
+        meaning="exponential of `eval_loss`",
+        of="evaluation",
+        value=lambda found: found.perplexity,
+        over_ranks="alike",
+        chart=Chart("Evaluation perplexity"),
+    ),
+    Metric(
+        name="eval_target_tokens",
+        unit="tokens",
+        meaning="target tokens of the evaluation",
+        of="evaluation",
+        value=lambda found: found.targets,
+        over_ranks="alike",
+    ),
+    Metric(
+        name="eval_seconds",
+        unit="s",
+        meaning="wall time of the evaluation",
+        of="evaluation",
+        value=lambda found: round(found.seconds, 3),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="grad_norm",
+        unit="",
+        meaning="norm of the last finite step's gradients, before clipping",
+        of="steps",
+        value=lambda interval: interval.finite[-1].grad_norm if interval.finite else None,
+        over_ranks="alike",
+        console=lambda line: f"grad norm {line['grad_norm']:.3f}",
+        chart=Chart("Gradient norm", "before clipping", include=(0,), smooth=True, references=_clipping),
+    ),
+    Metric(
+        name="learning_rate",
+        unit="",
+        meaning="of the last step",
+        of="steps",
+        value=lambda interval: interval.learning_rate,
+        over_ranks="alike",
+        console=lambda line: f"lr {line['learning_rate']:.2e}",
+        chart=Chart("Learning rate", include=(0,)),
+    ),
+    Metric(
+        name="balance_loss",
+        unit="",
+        meaning="load-balancing loss, unweighted; where it has a weight",
+        of="steps",
+        value=lambda interval: interval.mean("balance_loss", None),
+        over_ranks="alike",
+        is_logged=lambda interval: interval.weights.balance > 0,
+        chart=Chart("Load-balancing loss", "unweighted", smooth=True),
+        in_trainer=True,
+    ),
+    Metric(
+        name="z_loss",
+        unit="",
+        meaning="router z-loss, unweighted; where it has a weight",
+        of="steps",
+        value=lambda interval: interval.mean("z_loss", "tokens"),
+        over_ranks="alike",
+        is_logged=lambda interval: interval.weights.z > 0,
+        chart=Chart("Router z-loss", "unweighted", smooth=True),
+        in_trainer=True,
+    ),
+    Metric(
+        name="tokens",
+        unit="tokens",
+        meaning="of all steps since the last logged one, without padding",
+        of="steps",
+        value=lambda interval: interval.total("tokens"),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="target_tokens",
+        unit="tokens",
+        meaning="those among them that were to be predicted",
+        of="steps",
+        value=lambda interval: interval.total("targets"),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="tokens_per_second",
+        unit="tokens/s",
+        meaning="of all ranks, over the wall time without pauses",
+        of="steps",
+        value=lambda interval: round(interval.total("tokens") / interval.seconds, 1),
+        over_ranks="alike",
+        console=_speed,
+        chart=Chart("Throughput", "tokens/s, all ranks", include=(0,), smooth=True),
+    ),
+    Metric(
+        name="tflops_per_second",
+        unit="TFLOP/s",
+        meaning="per rank, of forward and backward without recomputation",
+        of="steps",
+        value=lambda interval: round(interval.tflops_per_second, 4),
+        over_ranks="alike",
+        chart=Chart("Model FLOP/s", "TFLOP/s per rank", include=(0,), smooth=True),
+    ),
+    Metric(
+        name="mfu",
+        unit="",
+        meaning="these over the device's peak in bf16, where that is known",
+        of="steps",
+        value=lambda interval: round(interval.tflops_per_second / interval.peak_tflops, 4),
+        over_ranks="alike",
+        is_logged=lambda interval: interval.peak_tflops is not None,
+        console=lambda line: f"MFU {line['mfu']:.1%}",
+        chart=Chart("MFU", "model FLOP/s of the device's peak", format="percent", include=(0,), smooth=True),
+    ),
+    Metric(
+        name="peak_memory_mb",
+        unit="MB",
+        meaning="most that a rank has held since it started: allocated by torch on a GPU, else resident",
+        of="steps",
+        value=lambda interval: round(interval.most_memory / 1e6, 1),
+        over_ranks="max",
+        chart=Chart("Peak memory", "of any rank", format="memory", include=(0,)),
+    ),
+    Metric(
+        name="expert_load_max_over_mean",
+        unit="",
+        meaning="tokens of the busiest expert over the mean of its layer, largest of all layers: from 1 to E/K",
+        of="steps",
+        value=lambda interval: float(_load_LE(interval.routing).max()),
+        over_ranks="alike",
+        is_logged=_is_routing_known,
+        console=lambda line: f"expert load {line['expert_load_max_over_mean']:.2f}x mean",
+        chart=Chart(
+            "Most loaded expert",
+            "times the mean, largest of all layers",
+            include=(1,),
+            smooth=True,
+            references=lambda config, num_experts: [(1, "even")],
+        ),
+        imbalance=lambda load: float(load),
+    ),
+    Metric(
+        name="dead_experts",
+        unit="",
+        meaning="share of all layers' experts that got no token",
+        of="steps",
+        value=lambda interval: float((interval.routing.counts_LE == 0).double().mean()),
+        over_ranks="alike",
+        is_logged=_is_routing_known,
+        chart=Chart("Experts without tokens", "share of all layers' experts", format="percent", include=(0,)),
+    ),
+    Metric(
+        name="router_entropy",
+        unit="nats",
+        meaning="mean entropy of the router's scores, by layer; null where they are not to be had",
+        of="steps",
+        value=_entropy,
+        over_ranks="alike",
+        is_logged=_is_routing_known,
+        chart=Chart(
+            "Router entropy",
+            "of the scores, nats per token, mean over layers; band: lowest to highest layer",
+            references=_even_entropy,
+            reaches_all=True,
+        ),
+    ),
+    Metric(
+        name="dropped_tokens",
+        unit="rows",
+        meaning="rows routed that no expert has computed: 0",
+        of="steps",
+        value=lambda interval: int(interval.routing.counts_LE.sum() - interval.routing.rows_computed_L.sum()),
+        over_ranks="alike",
+        is_logged=_is_routing_known,
+    ),
+    Metric(
+        name="expert_tokens",
+        unit="tokens",
+        meaning="that chose each expert, by layer; the report draws them as a map",
+        of="steps",
+        value=lambda interval: interval.routing.counts_LE.tolist(),
+        over_ranks="alike",
+        is_logged=_is_routing_known,
+        imbalance=_mean_busiest,
+    ),
+]
+"""In the order of the console's line and of the report's charts."""
+
+
+def register_metric(added: Metric, before: str | None = None) -> None:
+    """Log one more figure; README.md of `monitoring` has an example.
+
+    Args:
+        before: name of the metric before which it stands on the console and in the report; None: at the end.
+
+    Raises:
+        ValueError: its name is taken, it lacks something, its chart is full, or there is no `before`.
+    """
+    names = [metric.name for metric in METRICS]
+    if added.name in names or added.name in _OF_LINES:
+        raise ValueError(f"register_metric: metrics.jsonl has {added.name!r} already")
+    if lacking := [field for field in ("name", "meaning") if not getattr(added, field)]:
+        raise ValueError(f"register_metric: the metric {added.name!r} has no {lacking[0]}")
+    if before is not None and before not in names:
+        raise ValueError(f"register_metric: there is no metric {before!r} to come before; known: {', '.join(names)}")
+    if (
+        added.chart
+        and sum(metric.chart is not None and metric.chart.title == added.chart.title for metric in METRICS) > 1
+    ):
+        raise ValueError(f"register_metric: the chart {added.chart.title!r} has two lines already")
+    METRICS.insert(len(METRICS) if before is None else names.index(before), added)
+
+
+def console_line(line: Record) -> str:
+    """What the console says of a logged step."""
+    known = [metric.console for metric in METRICS if metric.console and line.get(metric.name) is not None]
+    return "  ".join(console(line) for console in known)
+
+
+def table_of_metrics() -> str:
+    """The table in README.md of `monitoring`."""
+    rows = [("name", "unit", "what it is"), ("---",) * 3]
+    rows += [(f"`{metric.name}`", metric.unit, metric.meaning) for metric in METRICS]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")
