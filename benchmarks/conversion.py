@@ -29,7 +29,6 @@ from expertmesh.checkpoints.files.dtypes import DTYPE_BYTES
 from expertmesh.checkpoints.hf.reader import SafetensorsReader
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
-from expertmesh.checkpoints.opening import parameter_dtypes
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
@@ -184,7 +183,7 @@ def count_reads(directory: Path, ep_size: int) -> int:
     model: Any = source.build()
     checkpoint = shard_and_load(model, source, build_mesh("cpu", topology), ranks.device)
     read += (directory / "shards" / MANIFEST).stat().st_size
-    dtypes = parameter_dtypes(checkpoint)
+    dtypes = checkpoint.parameter_dtypes
     needed = sum(local_tensor(p).numel() * DTYPE_BYTES[dtypes[name]] for name, p in model.named_parameters())
     (directory / f"reads-{ranks.rank}.json").write_text(json.dumps({"needed": needed, "read": read}))
     end_process_group()

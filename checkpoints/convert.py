@@ -35,12 +35,11 @@ from .files.directories import (
 )
 from .files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
 from .files.encodings import WIDE, Encoding, pack, scale_values, widen
-from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from .files.mapping import Region
+from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, Region, hf_index, plan_hf_files
 from .hf.reader import ParameterReader, SafetensorsReader, gather, kept_encodings, tied_copies_that_differ
 from .hf.side_files import copy_side_files, side_files
 from .hf.source import Checkpoint
-from .opening import Readable, is_training, open_origin, open_readable, parameter_dtypes
+from .opening import Readable, is_training, open_origin, open_readable
 
 if TYPE_CHECKING:
     from .hf.requantized import Requantized
@@ -105,7 +104,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         )
     check_all_bytes(source_path)
     _check_tied_copies(checkpoint)
-    found = parameter_dtypes(checkpoint)
+    found = checkpoint.parameter_dtypes
     dtypes = {name: found[name] if dtype is None or name in names.buffers else dtype for name in names.parameters}
     exported = [
         OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])

@@ -13,10 +13,9 @@ from typing import Any
 
 import xxhash
 
-from .ep_shards.manifest import MANIFEST
+from .ep_shards.manifest import MANIFEST, is_shards
 from .hf.side_files import CONFIG
 from .hf.source import read_json, weight_files
-from .model_weights import is_shards
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MOST_HEADER_BYTES = 100 * 2**20

@@ -9,13 +9,12 @@ from typing import Any
 
 from ..moe.hf_model.counts import active_parameters
 from ..sharding.topology import divisors
-from .ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
+from .ep_shards.manifest import MANIFEST, is_shards, listed_tensors, read_manifest
 from .files.dtypes import ALL_NAMES, DTYPE_CODES
 from .files.encodings import TensorInfo, decoded
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json
 from .hf.untrained_parts import unfilled
-from .model_weights import is_shards
 from .opening import Readable
 from .training_state.marker import MARKER, read_marker
 

@@ -13,14 +13,13 @@ from ..sharding.parallelize.parallelize import materialize, parallelize
 from ..sharding.runtime.process import raise_together
 from ..sharding.state import adapters_of, parameters_of, set_parameter_dtypes
 from ..sharding.topology import Topology
+from .ep_shards.manifest import open_checkpoint
 from .files.checksums import add_sums, row_sum
 from .files.dtypes import as_tensor
-from .files.mapping import DiskTensor, overlap
+from .files.file_layout import DiskTensor, overlap
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource
-from .model_weights import open_checkpoint
-from .opening import parameter_dtypes
 from .shards import ShardedParameter, sharded_parameters
 
 
@@ -63,7 +62,7 @@ def hold_exactly(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Have parameters that are not trained hold what the checkpoint has of them bit for bit, in place, before they are
     sharded: in fp32 where they would be in bf16 and it does not have them so. Beside adapters this is not needed, as
     nothing of the base is exported."""
-    stored = parameter_dtypes(checkpoint)
+    stored = checkpoint.parameter_dtypes
     frozen = {name for name, part in parameters_of(model).items() if not part.trainable and stored.get(name) != "BF16"}
     set_parameter_dtypes(model, dict.fromkeys(frozen, torch.float32))
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files.dtypes import wider
+from .ep_shards.manifest import open_checkpoint
 from .hf.reader import ParameterReader
 from .hf.source import Checkpoint, open_source
-from .model_weights import open_checkpoint
 from .training_state.marker import MARKER
 
 if TYPE_CHECKING:
@@ -68,13 +67,3 @@ def open_origin(path: Path, base: Path | None, names: Names) -> Checkpoint:
 
     directory = origin_of(path) if base is None else base
     return open_checkpoint(open_source(directory), names)
-
-
-def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    """The dtype in which each parameter lies on disk; of mixed ones, that which holds all."""
-    dtypes: dict[str, str] = {}
-    for tensor in checkpoint.tensors:
-        for region in tensor.regions:
-            dtype = checkpoint.infos[tensor.name].dtype
-            dtypes[region.parameter] = wider(dtypes.get(region.parameter, dtype), dtype)
-    return dtypes

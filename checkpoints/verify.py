@@ -14,8 +14,7 @@ from .files.dtypes import (
     cast,
     same_bits,
 )
-from .files.file_layout import OutputTensor
-from .files.mapping import Region, overlap
+from .files.file_layout import OutputTensor, Region, overlap
 from .hf.reader import gather, tied_copies_that_differ
 from .hf.untrained_tensors import Carried
 from .opening import Readable

@@ -34,8 +34,7 @@ from ...sharding.state import adapters_of
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
 from ..files.dtypes import DTYPE_CODES, DTYPE_NAMES
-from ..files.file_layout import OutputFile, OutputTensor
-from ..files.mapping import DiskTensor, Region
+from ..files.file_layout import DiskTensor, OutputFile, OutputTensor, Region
 from ..hf.class_names import ClassNames, class_names
 from ..hf.export import WRITER, Output, brought, replacing
 from ..hf.names import Names

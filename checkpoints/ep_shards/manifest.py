@@ -35,10 +35,9 @@ from ..files.encodings import (
     is_stored,
     stored_forms,
 )
-from ..files.file_layout import OutputFile, OutputTensor, plan_files
-from ..files.mapping import DiskTensor, Region, uncovered
+from ..files.file_layout import DiskTensor, OutputFile, OutputTensor, Region, plan_files, uncovered
 from ..files.paths import named_file
-from ..hf.source import Checkpoint, ModelSource, check_fields, read_header, read_json, well_formed
+from ..hf.source import Checkpoint, ModelSource, check_fields, open_hf, read_header, read_json, well_formed
 from ..hf.untrained_tensors import Carried
 
 if TYPE_CHECKING:
@@ -286,6 +285,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     check_seal(manifest, file)
     check_fields(manifest, _FIELDS, file)
     return manifest
+
+
+def is_shards(path: Path) -> bool:
+    return (path / MANIFEST).exists() or any(path.glob("ep-*-of-*.safetensors*"))
+
+
+def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
+    """Open a Hugging Face directory or EP shards, whichever `source.path` is.
+
+    Args:
+        names: of the model that it is to fill.
+
+    Raises:
+        ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
+    """
+    found = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
+    return found if source.rope_scaling is None else found.stretched(source.rope_scaling, names)
 
 
 def open_shards(source: ModelSource, names: Names) -> Checkpoint:

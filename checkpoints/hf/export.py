@@ -27,8 +27,7 @@ from ..files.directories import (
 )
 from ..files.dtypes import as_array, as_bytes, torch_dtype
 from ..files.encodings import WIDE
-from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from ..files.mapping import Region, overlap
+from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, Region, hf_index, overlap, plan_hf_files
 from ..shards import ShardedParameter, sharded_parameters
 from .requantized import Requantized, error_lines, errors_of
 from .side_files import copy_side_files

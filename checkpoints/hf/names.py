@@ -20,7 +20,7 @@ from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
-from ..files.mapping import DiskTensor, Region, uncovered
+from ..files.file_layout import DiskTensor, Region, uncovered
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]

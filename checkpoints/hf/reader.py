@@ -23,7 +23,7 @@ from ..files.dtypes import (
     wider,
 )
 from ..files.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
-from ..files.mapping import DiskTensor, Region, overlap
+from ..files.file_layout import DiskTensor, Region, overlap
 from ..files.paths import fill_from
 
 if TYPE_CHECKING:

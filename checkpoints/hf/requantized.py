@@ -22,8 +22,7 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_tensor, contiguous
 from ..files.encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
-from ..files.file_layout import OutputTensor
-from ..files.mapping import DiskTensor, Region
+from ..files.file_layout import DiskTensor, OutputTensor, Region
 from .encoders import by_blocks, encode, has_encoder, spread
 from .reader import SafetensorsReader
 

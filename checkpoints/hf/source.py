@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from ...moe.hf_model.config import check_config
 from ...moe.hf_model.rope import RopeScaling
 from ...moe.util.errors import ExpertMeshError
-from ..files.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from ..files.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS, wider
 from ..files.encodings import (
     StoredForm,
     TensorInfo,
@@ -30,8 +30,7 @@ from ..files.encodings import (
     quantization_of,
     stored_forms,
 )
-from ..files.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
-from ..files.mapping import DiskTensor
+from ..files.file_layout import INDEX_NAME, SINGLE_NAME, DiskTensor, OutputTensor
 from ..files.paths import check_regular, named_file
 from .reader import SafetensorsReader
 from .untrained_tensors import Carried, find_carried, summary
@@ -230,6 +229,16 @@ class Checkpoint:
         """Parameters with quantized rows."""
         tensors = (tensor for tensor in self.tensors if self.infos[tensor.name].encoding is not None)
         return {region.parameter for tensor in tensors for region in tensor.regions}
+
+    @property
+    def parameter_dtypes(self) -> dict[str, str]:
+        """The dtype in which each parameter lies on disk; of mixed ones, that which holds all."""
+        dtypes: dict[str, str] = {}
+        for tensor in self.tensors:
+            for region in tensor.regions:
+                dtype = self.infos[tensor.name].dtype
+                dtypes[region.parameter] = wider(dtypes.get(region.parameter, dtype), dtype)
+        return dtypes
 
     def dropping_untrained(self) -> Checkpoint:
         """The same, but that what is not trained does not go along.

@@ -16,8 +16,7 @@ import xxhash
 from ...moe.util.errors import ExpertMeshError
 from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, contiguous
 from ..files.encodings import TensorInfo
-from ..files.file_layout import OutputTensor
-from ..files.mapping import DiskTensor, Region
+from ..files.file_layout import DiskTensor, OutputTensor, Region
 from ..files.paths import check_regular, fill_from
 from .reader import SafetensorsReader
 

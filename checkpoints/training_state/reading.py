@@ -11,7 +11,7 @@ from ...sharding.topology import rows_of
 from ..ep_shards.manifest import exported_from
 from ..files.dtypes import DTYPE_CODES, as_array, torch_dtype
 from ..files.encodings import TensorInfo
-from ..files.mapping import DiskTensor, Region
+from ..files.file_layout import DiskTensor, Region
 from ..hf.reader import Piece
 from ..hf.source import Checkpoint, open_source, well_formed
 from .marker import MARKER, check_file, read_marker, recorded_transposed

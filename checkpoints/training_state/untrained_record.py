@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...moe.util.errors import ExpertMeshError
+from ..ep_shards.manifest import open_checkpoint
 from ..hf.source import Checkpoint, check_fields, open_source
 from ..hf.untrained_tensors import Carried
 from .marker import MARKER, read_marker
@@ -96,17 +97,11 @@ def _find(
     if not directory.is_dir():
         return [], f"the model that the run began with is no longer in {directory}"
     try:
-        found = _open_base(directory, checkpoint)
+        found = open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
         problem = _problem(recorded, found, path)
     except ExpertMeshError as error:
         return [], str(error)
     return [one for one in found.carried if one.name in recorded["tensors"]] if problem is None else [], problem
-
-
-def _open_base(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
-    from ..model_weights import open_checkpoint
-
-    return open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
 
 
 def _problem(recorded: dict[str, Any], found: Checkpoint, path: Path) -> str | None:

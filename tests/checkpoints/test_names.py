@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from expertmesh.checkpoints.files.mapping import Region
+from expertmesh.checkpoints.files.file_layout import Region
 from expertmesh.checkpoints.hf.names import Matched, Names
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.families import causal_families

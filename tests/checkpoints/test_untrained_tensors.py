@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.ep_shards.manifest import read_manifest
+from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint, read_manifest
 from expertmesh.checkpoints.files.checksums import seal
 from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
 from expertmesh.checkpoints.hf.source import open_source, read_header
 from expertmesh.checkpoints.hf.untrained_tensors import find_carried
-from expertmesh.checkpoints.model_weights import open_checkpoint
 from expertmesh.moe.hf_model.rope import read_rope_scaling
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
 from tests.untrained import (

@@ -16,7 +16,7 @@ from transformers import MixtralConfig
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.ep_shards.manifest import read_manifest
 from expertmesh.checkpoints.files.checksums import file_checksum, seal
-from expertmesh.checkpoints.files.mapping import DiskTensor, Region
+from expertmesh.checkpoints.files.file_layout import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
 from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed
