@@ -63,6 +63,14 @@ def test_help(command: list[str]) -> None:
         (["train_ep.py", "--model", "m", "--learning-rat", "1"], "unknown flag --learning-rat"),
         (["train_ep.py", "--model", "m"], "--dataset is missing"),
         (["train_ep.py", "--model", "/nonexistent", "--dataset", "d"], "--model /nonexistent: no such directory"),
+        (
+            ["train_ep.py", "--model", "configs", "--dataset", "d", "--resume", "/nonexistent"],
+            "--resume /nonexistent: no such directory",
+        ),
+        (
+            ["train_ep.py", "--model", "configs", "--dataset", "d", "--resume", "tests"],
+            "--resume tests: has no checkpoint.json: not a complete training checkpoint",
+        ),
         (["-m", "checkpoints", "convert", "/nonexistent", "OUT", "--ep-size", "2"], "/nonexistent: no such directory"),
         (["-m", "checkpoints", "export", "/nonexistent", "OUT"], "/nonexistent: no such directory"),
         (["-m", "checkpoints", "verify", "/nonexistent", "/nonexistent"], "/nonexistent: no such directory"),

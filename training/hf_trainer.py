@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoints.files.directories import write_errors
+from ..checkpoints.training_state.marker import check_resumable
 from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.transformers_private import in_place_of_trainers
 from ..moe.util.atomic_write import PARTIAL, whole
@@ -591,8 +592,8 @@ class TrainerMixin(_Base):
 
     @in_place_of_trainers
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights come with the optimizer's state, once there is an optimizer."""
-        _state_in(resume_from_checkpoint)
+        """Weights come with the optimizer's state, once there is an optimizer; what is not there is told now."""
+        check_resumable(_state_in(resume_from_checkpoint))
 
     @in_place_of_trainers
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -635,6 +636,8 @@ def _state_in(checkpoint: str) -> Path:
     Raises:
         ExpertMeshError: there is none.
     """
+    if not Path(checkpoint).is_dir():
+        raise ExpertMeshError(f"resume_from_checkpoint={checkpoint!r}: no such directory")
     found = sorted((Path(checkpoint) / STATE).glob("step-*"))
     if not found:
         raise ExpertMeshError(

@@ -25,11 +25,15 @@ def prepare_process(config: TrainConfig) -> None:
     """Settle what the settings ask of this process, before it joins a process group.
 
     Raises:
-        ExpertMeshError: there is no such model, or a setting does not work here.
+        ExpertMeshError: there is no such model or training checkpoint, or a setting does not work here.
     """
-    from ..checkpoints.hf.source import check_model  # needs numpy, which --help does without
+    # these need numpy, which --help does without
+    from ..checkpoints.hf.source import check_model
+    from ..checkpoints.training_state.marker import check_resumable
 
     check_model(config.model)
+    if config.resume not in ("", "auto"):
+        check_resumable(Path(config.resume), "--resume ")
     from ..sharding.runtime.process import device_type
     from .model_setup.determinism import compute_deterministically
     from .model_setup.tf32 import compute_in_tf32

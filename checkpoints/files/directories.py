@@ -121,6 +121,11 @@ def finish_replacement_of_missing(out: Path) -> None:
         finish_replacement(Path(os.path.realpath(out)))
 
 
+def is_there(out: Path) -> bool:
+    """Whether there is something at `out`, or `finish_replacement_of_missing` will put it there."""
+    return out.exists() or any(map(os.path.lexists, _replacing(Path(os.path.realpath(out)))))
+
+
 def _replacing(out: Path) -> tuple[Path, Path]:
     """Where the complete new directory waits for its name, and where the old one is put."""
     return out.with_name(f".{out.name}-new{PARTIAL}"), out.with_name(f".{out.name}-old{PARTIAL}")

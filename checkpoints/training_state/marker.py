@@ -9,12 +9,14 @@ from typing import Any
 from ...moe.util.atomic_write import PARTIAL
 from ...moe.util.errors import ExpertMeshError
 from ..files.checksums import check_seal, file_checksum
+from ..files.directories import is_there
 from ..files.paths import named_file
 from ..hf.source import check_fields, read_json
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
 VERSION = 3
+_INCOMPLETE = f"has no {MARKER}: not a complete training checkpoint"
 METADATA = ".metadata"
 """In `state`: the table of torch.distributed.checkpoint."""
 
@@ -33,6 +35,21 @@ def is_complete(path: Path) -> bool:
 def is_checkpoint_entry(path: Path) -> bool:
     """Whether something in a directory of training checkpoints has a name that only a saver gives, complete or not."""
     return re.fullmatch(rf"(step-\d+|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
+
+
+def check_resumable(path: Path, named: str = "") -> None:
+    """Refuse early what cannot be resumed, by no more than the names of files: before data and weights are read.
+
+    Args:
+        named: what the user gave to name it, such as "--resume "; stands before the path.
+
+    Raises:
+        ExpertMeshError: there is no training checkpoint there, or none that was written to its end.
+    """
+    if is_complete(path) or (not path.exists() and is_there(path)):
+        return
+    missing = "no such directory" if not path.exists() else "is a file" if path.is_file() else _INCOMPLETE
+    raise ExpertMeshError(f"{named}{path}: {missing}")
 
 
 def step_of(path: Path) -> int:
@@ -118,7 +135,7 @@ def read_marker(path: Path) -> dict[str, Any]:
         ExpertMeshError: it is missing, damaged, or of another format or version.
     """
     if not (path / MARKER).is_file():
-        raise ExpertMeshError(f"{path}: has no {MARKER}: not a complete training checkpoint")
+        raise ExpertMeshError(f"{path}: {_INCOMPLETE}")
     marker = read_json(path / MARKER)
     if marker.get("format") != FORMAT or marker.get("version") != VERSION:
         raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")

@@ -450,7 +450,8 @@ def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path)
     save_model(tmp_path / "model")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_ep.py",
-        "--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu",
+        "--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"),
+        "--use-cpu",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

@@ -391,6 +391,31 @@ def test_a_resumed_schedule(tiny_model: Path, rows: Any, tmp_path: Path) -> None
         resume()
 
 
+def test_a_checkpoint_that_is_not_there(tiny_model: Path, tmp_path: Path) -> None:
+    """It is told of before data are read by a Trainer, and before `load` opens the model."""
+    named = tmp_path / "checkpoint-1"
+    trainer = expertmesh.Trainer(load(tiny_model), TrainingArguments(str(tmp_path), **BASE), collated, Unread())
+    with pytest.raises(ExpertMeshError, match=r"^resume_from_checkpoint='.*checkpoint-1': no such directory"):
+        trainer.train(str(named))
+    for made, said in ((named, "has no expertmesh/"), (named / "expertmesh" / "step-1", "has no checkpoint.json: not")):
+        made.mkdir(parents=True)
+        with pytest.raises(ExpertMeshError, match=said):
+            trainer.train(str(named))
+    with patch("expertmesh.checkpoints.hf.source.open_source", side_effect=AssertionError("it is opened")):
+        with pytest.raises(ExpertMeshError, match=r"^--resume .*/nothing: no such directory"):
+            load(tiny_model, resume=str(tmp_path / "nothing"))
+        with pytest.raises(ExpertMeshError, match=r"^--resume .*/checkpoint-1: has no checkpoint.json: not a complete"):
+            load(tiny_model, resume=str(named))
+
+
+class Unread(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("it is read")
+
+
 def test_tokenizer_of_a_trainer_is_in_its_checkpoints(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
     """So that what is made of them has it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
