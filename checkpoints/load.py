@@ -11,7 +11,7 @@ from ..sharding.mesh import Mesh
 from ..sharding.parallelize.choices import Strategy
 from ..sharding.parallelize.parallelize import materialize, parallelize
 from ..sharding.runtime.process import raise_together
-from ..sharding.state import adapters_of, parameters_of, set_parameter_dtypes
+from ..sharding.state import ShardedParameter, adapters_of, parameters_of, set_parameter_dtypes, sharded_parameters
 from ..sharding.topology import Topology
 from .ep_shards.manifest import open_checkpoint
 from .files.checksums import add_sums, row_sum
@@ -20,7 +20,6 @@ from .files.file_layout import DiskTensor, overlap
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource
-from .shards import ShardedParameter, sharded_parameters
 
 
 def shard_and_load(

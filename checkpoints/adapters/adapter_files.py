@@ -30,7 +30,7 @@ from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
-from ...sharding.state import adapters_of
+from ...sharding.state import ShardedParameter, adapters_of, sharded_parameters
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
 from ..files.dtypes import DTYPE_CODES, DTYPE_NAMES
@@ -40,7 +40,6 @@ from ..hf.export import WRITER, Output, brought, replacing
 from ..hf.names import Names
 from ..hf.side_files import write_generation_config, write_tokenizer
 from ..hf.source import Checkpoint, read_header, read_json
-from ..shards import ShardedParameter, sharded_parameters
 from ..verify import Comparison
 from .peft_format import (
     PREFIX,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
+from ...sharding.state import ShardedParameter, sharded_parameters
 from ...sharding.topology import Topology
 from ..files.directories import (
     replace_directory,
@@ -28,7 +29,6 @@ from ..files.directories import (
 from ..files.dtypes import as_array, as_bytes, torch_dtype
 from ..files.encodings import WIDE
 from ..files.file_layout import INDEX_NAME, OutputFile, OutputTensor, Region, hf_index, overlap, plan_hf_files
-from ..shards import ShardedParameter, sharded_parameters
 from .requantized import Requantized, error_lines, errors_of
 from .side_files import copy_side_files
 from .source import Checkpoint

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
-from .cache import cache_error, filling_cache
+from .cache import TokenizingProgress, cache_error, count, filling_cache
 from .chat import TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row, registered_formats
-from .progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
 _VERSION = 14

@@ -20,8 +20,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
 from ...moe.util.terminal import folded
 from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
-from ..config.begun_adapter import with_init_adapter
-from ..config.train_config import GivenSettings, TrainConfig, given_settings
+from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
 from .columns import open_console
 from .coverage import check_covered, not_modelled
 from .imbalance import add_imbalance_flags, imbalance_of, read_imbalance
