@@ -37,8 +37,8 @@ from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
-from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

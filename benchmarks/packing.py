@@ -36,9 +36,8 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.data_order import DataOrder
-from expertmesh.training.data.packing import Rows, make_rows
 from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.data.sequences import DataOrder, Rows, make_rows
 from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -43,8 +43,8 @@ from expertmesh.sharding.runtime.process import end_process_group, start_process
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
-from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.engine import assemble, place, topology_of
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights

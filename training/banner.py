@@ -15,9 +15,9 @@ from .attention.context_parallel_attention import complete_sequences_line
 from .attention.packed_attention import OWN, inner_attention
 from .config.train_config import TrainConfig
 from .data.cache import cache_directory, cached_bytes
-from .data.data_order import DataOrder
 from .data.preview import describe, warnings_of
 from .data.samples import Origin
+from .data.sequences import DataOrder
 from .engine import Engine
 from .inputs import Inputs
 from .loss.head import loss_head

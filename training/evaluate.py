@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ..sharding.mesh import Mesh
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch, Padding, collate
-from .data.data_order import share_out
-from .data.packing import Rows
+from .data.sequences import Rows, share_out
 from .inference import inference
 from .micro_batch import token_loss_sum
 from .pipelined import pipelined_loss_sum

@@ -14,8 +14,8 @@ from .config.train_config import TrainConfig
 from .data.chat import set_chat_template
 from .data.data_files import parse_datasets
 from .data.formats import Columns
-from .data.packing import Rows, make_rows
 from .data.samples import DataOptions, Sample, Samples, hold_out, load_samples, prompt_tokens
+from .data.sequences import Rows, make_rows
 
 _NUM_PROMPTS = 3
 

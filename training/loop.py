@@ -1,12 +1,14 @@
 """The training loop: data in, steps, evaluations, sample generations, checkpoints and figures out."""
 
 import math
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +23,7 @@ from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
 from .data.batch import Batch, Padding, PinnedBatch, collate
-from .data.data_order import DataOrder
-from .data.packing import Rows
-from .data.prefetch import made_ahead
+from .data.sequences import DataOrder, Rows
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
 from .generate import generate
@@ -40,6 +40,11 @@ from .planning.rank_memory import free_on_host
 from .preemption import StopRequest
 from .resume import check_order
 from .step import NO_TARGETS
+
+T = TypeVar("T")
+
+_QUEUE_SECONDS = 0.1
+"""How often a thread that makes batches ahead looks whether they are wanted no more."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +282,58 @@ def _collated(run: Run, step: int) -> list[Batch]:
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
     data, padding = run.inputs.training, run.padding
     return [collate([data[row] for row in forward], cp_group, padding) for forward in rows]
+
+
+@contextmanager
+def made_ahead(
+    make: Callable[[int], T], numbers: Iterable[int], prepare: Callable[[], object] = lambda: None
+) -> Iterator[Iterator[T]]:
+    """Within it, `make` of each number, in their order, up to two ahead of what was taken.
+
+    An error in the thread is raised where its result would have been taken, with its own traceback. The thread ends
+    with the context, whatever was not taken.
+
+    Args:
+        prepare: is called once, in the thread.
+    """
+    made: queue.Queue[tuple[T, None] | tuple[None, BaseException]] = queue.Queue(maxsize=1)
+    ended = threading.Event()
+
+    def put(result: tuple[T, None] | tuple[None, BaseException]) -> None:
+        while not ended.is_set():
+            try:
+                made.put(result, timeout=_QUEUE_SECONDS)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            prepare()
+            for number in numbers:
+                if ended.is_set():
+                    return
+                put((make(number), None))
+            put((None, StopIteration()))
+        except BaseException as error:  # the loop is to end with it, whatever it is
+            put((None, error))
+
+    def take() -> Iterator[T]:
+        while True:
+            result, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield result  # type: ignore[misc]
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        yield take()
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _is_due(done: int, every: int, run: Run) -> bool:

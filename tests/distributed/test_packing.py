@@ -14,8 +14,8 @@ from expertmesh.moe.hf_model.build import take_stats
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
 from expertmesh.training.data.batch import IGNORED, Batch, collate
-from expertmesh.training.data.packing import pack
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import pack
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

@@ -26,8 +26,8 @@ from expertmesh.sharding.stages import layers_here
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate
-from expertmesh.training.data.packing import pack
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import pack
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.loss.routing_figures import over_ranks
 from expertmesh.training.metrics import METRICS

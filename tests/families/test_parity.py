@@ -16,8 +16,8 @@ from torch import Tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import collate
-from expertmesh.training.data.packing import pack
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import pack
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import compute_gradients, train_step

@@ -24,10 +24,9 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.data.cache import TokenizingProgress, cache_directory, cached_bytes, filling_cache
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, parse_datasets
-from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.formats import Columns, Conversation, PlainText, find_format, read_row
-from expertmesh.training.data.packing import make_rows
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples
+from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.inputs import Inputs, _read_samples
 from tests.tiers import diagonal
 

@@ -8,9 +8,8 @@ import torch
 from transformers import AutoTokenizer
 
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.data_order import DataOrder
-from expertmesh.training.data.packing import make_rows, pack
 from expertmesh.training.data.preview import print_preview
+from expertmesh.training.data.sequences import DataOrder, make_rows, pack
 from tests.training.test_data import load, write
 
 

@@ -13,9 +13,9 @@ from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training import loop
 from expertmesh.training.data import batch as batch_module
 from expertmesh.training.data.batch import Batch, Padding, PinnedBatch, collate
-from expertmesh.training.data.data_order import DataOrder
-from expertmesh.training.data.prefetch import made_ahead
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import DataOrder
+from expertmesh.training.loop import made_ahead
 from tests.distributed.reference import random_samples
 from tests.training.test_batches import assert_same
 

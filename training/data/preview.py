@@ -7,9 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .data_order import DataOrder
-from .packing import Rows
 from .samples import Origin, Sample
+from .sequences import DataOrder, Rows
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 
