@@ -53,14 +53,16 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.hf_model.build import dropless_experts, take_logits
-from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs, choose_kernel
+from expertmesh.moe.kernels.expert_kernels import choose_kernel
+from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
+from expertmesh.moe.kernels.kernel_registry import ExpertKernel, Needs
 from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 
 REFERENCE = "loop"
-KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse")
+KERNEL_VARIANTS = KERNEL_ENTRIES.names()
 HF_VARIANTS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
 ORIGINAL_VARIANT = "original dMoE"
 CEILING = "ceiling"

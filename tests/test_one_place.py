@@ -7,29 +7,43 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
 import expertmesh
 from expertmesh import train_ep
+from expertmesh.moe.hf_model.build import build_model, use_kernel
+from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
+from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, table_of_kernels
+from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.training import metrics
+from expertmesh.training.config.train_config import parse_config
 from expertmesh.training.data import formats
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
+from expertmesh.training.engine import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
 from expertmesh.training.planning import imbalance
+from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
+from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from tests.distributed.pool import RankPool
+from tests.moe.test_experts import KINDS, check, random
+from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[1]
 DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
+KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
 MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
 
 
@@ -274,3 +288,146 @@ def test_a_metric_of_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_readme_lists_all_metrics() -> None:
     assert table_of_metrics() in MONITORING_README
+
+
+# An expert kernel: the one that its README shows.
+
+
+@pytest.fixture
+def no_kernels_left() -> Iterator[None]:
+    """Undoes registrations."""
+    with KERNEL_ENTRIES.restored(), KERNELS.restored():
+        yield
+
+
+def per_row() -> ExpertKernel:
+    run_example(KERNELS_README, "register_expert_kernel(")
+    return KERNELS.get("per-row")
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config alone, and no figures kept of it."""
+    tiny_config(num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(cached, "cache_directory", lambda name: tmp_path / name)
+    return tmp_path
+
+
+def figures_of(command: str, model: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    common = ["--gpus", "2", "--ep-size", "2", "--tp-size", "1", "--max-seq-length", "32", "--json"]
+    one_size = ["--per-device-train-batch-size", "1", "--gradient-checkpointing", "none", "--bf16"]
+    assert plan_or_rehearse([command, "--model", str(model), *common, *one_size, *flags]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    return [{name: figure for name, figure in each.items() if name != "launch"} for each in figures]
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+def test_an_expert_kernel_computes_as_transformers() -> None:
+    per_row()
+    for make, _, _ in KINDS.values():
+        check(random(make()), "per-row")
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "m", "--dataset", "d", "--expert-kernel", "per-row"]
+    with pytest.raises(ExpertMeshError, match="--expert-kernel per-row is unknown; use auto, loop, torch-grouped"):
+        parse_config(flags)
+    kernel = per_row()
+    config = parse_config(flags)
+    model = build_model(tiny_config())
+    choice = kernel_of(config, model, "cpu")
+    assert choice.kernel is kernel
+    assert choice.why == "asked for"
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, per-row$"):
+        parse_config([*flags[:-1], "per-rwo"])
+    with pytest.raises(ExpertMeshError, match="has its own GEMMs; leave out --expert-kernel per-row"):
+        parse_config([*flags, "--bf16", "--expert-precision", "fp8"])
+    use_kernel(model, kernel)
+    with pytest.raises(ExpertMeshError, match="--expert-kernel per-row recomputes them; use torch-grouped or loop"):
+        keep_products(model, 1)
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
+    kernel = per_row()
+
+    def check_is_narrow(needs: Needs) -> None:
+        if any(width > 64 for _, width in needs.widths):
+            raise ExpertMeshError("--expert-kernel narrow needs expert widths of at most 64")
+
+    narrow = replace(
+        kernel,
+        entry=replace(kernel.entry, name="narrow"),
+        check=check_is_narrow,
+        auto=lambda needs: AutoPlace(5, "experts are narrow") if needs.device_type == "cpu" else None,
+    )
+    register_expert_kernel(narrow)
+    choice = choose_kernel("auto", Needs("cpu", torch.float32, ((64, 64),)))
+    assert (choice.kernel, choice.why) == (narrow, "auto: experts are narrow")
+    assert choose_kernel("auto", Needs("cpu", torch.float32, ((64, 128),))).name == "loop"
+    assert choose_kernel("auto", Needs("cuda", torch.float32, ((64, 64),))).name == "loop"
+    with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
+        choose_kernel("narrow", Needs("cpu", torch.float32, ((64, 128),)))
+    register_expert_kernel(replace(narrow, entry=replace(narrow.entry, name="fused"), product=None, fused=LOOP.fused))
+    with pytest.raises(
+        ExpertMeshError, match=r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
+    ):
+        choose_kernel("fused", Needs("cpu", torch.float32, ((64, 64),), is_swiglu=False))
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {name: figures_of("plan", mixtral, capsys, "--expert-kernel", name) for name in ("loop", "torch-grouped")}
+    (dry_loop,) = figures_of("rehearse", mixtral, capsys, "--expert-kernel", "loop")
+    kept = set(mixtral.rglob("*.json"))
+    kernel = per_row()
+    # it keeps a copy in bf16 of each row's three matrices until backward: 32 tokens of two experts each
+    copies = 32 * 2 * 3 * (32 * 48) * 2
+    own = figures_of("plan", mixtral, capsys, "--expert-kernel", "per-row")
+    (dry,) = figures_of("rehearse", mixtral, capsys, "--expert-kernel", "per-row")
+    assert own[0]["memory"]["total"] - base["loop"][0]["memory"]["total"] > copies
+    assert dry["memory"]["peak"] - dry_loop["memory"]["peak"] > copies
+    # another kernel of the same name may compute otherwise
+    assert set(mixtral.rglob("*.json")) == kept
+
+    # one that auto takes on a GPU, and that no CPU has
+    for_gpus = replace(
+        kernel,
+        entry=replace(kernel.entry, name="for-gpus", recorded_as="loop"),
+        auto=lambda needs: AutoPlace(40, "for GPUs") if needs.device_type == "cuda" else None,
+    )
+    assert figures_of("plan", mixtral, capsys) == base["torch-grouped"]
+    register_expert_kernel(for_gpus)
+    assert figures_of("plan", mixtral, capsys) == base["loop"]
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+@pytest.mark.parametrize(
+    ("changed", "entry", "wrong"),
+    [
+        ({}, {}, "--expert-kernel per-row is there already"),
+        ({}, {"name": "auto"}, "--expert-kernel auto is there already"),
+        ({}, {"name": "a b"}, "--expert-kernel 'a b': a name is letters"),
+        ({}, {"name": "mine", "how": ""}, "--expert-kernel mine: has no how"),
+        ({"product": None}, {"name": "mine"}, "mine: has neither product nor fused"),
+        ({"joined": print}, {"name": "mine"}, "mine: has joined, which is beside fused"),
+        ({"product": None, "fused": print}, {"name": "mine", "beside_fp8": True}, "mine: has no product"),
+        ({}, {"name": "mine", "recorded_as": "lop"}, "mine: is recorded_as lop; known are loop, torch-grouped"),
+    ],
+)
+def test_an_expert_kernel_that_cannot_be_added(changed: dict[str, Any], entry: dict[str, Any], wrong: str) -> None:
+    kernel = per_row()
+    entries = KERNEL_ENTRIES.entries()
+    with pytest.raises(ValueError, match=wrong):
+        register_expert_kernel(replace(kernel, entry=replace(kernel.entry, **entry), **changed))
+    assert KERNEL_ENTRIES.entries() == entries
+
+
+def test_readme_lists_all_expert_kernels() -> None:
+    assert table_of_kernels() in (ROOT / "moe" / "README.md").read_text(encoding="utf-8")

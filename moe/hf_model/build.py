@@ -25,7 +25,7 @@ from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..experts.router_stats import RouterStats
 from ..experts.shared_experts import Beside
-from ..kernels.expert_kernels import ExpertKernel, Needs
+from ..kernels.kernel_registry import ExpertKernel, Needs
 from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters

@@ -1,21 +1,4 @@
-"""Expert kernels, by name: how each expert's matmuls with its rows are computed.
-
-A kernel has a `product`, a matmul of all experts, of which experts of any family are composed (see
-`moe.kernels.expert_products`), or, for plain SwiGLU, a complete expert at once, `fused`, or both:
-
-    fused(rows_RD, counts_e, w1, v1, w2, needs_output=True) -> rows_RD
-
-Row r belongs to the expert in whose run it falls when the rows are cut by counts_e (int64, on the rows' device).
-w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
-For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
-Without `needs_output` the last matmul is left out, and the result serves only for its shape and its backward (see
-`moe.util.recompute_cache`).
-
-A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in place of two:
-
-    joined(rows_RD, counts_e, gate_up_eGD, w2, needs_output=True) -> rows_RD
-
-where expert i has w1_i's rows and then v1_i's. It sums up in another order (see `moe.kernels.grouped`).
+"""The expert kernels `loop` and `torch-grouped`, the GEMMs in fp8, and which kernel a run takes.
 
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank.
 """
@@ -23,7 +6,7 @@ Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on th
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +19,6 @@ from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import kept_product, placeholder
 from .carve_out import leaving_room
 from .expert_products import (
-    Product,
     compute_dtype,
     empty_as,
     grouped_product,
@@ -48,33 +30,18 @@ from .expert_products import (
 from .fp8 import fp8_products
 from .fp8_casts import MULTIPLE, WIDEST
 from .grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
-from .kernel_names import Precision, check_kernel_name
-from .megablocks import SPARSE_PACKAGES, check_megablocks_sparse, megablocks_sparse, require
+from .kernel_entries import (
+    LOOP_ENTRY,
+    TORCH_GROUPED_ENTRY,
+    KernelEntry,
+    Precision,
+    check_beside_fp8,
+    check_kernel_name,
+    kernels_that,
+)
+from .kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs
+from .megablocks import MEGABLOCKS_SPARSE
 from .weight_gradients import deferral_of, now_or_later
-
-
-class FusedSwiGLU(Protocol):
-    def __call__(
-        self, rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
-    ) -> Tensor: ...
-
-
-class JoinedSwiGLU(Protocol):
-    def __call__(
-        self, rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
-    ) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class ExpertKernel:
-    """One way of computing experts; has at least one of `product` and `fused`. low_rank: what multiplies by adapters'
-    matrices, of any rank, where that is not `product`. joined: beside `fused` alone."""
-
-    name: str
-    product: Product | None
-    fused: FusedSwiGLU | None
-    low_rank: Product | None = None
-    joined: JoinedSwiGLU | None = None
 
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
@@ -266,37 +233,60 @@ _FP8 = "--expert-precision fp8"
 _MOST_ELEMENTS = 2**31
 """As many elements as a grouped GEMM's rows or results cannot have on a GPU."""
 
-LOOP = ExpertKernel("loop", looped_product, loop)
-FP8 = ExpertKernel("fp8", fp8_grouped_product, fp8_grouped)
 
-KERNELS: dict[str, ExpertKernel] = {
-    kernel.name: kernel
-    for kernel in (
-        LOOP,
-        ExpertKernel(
-            "torch-grouped",
-            torch_grouped_product,
-            torch_grouped,
-            low_rank=padded(torch_grouped_product),
-            joined=torch_grouped_joined,
-        ),
-        ExpertKernel("megablocks-sparse", None, megablocks_sparse),
+def _check_widths(needs: Needs) -> None:
+    for model_width, width in needs.widths:
+        _check_grouped_mm(needs.dtype, model_width, width)
+
+
+def _auto_grouped(needs: Needs) -> AutoPlace | None:
+    """Only bf16 on a GPU has a choice."""
+    if needs.device_type == "cpu" or needs.dtype == torch.float32:
+        return None
+    if _has_grouped_mm(needs):
+        return AutoPlace(30, f"one launch for all experts on {needs.device_type}")
+    return AutoPlace(10, "as megablocks-sparse is not installed, or does not suit these experts")
+
+
+def _has_grouped_mm(needs: Needs) -> bool:
+    """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
+    servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
+    (`_grouped_mm_fallback` in ATen)."""
+    return needs.capability[0] in (9, 10)
+
+
+def _auto_loop(needs: Needs) -> AutoPlace:
+    if needs.device_type == "cpu":
+        return AutoPlace(0, "this is a CPU")
+    if needs.dtype == torch.float32:
+        return AutoPlace(0, "the grouped kernels are made for bf16")
+    return AutoPlace(0, f"widths {', '.join(f'{d} and {f}' for d, f in needs.widths)} do not suit grouped_mm")
+
+
+LOOP = ExpertKernel(
+    LOOP_ENTRY,
+    product=looped_product,
+    fused=loop,
+    joined=None,
+    low_rank=None,
+    check=lambda needs: None,
+    auto=_auto_loop,
+    note=lambda needs: "",
+)
+KERNELS.register(LOOP)
+KERNELS.register(
+    ExpertKernel(
+        TORCH_GROUPED_ENTRY,
+        product=torch_grouped_product,
+        fused=torch_grouped,
+        joined=torch_grouped_joined,
+        low_rank=padded(torch_grouped_product),
+        check=_check_widths,
+        auto=_auto_grouped,
+        note=lambda needs: "",
     )
-}
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The properties that decide whether a kernel can compute a model's experts.
-
-    widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases and
-    adapters. Adapters' ranks are no matter: their products are padded.
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    widths: tuple[tuple[int, int], ...]
-    is_swiglu: bool = True
+)
+KERNELS.register(MEGABLOCKS_SPARSE)
 
 
 @dataclass(frozen=True)
@@ -324,12 +314,11 @@ def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> Ker
         beside = choose_kernel(name, needs).kernel
         return KernelChoice(replace(FP8, low_rank=beside.low_rank or beside.product), how)
     if name == "auto":
-        name, why = _choose(needs)
-        return KernelChoice(KERNELS[name], f"auto: {why}")
+        return _choose(needs)
     check_kernel(name, needs)
-    if name == "megablocks-sparse" and needs.dtype == torch.float32:
-        return KernelChoice(KERNELS[name], "asked for; in fp32 it multiplies in TF32")
-    return KernelChoice(KERNELS[name], "asked for")
+    kernel = KERNELS.get(name)
+    note = kernel.note(needs)
+    return KernelChoice(kernel, f"asked for; {note}" if note else "asked for")
 
 
 def check_fp8(name: str, needs: Needs) -> None:
@@ -337,8 +326,7 @@ def check_fp8(name: str, needs: Needs) -> None:
     Raises:
         ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.
     """
-    if name not in ("auto", "torch-grouped"):
-        raise ExpertMeshError(f"{_FP8}: has its own GEMMs; leave out --expert-kernel {name}")
+    check_beside_fp8(name)
     if needs.dtype != torch.bfloat16:
         raise ExpertMeshError(f"{_FP8}: everything else is computed in bf16; add --bf16")
     for width in (width for pair in needs.widths for width in pair):
@@ -347,35 +335,40 @@ def check_fp8(name: str, needs: Needs) -> None:
                 f"{_FP8}: hidden and expert width have to be multiples of {MULTIPLE} up to {WIDEST}, and this model "
                 f"has {width}; leave it out"
             )
-    if needs.device_type == "cuda" and (found := torch.cuda.get_device_capability())[0] != 9:
+    if needs.device_type == "cuda" and needs.capability[0] != 9:
         # the operator lets 10 pass too, and then ends the process: it is built for 9 alone (pytorch#187095)
         raise ExpertMeshError(
             f"{_FP8}: torch multiplies so on GPUs of compute capability 9 (H100, H200), and this one has "
-            f"{'.'.join(map(str, found))}; leave it out"
+            f"{'.'.join(map(str, needs.capability))}; leave it out"
         )
 
 
-def _choose(needs: Needs) -> tuple[str, str]:
-    """(name, reason) of the default kernel. Only bf16 on a GPU has a choice."""
-    if needs.device_type == "cpu":
-        return "loop", "this is a CPU"
-    if needs.dtype == torch.float32:
-        return "loop", "the grouped kernels are made for bf16"
-    if _can_compute("torch-grouped", needs) and _has_grouped_mm():
-        return "torch-grouped", f"one launch for all experts on {needs.device_type}"
-    if _can_compute("megablocks-sparse", needs):
-        return "megablocks-sparse", "in grouped_mm this GPU would launch one matmul per expert"
-    if _can_compute("torch-grouped", needs):
-        return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
-    widths = ", ".join(f"{d} and {f}" for d, f in needs.widths)
-    return "loop", f"widths {widths} do not suit grouped_mm"
+FP8 = ExpertKernel(
+    KernelEntry(
+        "fp8",
+        how="Grouped GEMMs with one scale per row.",
+        where="a GPU of compute capability 9; emulated on a CPU",
+        beside_fp8=True,
+        keeps_products=True,
+        recorded_as="fp8",
+    ),
+    product=fp8_grouped_product,
+    fused=fp8_grouped,
+    joined=None,
+    low_rank=None,
+    check=partial(check_fp8, "auto"),
+    auto=lambda needs: None,
+    note=lambda needs: "",
+)
+"""What `--expert-precision fp8` takes, and no name."""
 
 
-def _has_grouped_mm() -> bool:
-    """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
-    servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
-    (`_grouped_mm_fallback` in ATen)."""
-    return torch.cuda.get_device_capability()[0] in (9, 10)
+def _choose(needs: Needs) -> KernelChoice:
+    """The default kernel: the first in `auto`'s order of those that can compute these experts, `loop` at the latest."""
+    able = [kernel for kernel in KERNELS.entries() if _can_compute(kernel.name, needs)]
+    places = [(kernel, place) for kernel in able if (place := kernel.auto(needs)) is not None]
+    kernel, place = max(places, key=lambda each: each[1].preference)
+    return KernelChoice(kernel, f"auto: {place.why}")
 
 
 def _can_compute(name: str, needs: Needs) -> bool:
@@ -391,17 +384,10 @@ def check_kernel(name: str, needs: Needs) -> None:
     Raises:
         ExpertMeshError: the kernel is not installed, or cannot compute these experts in this dtype on this device.
     """
-    if KERNELS[name].product is None and not needs.is_swiglu:
+    kernel = KERNELS.get(name)
+    if kernel.product is None and not needs.is_swiglu:
         raise ExpertMeshError(
             f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
-            "another activation; use torch-grouped or loop"
+            f"another activation; use {kernels_that(lambda entry: KERNELS.get(entry.name).product is not None)}"
         )
-    for model_width, width in needs.widths:
-        if name == "torch-grouped":
-            _check_grouped_mm(needs.dtype, model_width, width)
-        if name == "megablocks-sparse":
-            check_megablocks_sparse(model_width, width)
-    if name == "megablocks-sparse" and needs.device_type != "cuda":
-        raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {needs.device_type}; use loop")
-    if name == "megablocks-sparse":
-        require(f"--expert-kernel {name}", SPARSE_PACKAGES)
+    kernel.check(needs)

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
+from .kernel_entries import MEGABLOCKS_SPARSE_ENTRY
+from .kernel_registry import AutoPlace, ExpertKernel, Needs
 from .swiglu import SwiGLU
 
 BLOCK = 128
@@ -225,3 +227,30 @@ def load_megablocks(what: str = "--expert-kernel megablocks-sparse") -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Grouped GEMM not available")
         import megablocks  # noqa: F401
+
+
+def _check(needs: Needs) -> None:
+    for model_width, width in needs.widths:
+        check_megablocks_sparse(model_width, width)
+    flag = "--expert-kernel megablocks-sparse"
+    if needs.device_type != "cuda":
+        raise ExpertMeshError(f"{flag} needs a GPU, and this run is on {needs.device_type}; use loop")
+    require(flag, SPARSE_PACKAGES)
+
+
+def _auto(needs: Needs) -> AutoPlace | None:
+    if needs.dtype == torch.float32:
+        return None
+    return AutoPlace(20, "in grouped_mm this GPU would launch one matmul per expert")
+
+
+MEGABLOCKS_SPARSE = ExpertKernel(
+    MEGABLOCKS_SPARSE_ENTRY,
+    product=None,
+    fused=megablocks_sparse,
+    joined=None,
+    low_rank=None,
+    check=_check,
+    auto=_auto,
+    note=lambda needs: "in fp32 it multiplies in TF32" if needs.dtype == torch.float32 else "",
+)

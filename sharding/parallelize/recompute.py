@@ -15,6 +15,7 @@ from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers
+from ...moe.kernels.kernel_entries import kernels_that
 from ...moe.transformers_private import calls, replacing_attention
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.recompute_cache import KEEPER, Keeper
@@ -83,10 +84,11 @@ def keep_products(model: Any, num_layers: int) -> None:
             f"--keep-expert-products {num_layers}: this model has {len(layers)} MoE layers; use at most {len(layers)}"
         )
     for layer in layers[len(layers) - num_layers :]:
-        if layer.mlp.kernel.product is None:
+        entry = layer.mlp.kernel.entry
+        if not entry.keeps_products:
             raise ExpertMeshError(
-                f"--keep-expert-products {num_layers}: --expert-kernel {layer.mlp.kernel.name} recomputes them; use "
-                "torch-grouped or loop"
+                f"--keep-expert-products {num_layers}: --expert-kernel {entry.name} recomputes them; use "
+                f"{kernels_that(lambda entry: entry.keeps_products)}"
             )
         layer.mlp.keeps_products = True
 

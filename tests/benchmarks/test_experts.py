@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
 from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.kernels.expert_kernels import KERNELS
+from expertmesh.moe.kernels.kernel_registry import KERNELS
 from tests.moe.test_kernels import fused
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_a_wrong_kernel_aborts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         out_RD = fused("loop")(rows_RD, counts_e, w1, v1.detach(), w2)
         return out_RD + 0 * v1.sum()
 
-    monkeypatch.setitem(KERNELS, "torch-grouped", replace(KERNELS["torch-grouped"], fused=forgets_v1))
+    monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=forgets_v1))
     command = ["--device", "cpu", "--dtype", "float32", "--model", "mixtral", "--tokens", "32", "--rounds", "1"]
     assert experts.main(command) == 1
     assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in capsys.readouterr().err

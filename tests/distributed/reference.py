@@ -16,7 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.kernels.expert_kernels import FP8, KERNELS, KernelChoice
+from expertmesh.moe.kernels.expert_kernels import FP8, KernelChoice
+from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.choices import Checkpointing
@@ -253,7 +254,7 @@ def _of(parameter: Tensor, what: str) -> Tensor | None:
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group, as a run assembles it."""
     source, config = open_source(path), config_of(case, topology)
-    kernel = FP8 if case.kernel == FP8.name else KERNELS[case.kernel]
+    kernel = FP8 if case.kernel == FP8.name else KERNELS.get(case.kernel)
     model = assemble(config, source, "cpu", lambda *_: KernelChoice(kernel, "the case's")).model
     mesh = build_mesh("cpu", topology)
     return model, mesh, place(config, model, source, mesh, torch.device("cpu"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.kernels.carve_out import LEFT, beside_all_to_alls
-from expertmesh.moe.kernels.expert_kernels import KERNELS
+from expertmesh.moe.kernels.kernel_registry import KERNELS
 from tests.tiny import tiny_block
 
 get_left: Any = torch._C._get_sm_carveout_experimental
@@ -33,7 +33,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 def test_forward_and_backward(left: list[int | None], name: str, is_beside: bool) -> None:
     x, counts_e = torch.randn(5, 8, requires_grad=True), torch.tensor([2, 3])
     w1, v1, w2 = (torch.randn(2 * 4, 8, requires_grad=True) for _ in range(3))
-    kernel = KERNELS["torch-grouped"]
+    kernel = KERNELS.get("torch-grouped")
     assert kernel.fused is not None
     assert kernel.joined is not None
     assert kernel.product is not None
@@ -55,7 +55,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(F, "grouped_mm", fail)
-    product = KERNELS["torch-grouped"].product
+    product = KERNELS.get("torch-grouped").product
     assert product is not None
     with pytest.raises(RuntimeError, match="no memory"), beside_all_to_alls(True):
         product(torch.randn(5, 8), torch.tensor([2, 3]), torch.randn(2, 4, 8))
@@ -83,7 +83,7 @@ def test_results_on_a_gpu_do_not_depend_on_it() -> None:
         torch.randn(size, generator=generator, device="cuda").bfloat16() for size in ((512, 256), (4, 128, 256))
     )
     counts_e = torch.tensor([100, 0, 300, 112], device="cuda")
-    product = KERNELS["torch-grouped"].product
+    product = KERNELS.get("torch-grouped").product
     assert product is not None
     found = []
     for is_beside in (False, True):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertmesh.moe.kernels.fp8
 from expertmesh.moe.experts.expert_mlp import LowRank
-from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, Needs, choose_kernel
+from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, choose_kernel
 from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,
@@ -26,6 +26,7 @@ from expertmesh.moe.kernels.fp8_casts import (
     plain_runs,
 )
 from expertmesh.moe.kernels.grouped import for_any_rows
+from expertmesh.moe.kernels.kernel_registry import Needs
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, round_to_nearest
 from tests.moe.test_experts import KINDS, TOP_K, of_family, random

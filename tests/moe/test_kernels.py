@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe.cpu import matmul
-from expertmesh.moe.kernels.expert_kernels import KERNELS, FusedSwiGLU, Needs, _leaves_empty_groups, choose_kernel
-from expertmesh.moe.kernels.kernel_names import KERNEL_NAMES
+from expertmesh.moe.kernels.expert_kernels import _leaves_empty_groups, choose_kernel
+from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
+from expertmesh.moe.kernels.kernel_registry import KERNELS, FusedSwiGLU, Needs
 from expertmesh.moe.util.errors import ExpertMeshError
 
 D, WIDTH = 16, 24
@@ -30,7 +31,7 @@ COUNTS = {
 def fused(kernel: str) -> FusedSwiGLU:
     if kernel == JOINED:
         return joined
-    function = KERNELS[kernel].fused
+    function = KERNELS.get(kernel).fused
     assert function is not None
     return function
 
@@ -39,7 +40,7 @@ def joined(
     rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
     """`torch-grouped` with gate and up in one GEMM, as on a GPU."""
-    function, num_experts = KERNELS["torch-grouped"].joined, counts_e.numel()
+    function, num_experts = KERNELS.get("torch-grouped").joined, counts_e.numel()
     assert function is not None
     by_expert = [weight.view(num_experts, -1, weight.shape[1]) for weight in (w1, v1)]
     return function(rows_RD, counts_e, torch.cat(by_expert, dim=1), w2, needs_output=needs_output)
@@ -319,7 +320,7 @@ def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.name == "megablocks-sparse"
     assert choice.why == "auto: in grouped_mm this GPU would launch one matmul per expert"
     assert choose_kernel("auto", needs("cuda", 128, 64)).name == "torch-grouped"
-    assert choose_kernel("megablocks-sparse", needs("cuda", 128, 128)).kernel is KERNELS["megablocks-sparse"]
+    assert choose_kernel("megablocks-sparse", needs("cuda", 128, 128)).kernel is KERNELS.get("megablocks-sparse")
     assert "TF32" in choose_kernel("megablocks-sparse", needs("cuda", 128, 128, torch.float32)).why
     with pytest.raises(ExpertMeshError, match="needs a GPU, and this run is on cpu"):
         choose_kernel("megablocks-sparse", needs("cpu", 128, 128))
@@ -347,6 +348,5 @@ def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_names() -> None:
-    assert tuple(KERNELS) == KERNEL_NAMES
-    assert all(kernel.name == name for name, kernel in KERNELS.items())
-    assert all(kernel.product is not None or kernel.fused is not None for kernel in KERNELS.values())
+    assert tuple(kernel.entry for kernel in KERNELS.entries()) == KERNEL_ENTRIES.entries()
+    assert all(kernel.product is not None or kernel.fused is not None for kernel in KERNELS.entries())

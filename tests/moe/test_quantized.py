@@ -9,8 +9,8 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.kernels.expert_kernels import KERNELS
 from expertmesh.moe.kernels.expert_products import host_counts, looped_product
+from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import (
     BLOCK,
     NF4,
@@ -116,7 +116,7 @@ def test_experts_a_few_at_a_time(
         weight_eOI = weight_eOI.transpose(1, 2)
     x = torch.randn(9, weight_eOI.shape[2], generator=generator)
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
-    product = KERNELS[kernel].product
+    product = KERNELS.get(kernel).product
     assert product is not None
     places = places_of_few(x, counts_e, {"w": codes}, {"w": storage})
     assert bool(places) == (few < 5)

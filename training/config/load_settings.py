@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ...moe.kernels.kernel_names import Precision
+from ...moe.kernels.kernel_entries import Precision
 from ...sharding.parallelize.choices import Checkpointing, Dispatch, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.topology import DenseShard

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
-from ...moe.kernels.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
+from ...moe.kernels.kernel_entries import Precision, check_beside_fp8, check_kernel_name, help_of_kernels
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...moe.util.sizes import parse_size
@@ -40,7 +40,7 @@ MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
 
 
-def _flag(group: str, default: Any, help: str, **metadata: Any) -> Any:
+def _flag(group: str, default: Any, help: str | Callable[[], str], **metadata: Any) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
@@ -414,9 +414,7 @@ class PrecisionSettings:
         "GEMMs of attention's projections, dense MLPs and shared experts: as everything else, or in fp8 with row-wise "
         "scales, on GPUs of compute capability 9 and above; emulated on CPUs",
     )
-    expert_kernel: str = _flag(
-        "Precision and kernels", "auto", f"Expert kernel: auto, {', '.join(KERNEL_NAMES)}", metavar="NAME"
-    )
+    expert_kernel: str = _flag("Precision and kernels", "auto", help_of_kernels, metavar="NAME")
     attn_implementation: str = _flag(
         "Precision and kernels",
         "auto",
@@ -452,10 +450,7 @@ class PrecisionSettings:
             return
         if not self.bf16:
             raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
-        if self.expert_kernel not in ("auto", "torch-grouped"):
-            raise ExpertMeshError(
-                f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {self.expert_kernel}"
-            )
+        check_beside_fp8(self.expert_kernel)
 
 
 @dataclass

@@ -206,11 +206,8 @@ def _planned(
     longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
     longest = padding.within(config.max_seq_length).length(longest)
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
-    # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the product in the activation
-    name = "torch-grouped" if kernel.name == "megablocks-sparse" else kernel.name
-    if kernel.name == "fp8":
-        # which --expert-precision says
-        name = config.expert_kernel
+    # fp8 is what --expert-precision says
+    name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
     flags = replace(config, expert_kernel=name)
     device: Any = ranks.device.type
     return planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)

@@ -5,13 +5,15 @@ from typing import Any, Literal
 
 import torch
 
-from ....moe.hf_model.build import build_model
+from ....moe.hf_model.build import build_model, kernel_needs
 from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
-from ....moe.kernels.expert_kernels import KernelChoice
-from ....moe.util.errors import ExpertMeshError
+from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
 from ...config.train_config import TrainConfig
-from ...engine import assemble, kernel_of
+from ...engine import assemble, compute_dtype, kernel_of
+
+HOPPER = (9, 0)
+"""A compute capability."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,10 @@ def _cross_entropy(asked: str, device_type: str) -> str:
 
 
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
-    """The expert kernel: for "auto" on a GPU what is chosen there from Hopper on, as this process cannot ask the
-    GPU."""
-    if config.expert_kernel == "auto" and config.bf16 and device_type == "cuda":
-        try:
-            return kernel_of(config, model, "cpu", "torch-grouped")
-        except ExpertMeshError:  # their widths do not suit it
-            pass
-    return kernel_of(config, model, "cpu")
+    """The expert kernel: for "auto" on a GPU what is chosen, or recorded for what is chosen, on Hopper, as this process
+    cannot ask the GPU."""
+    name = config.expert_kernel
+    if name == "auto" and device_type == "cuda":
+        needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
+        name = choose_kernel(name, needs).kernel.entry.recorded_as
+    return kernel_of(config, model, "cpu", name)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import ParameterCounts
+from ....moe.kernels.kernel_entries import has_kernels_from_outside
 from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.sources import sources_digest
@@ -61,8 +62,8 @@ class CachedMeasure:
         config: of the run.
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to measure.
-        is_kept: whether figures go to the cache directory, and come from there; never where modules from outside are
-            registered, whose text is no part of the file's name.
+        is_kept: whether figures go to the cache directory, and come from there; never where modules or kernels
+            from outside are registered, whose text is no part of the file's name.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not divided by `--tp-size`.
@@ -77,7 +78,7 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
-        is_kept = is_kept and not has_modules_from_outside()
+        is_kept = is_kept and not has_modules_from_outside() and not has_kernels_from_outside()
         self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False

@@ -31,8 +31,7 @@ from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
 from ....moe.hf_model.build import count_parameters, fp32_parameters, take_stats
 from ....moe.hf_model.counts import ParameterCounts
-from ....moe.kernels import expert_kernels, expert_products
-from ....moe.kernels.expert_products import even
+from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
@@ -459,9 +458,6 @@ class _Measurement:
             assert self.recorder is not None
             self.recorder.all_to_all(group, counts_C.new_empty(w.ep_size, counts_C.numel())).is_read = True
 
-        def counts(counts_e: Tensor, num_rows: int) -> list[int]:
-            return even(num_rows, counts_e.numel())
-
         def exchange_at_once(kind: LayerExchange) -> Any:
             def call(*tensors: Tensor, group: "_Group", op: Any = None) -> None:
                 assert self.recorder is not None
@@ -487,14 +483,7 @@ class _Measurement:
                 mock.patch.object(Within, "gather", gather_once),
                 mock.patch.object(tensor_parallel, "_part", self._part),
                 never_tracing(),
-                *(
-                    mock.patch.object(m, "host_counts", counts)
-                    for m in (
-                        expert_kernels,
-                        expert_products,
-                        quantised,
-                    )
-                ),
+                assuming_even_counts(),
             ]
             if self.loops:
                 patches.append(replacing(self.of.looping, self._call_looping))

@@ -1,0 +1,109 @@
+"""What is known of each expert kernel without torch: the values of `--expert-kernel`, and what checks, forecasts and
+the README's table read of them. What computes is bound to an entry in `moe.kernels.kernel_registry`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..util.errors import ExpertMeshError
+from ..util.registry import Registry
+
+Precision = Literal["same", "fp8"]
+"""The precision of experts' matmuls: the dtype of everything else, or fp8."""
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """
+    Attributes:
+        name: the value of `--expert-kernel`.
+        how, where: for people: how it computes; which experts, dtypes and devices it is for.
+        beside_fp8: whether it can be asked for with `--expert-precision fp8`. It then multiplies by adapters' matrices.
+        keeps_products: whether `--keep-expert-products` works: the outputs of an expert's first GEMMs are computed
+            within `moe.util.recompute_cache.kept_product`.
+        recorded_as: the kernel whose operators a forecast records in its place; itself, if it runs on fake tensors of
+            a CPU.
+    """
+
+    name: str
+    how: str
+    where: str
+    beside_fp8: bool
+    keeps_products: bool
+    recorded_as: str
+
+
+LOOP_ENTRY = KernelEntry(
+    "loop",
+    how="One matmul per expert: the reference, and the default on a CPU and in fp32.",
+    where="anywhere",
+    beside_fp8=False,
+    keeps_products=True,
+    recorded_as="loop",
+)
+TORCH_GROUPED_ENTRY = KernelEntry(
+    "torch-grouped",
+    how="`grouped_mm` of torch over all experts.",
+    where="widths that are multiples of 16 bytes; on a GPU fewer than 2^31 elements of a rank's rows",
+    beside_fp8=True,
+    keeps_products=True,
+    recorded_as="torch-grouped",
+)
+MEGABLOCKS_SPARSE_ENTRY = KernelEntry(
+    "megablocks-sparse",
+    how="Block-sparse matmuls by stanford-stk's Triton kernels.",
+    where="a GPU; plain SwiGLU; widths that are multiples of 128",
+    beside_fp8=False,
+    keeps_products=False,
+    # torch's keep as much, but for the product in the activation
+    recorded_as="torch-grouped",
+)
+
+KERNEL_ENTRIES: Registry[KernelEntry] = Registry("--expert-kernel", ("auto",))
+"""All that can be asked for; `moe.kernels.kernel_registry.register_expert_kernel` adds to it."""
+
+for _entry in (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY):
+    KERNEL_ENTRIES.register(_entry)
+
+_OURS = frozenset(KERNEL_ENTRIES.names())
+
+
+def has_kernels_from_outside() -> bool:
+    """Whether a kernel is registered that is not of this project, whose text no digest of our sources includes."""
+    return not _OURS.issuperset(KERNEL_ENTRIES.names())
+
+
+def kernels_that(can: Callable[[KernelEntry], bool]) -> str:
+    """The names of those kernels, the default on a CPU last, to be suggested in place of another."""
+    *others, last = [entry.name for entry in reversed(KERNEL_ENTRIES.entries()) if can(entry)]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_kernel_name(name: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: no kernel is called `name`.
+    """
+    if name == "megablocks-grouped":
+        raise ExpertMeshError(f"--expert-kernel {name} is gone: use torch-grouped, torch's own grouped GEMMs")
+    if name != "auto":
+        KERNEL_ENTRIES.get(name)
+
+
+def check_beside_fp8(name: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: --expert-precision fp8 leaves nothing to the kernel called `name`.
+    """
+    if name != "auto" and not KERNEL_ENTRIES.get(name).beside_fp8:
+        raise ExpertMeshError(f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {name}")
+
+
+def help_of_kernels() -> str:
+    """What `--help` says of `--expert-kernel`."""
+    return f"Expert kernel: auto, {', '.join(KERNEL_ENTRIES.names())}"
+
+
+def table_of_kernels() -> str:
+    """Rows of the table in moe/README.md."""
+    return "\n".join(f"| `{entry.name}` | {entry.how} | {entry.where} |" for entry in KERNEL_ENTRIES.entries())
