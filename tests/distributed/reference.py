@@ -86,7 +86,9 @@ def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3)
 
 
 def train_config(**settings: Any) -> TrainConfig:
-    return TrainConfig(model="unused", dataset=["unused"], learning_rate=1e-3, weight_decay=0.1, **settings)
+    return TrainConfig(
+        **{"model": "unused", "dataset": ["unused"], "learning_rate": 1e-3, "weight_decay": 0.1, **settings}
+    )
 
 
 def hf_model(case: Case, **changes: Any) -> Any:
@@ -162,6 +164,7 @@ def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> t
             {"params": [p for n, p in named if is_exempt[n]], "weight_decay": 0.0},
         ],
         lr=config.learning_rate,
+        eps=config.adam_epsilon,
     )
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from expertmesh.moe.hf_model.build import build_model
@@ -37,6 +36,7 @@ from tests.families.test_families import FAMILIES
 from tests.families.test_packing import REFUSED, few_choices
 from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
 from tests.families.test_pipeline import four_layers
+from tests.in_double import InDouble
 from tests.tiny import loaded, relative_error, save_tokenizer
 
 Rows = list[list[Sample]]
@@ -305,7 +305,7 @@ def _in_double(
     model: Any, family: str, changes: dict[str, Any], batches: list[Batch]
 ) -> list[tuple[float, dict[str, Tensor]]]:
     theirs = tiny_model(family, seed=1, **changes)
-    with _InDouble():
+    with InDouble():
         return _figures(model.double(), theirs.double(), batches)
 
 
@@ -321,15 +321,3 @@ def _figures(model: Any, theirs: Any, batches: list[Batch]) -> list[tuple[float,
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         figures.append((float(loss.detach()), grads))
     return figures
-
-
-class _InDouble(TorchFunctionMode):
-    """What is written for fp32 computes in double precision."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.float:
-            function = Tensor.double
-        # a dtype is an argument of its own, and in no list or dict of them
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
-        return function(*args, **kwargs)

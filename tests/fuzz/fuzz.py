@@ -1,0 +1,305 @@
+"""One seed after another: what transformers computes against our ranks in two parallel layouts, and each difference.
+
+What cannot be is not listed anywhere: a config that transformers itself cannot run is drawn with fewer changes, and of
+what the product refuses the flag that it names is left out. Both are counted, so that nobody tests nothing unawares.
+"""
+
+import math
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.distributed.pool import RankFailure, RankPool
+from tests.fuzz.draw import Draw, Layout, draw
+from tests.fuzz.expected import Figures, expected
+from tests.fuzz.ranks import trained
+from tests.in_double import InDouble
+
+TOLERANCE = 2e-5
+AFTER_UPDATE = 2e-4
+"""Of figures that follow an update as large as the gradient, whose differences they have in them."""
+CANCELLED = 1e-3
+"""Changes below this share of those of all weights are held to the tolerance at that share."""
+NOISE = 10.0
+"""Where transformers in fp32 is off from itself in fp64, ours may be off by so many times as much."""
+ROUNDING = 2.0**-22
+MOST_REFUSALS = 12
+
+
+@dataclass
+class Outcome:
+    """What became of a seed.
+
+    Attributes:
+        drawn: as it was settled, after refusals.
+        refused: what was left out, with the reason. unlike: the first difference, in words; None where there is none.
+        layouts: that were compared. has_reference: whether with transformers as well.
+    """
+
+    seed: int
+    drawn: Draw | None = None
+    refused: list[str] = field(default_factory=list)
+    unlike: str | None = None
+    layouts: list[Layout] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def lines(self) -> Iterator[str]:
+        """Everything, for whoever replays it."""
+        verdict = self.unlike or ("equal" if self.drawn else "transformers runs no such config")
+        yield f"seed {self.seed}: {verdict}"
+        if self.drawn is None:
+            return
+        lengths = [[len(sample.tokens) for sample in row] for row in self.drawn.rows]
+        yield f"  family {self.drawn.family}, changes {self.drawn.changes}"
+        yield f"  samples {lengths}, micro-batches {self.drawn.micro_batches}, flags {self.drawn.flags}"
+        for layout in self.layouts:
+            yield f"  on {layout.world_size}: {layout.flags}"
+        for reason in self.refused:
+            yield f"  refused: {reason}"
+        yield f"  python -m tests.fuzz --seed {self.seed}  ({self.seconds:.1f} s)"
+
+
+def try_seed(seed: int, ranks: RankPool) -> Outcome:
+    """Draw, run and compare."""
+    begin, outcome = time.monotonic(), Outcome(seed)
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            _try(outcome, ranks, Path(name))
+        except RankFailure as failure:
+            outcome.unlike = f"a rank failed:\n{failure}"
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def _try(outcome: Outcome, ranks: RankPool, directory: Path) -> None:
+    drawn = _legal(outcome, directory / "source")
+    if drawn is None:
+        return
+    outcome.drawn = drawn
+    found = _on_ranks(outcome, ranks, directory)
+    if found is None:
+        return
+    drawn = outcome.drawn
+    source = {} if drawn.has_adapters else load_file(directory / "source" / "model.safetensors")
+    wanted = expected(drawn, directory / "expected")
+    doubled: list[Figures] = []
+
+    def in_double() -> Figures:
+        if not doubled:
+            with InDouble():
+                doubled.append(expected(drawn, directory / "double", torch.float64))
+        return doubled[0]
+
+    figures = []
+    for number, (steps, adapters) in enumerate(found):
+        out = directory / str(number)
+        if not drawn.has_adapters and (unlike := _unequal(load_file(out / "loaded" / "model.safetensors"), source)):
+            outcome.unlike = f"layout {number + 1}: exported as loaded: {unlike}"
+            return
+        losses, norms, balances, zs = map(list, zip(*steps, strict=True))
+        updated = {} if drawn.has_adapters else load_file(out / "updated" / "model.safetensors")
+        figures.append(Figures(losses, norms, balances, zs, updated, adapters))
+        if unlike := first_difference(figures[-1], wanted, source, in_double):
+            outcome.unlike = f"layout {number + 1} and transformers: {unlike}"
+            return
+    if unlike := first_difference(figures[1], figures[0], source, None):
+        outcome.unlike = f"layout 2 and layout 1: {unlike}"
+
+
+def _legal(outcome: Outcome, path: Path) -> Draw | None:
+    """A draw that transformers itself can run, with as many of its changes as can be; its model is saved."""
+    drawn = draw(outcome.seed)
+    refusal = _refusal_of_transformers(drawn, path)
+    while refusal is not None and drawn.changes:
+        outcome.refused.append(f"transformers, {drawn.family}: {refusal}")
+        fewer = [
+            replace(drawn, changes={name: value for name, value in drawn.changes.items() if name != other})
+            for other in drawn.changes
+        ]
+        for one in fewer:
+            if _refusal_of_transformers(one, path) is None:
+                return one
+        drawn = fewer[0]
+        refusal = _refusal_of_transformers(drawn, path)
+    return drawn if refusal is None else None
+
+
+def _refusal_of_transformers(drawn: Draw, path: Path) -> str | None:
+    """Why it cannot be run; or None, and it is saved."""
+    try:
+        model = drawn.model()
+        sample = drawn.rows[0][0]
+        out = model.train()(input_ids=torch.tensor([sample.tokens]), use_cache=False)
+        out.logits.sum().backward()
+        model.save_pretrained(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip():.200}"
+    return None if bool(torch.isfinite(out.logits).all()) else "logits are not finite"
+
+
+def _on_ranks(outcome: Outcome, ranks: RankPool, directory: Path) -> list[Any] | None:
+    """What each layout gave. A flag that is refused is left out: of the layout where it is one of its own, else of what
+    is computed, for both."""
+    assert outcome.drawn is not None
+    found: list[Any] = []
+    layouts, drawn = list(outcome.drawn.layouts), outcome.drawn
+    for attempt in range(MOST_REFUSALS):
+        number = len(found)
+        layout, out = layouts[number], directory / f"attempt {attempt}"
+        first = ranks.run(trained, layout.world_size, directory / "source", drawn, layout.flags, out, timeout=120.0)[0]
+        if not isinstance(first, str):
+            found.append(first)
+            if out.exists():
+                out.rename(directory / str(number))
+            if len(found) == len(layouts):
+                outcome.drawn, outcome.layouts = drawn, layouts
+                return found
+            continue
+        outcome.refused.append(first)
+        named = [name.replace("-", "_") for name in re.findall(r"--(?:no-)?([a-z][a-z-]+)", first)]
+        if name := next((name for name in named if name in layout.flags), None):
+            layouts[number] = layout.without(name)
+        elif name := next((name for name in named if name in drawn.flags), None):
+            drawn, found = without(drawn, name), []
+        else:
+            outcome.unlike = f"refused, and no flag of the run is named: {first}"
+            return None
+    outcome.unlike = "refused too often"
+    return None
+
+
+def without(drawn: Draw, name: str) -> Draw:
+    """The same without a flag of what is computed."""
+    flags = {key: value for key, value in drawn.flags.items() if key != name}
+    rows = drawn.rows if name != "packing" else [[sample] for row in drawn.rows for sample in row]
+    return replace(drawn, flags=flags, rows=rows)
+
+
+# ---- comparison ----
+
+
+def _unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    if found.keys() != wanted.keys():
+        return f"tensors {sorted(found.keys() ^ wanted.keys())} are in one of them alone"
+    for name, tensor in wanted.items():
+        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name]):
+            return f"{name} is not that of the source"
+    return None
+
+
+def first_difference(
+    found: Figures, wanted: Figures, source: Mapping[str, Tensor], in_double: Callable[[], Figures] | None
+) -> str | None:
+    """In the order in which they come about: figures of the first step, changes of weights, figures after that.
+
+    Args:
+        source: the weights before.
+        in_double: makes what is wanted in fp64, by which what fp32 cannot tell is judged.
+    """
+    for step in range(len(wanted.losses)):
+        tolerance = TOLERANCE if step == 0 else AFTER_UPDATE
+        for name in ("losses", "balances", "zs", "grad_norms"):
+            ours, theirs = getattr(found, name), getattr(wanted, name)
+            if theirs is None or ours is None:
+                continue
+            error = _apart(ours[step], theirs[step])
+            if error <= tolerance:
+                continue
+            if in_double is None or error > NOISE * _apart(getattr(in_double(), name)[step], theirs[step]):
+                return f"step {step + 1}, {name}: {ours[step]!r}, not {theirs[step]!r}"
+        if step == 0 and (unlike := _unlike(found.weights, wanted.weights, source, in_double, "weights")):
+            return unlike
+    none = {name: torch.zeros_like(tensor) for name, tensor in wanted.adapters.items()}
+    return _unlike(found.adapters, wanted.adapters, none, in_double, "adapters")
+
+
+def _apart(one: float, other: float) -> float:
+    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other) / max(abs(other), 1e-6)
+
+
+def _unlike(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    source: Mapping[str, Tensor],
+    in_double: Callable[[], Figures] | None,
+    what: str,
+) -> str | None:
+    """The first tensor whose change is another."""
+    if found.keys() != wanted.keys():
+        return f"{what}: {sorted(found.keys() ^ wanted.keys())} are in one of them alone"
+    changes = {name: wanted[name].double() - source[name].double() for name in wanted}
+    norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
+    for name, change in changes.items():
+        error = float((found[name].double() - wanted[name].double()).norm())
+        size = max(float(change.norm()), CANCELLED * norm)
+        if error <= TOLERANCE * size + ROUNDING * float(source[name].double().norm()):
+            continue
+        if in_double is None or error > NOISE * float((getattr(in_double(), what)[name] - wanted[name]).norm()):
+            return f"{what} after an update: {name} is off by {error:.3g} of a change by {float(change.norm()):.3g}"
+    return None
+
+
+# ---- many seeds ----
+
+
+@dataclass
+class Tally:
+    """Of many seeds: what was compared, how often each mechanism was there, and what was refused."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def compared(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.layouts]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{len(self.outcomes)} seeds, {len(self.compared)} compared"
+        mechanisms = Counter(name for outcome in self.compared for name in mechanisms_of(outcome))
+        yield "with " + ", ".join(f"{name} {number}" for name, number in sorted(mechanisms.items()))
+        refused = Counter(_kind(reason) for outcome in self.outcomes for reason in outcome.refused)
+        for reason, number in refused.most_common():
+            yield f"refused {number} times: {reason}"
+
+
+def _kind(reason: str) -> str:
+    """A refusal without its values."""
+    return re.sub(r"[0-9][0-9.,]*", "N", reason)[:110]
+
+
+def mechanisms_of(outcome: Outcome) -> set[str]:
+    """What was at work in a seed that was compared."""
+    assert outcome.drawn is not None
+    drawn = outcome.drawn
+    names = {*drawn.changes, *(name for name, value in drawn.flags.items() if value)}
+    for layout in outcome.layouts:
+        for name, value in layout.flags.items():
+            if value not in (1, False):
+                names.add(name.removesuffix("_size") if name.endswith("_size") else f"{name} {value}")
+    return names
+
+
+def run_seeds(
+    seeds: Iterable[int], ranks: RankPool, until: float, tell: Callable[[Outcome], object] = lambda outcome: None
+) -> Tally:
+    """Try seeds one after the other.
+
+    Args:
+        until: when no other one is started, by `time.monotonic`.
+        tell: is given each as it is done.
+    """
+    tally = Tally()
+    for seed in seeds:
+        if time.monotonic() >= until:
+            break
+        tally.outcomes.append(try_seed(seed, ranks))
+        tell(tally.outcomes[-1])
+    return tally

@@ -1,0 +1,32 @@
+"""Seeds, as many as there is time for: how many bounds a tier's time, and no result depends on it."""
+
+import time
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.fuzz.fuzz import run_seeds
+
+SECONDS, SHARES = 30.0, 2
+"""Of `make test`: a minute, in so many parts that may run at once."""
+SECONDS_OF_REST, SHARES_OF_REST = 75.0, 4
+FIRST_OF_REST = 1000
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_seeds(ranks: RankPool, share: int) -> None:
+    _run(ranks, share, SHARES, SECONDS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("share", range(SHARES_OF_REST))
+def test_more_seeds(ranks: RankPool, share: int) -> None:
+    _run(ranks, FIRST_OF_REST + share, SHARES_OF_REST, SECONDS_OF_REST)
+
+
+def _run(ranks: RankPool, first: int, step: int, seconds: float) -> None:
+    tally = run_seeds(range(first, first + 1000 * step, step), ranks, time.monotonic() + seconds)
+    unlike = [outcome for outcome in tally.outcomes if outcome.unlike is not None]
+    assert not unlike, "\n".join(line for outcome in unlike for line in outcome.lines())
+    assert 2 * len(tally.compared) >= len(tally.outcomes), "\n".join(tally.lines())
