@@ -15,10 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
 import expertmesh
 from expertmesh import train_ep
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes, table_of_codes
+from expertmesh.checkpoints.files.encodings import Encoding, encode
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, table_of_kernels
@@ -38,12 +43,15 @@ from expertmesh.training.planning.cluster_commands import main as plan_or_rehear
 from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from tests.distributed.pool import RankPool
+from tests.encoded import change_config
+from tests.families.configs import tiny_model as tiny_family
 from tests.moe.test_experts import KINDS, check, random
-from tests.tiny import tiny_config
+from tests.tiny import save_tokenizer, tiny_config
 
 ROOT = Path(__file__).parents[1]
 DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
+CHECKPOINTS_README = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
 MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
 
 
@@ -431,3 +439,126 @@ def test_an_expert_kernel_that_cannot_be_added(changed: dict[str, Any], entry: d
 
 def test_readme_lists_all_expert_kernels() -> None:
     assert table_of_kernels() in (ROOT / "moe" / "README.md").read_text(encoding="utf-8")
+
+
+# An encoding of published checkpoints: the one that its README shows.
+
+
+@pytest.fixture
+def no_codes_left() -> Iterator[None]:
+    """Undoes registrations."""
+    before = dict(CODES)
+    yield
+    CODES.clear()
+    CODES.update(before)
+
+
+def save_int8(path: Path) -> dict[str, Tensor]:
+    """A model whose experts are in int8 with a scale per row; what its tensors stand for, calculated here."""
+    model: Any = tiny_family("qwen3_moe", seed=1)
+    model.to(torch.bfloat16).save_pretrained(path)
+    (file,) = path.glob("*.safetensors")
+    stored, wide = {}, {}
+    for name, tensor in load_file(file).items():
+        stored[name] = wide[name] = tensor
+        if ".mlp.experts." in name:
+            scale = tensor.float().abs().amax(dim=1, keepdim=True) / 127
+            stored[name], stored[f"{name}_row_scale"] = (tensor.float() / scale).round().to(torch.int8), scale
+            wide[name] = (stored[name].float() * scale).bfloat16()
+    save_file(stored, file, {"format": "pt"})
+    change_config(path, quantization_config={"quant_method": "int8_by_row"})
+    return wide
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_bits(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return found.keys() == want.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in want.items()
+    )
+
+
+def checkpoints_command(*arguments: object) -> int:
+    return checkpoints_main([str(argument) for argument in arguments])
+
+
+@pytest.mark.usefixtures("no_codes_left")
+def test_an_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, shards = tmp_path / "source", tmp_path / "shards"
+    wide = save_int8(source)
+    assert checkpoints_command("export", source, tmp_path / "refused") == 2
+    assert "quantized by 'int8_by_row'; what can be read is fp8 or mxfp4" in " ".join(capsys.readouterr().err.split())
+    names = run_example(CHECKPOINTS_README, "register_codes")
+
+    assert checkpoints_command("export", source, tmp_path / "wide") == 0
+    assert same_bits(tensors_of(tmp_path / "wide"), wide)
+    assert checkpoints_command("inspect", source) == 0
+    assert "as int8 with scales per block of 1 x " in capsys.readouterr().out
+    # codes as they are in EP shards, and back
+    assert checkpoints_command("convert", source, shards, "--ep-size", 2) == 0
+    assert checkpoints_command("export", shards, tmp_path / "again", "--export-encoding", "source") == 0
+    assert same_bits(tensors_of(tmp_path / "again"), tensors_of(source))
+    assert checkpoints_command("verify", source, shards) == 0
+
+    # values that it did not have are quantized anew
+    values = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, scales = encode(values, Encoding("INT8", (1, 8), "F32"), None)
+    expected = (values.float() / (values.float().abs().amax(dim=1, keepdim=True) / 127)).round().to(torch.int8)
+    assert torch.equal(torch.from_numpy(codes).view(torch.int8), expected)
+    assert torch.equal(
+        torch.from_numpy(scales).view(torch.float32), values.float().abs().amax(dim=1, keepdim=True) / 127
+    )
+
+    broken = tensors_of(source)
+    name = next(name for name in broken if name.endswith("_row_scale"))
+    del broken[name]
+    save_file(broken, next(source.glob("*.safetensors")), {"format": "pt"})
+    assert checkpoints_command("export", source, tmp_path / "broken") == 2
+    assert f"its scales {name} are missing" in " ".join(capsys.readouterr().err.split())
+
+    with pytest.raises(ValueError, match="there are codes 'INT8' already"):
+        register_codes(names["Int8"]())
+    with pytest.raises(TypeError, match="abstract"):
+        type("Half", (Codes,), {"name": "half"})()
+    with pytest.raises(
+        ValueError, match="the codes 'INT16' are 1 a byte of I16; what can be read is 1 or 2, of F8_E4M3"
+    ):
+        register_codes(type("Int16", (names["Int8"],), {"name": "INT16", "stored_dtype": "I16"})())
+
+
+@pytest.mark.usefixtures("no_codes_left")
+def test_an_encoding_in_training(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
+    """A run from codes gives what one from the values gives, to the bit, and its export has the codes again of what was
+    not trained."""
+    wide, source = tmp_path / "wide", tmp_path / "source"
+    save_int8(source)
+    save_tokenizer(source)
+    run_example(CHECKPOINTS_README, "register_codes")
+    assert checkpoints_command("export", source, wide) == 0
+    argv = ["--dataset", str(tiny_data), "--use-cpu", "--max-steps", "1", "--ep-size", "2", "--cpu-matmul", "onednn"]
+    argv += ["--freeze", "experts", "--export-encoding", "source"]
+    for model, out in ((source, "codes"), (wide, "values")):
+        own = ["--model", str(model), "--output-dir", str(tmp_path / out)]
+        for code in ranks.run(train_with_codes, 2, [*argv, *own], join_group=False):
+            assert code == 0
+    codes, values, before = (tensors_of(path) for path in (tmp_path / "codes/hf", tmp_path / "values/hf", source))
+    for name, tensor in codes.items():
+        is_expert = ".mlp.experts." in name
+        assert torch.equal(tensor, before[name] if is_expert else values[name]), name
+    assert not torch.equal(codes["lm_head.weight"], before["lm_head.weight"]), "nothing was trained"
+
+
+def train_with_codes(argv: list[str]) -> int:
+    before = dict(CODES)
+    run_example(CHECKPOINTS_README, "register_codes")
+    try:
+        return train_ep.main(argv)
+    finally:
+        CODES.clear()
+        CODES.update(before)
+
+
+def test_readme_lists_all_codes() -> None:
+    assert table_of_codes() in CHECKPOINTS_README

@@ -15,18 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
 from ..files.checksums import check_seal, file_checksum, seal
+from ..files.codes import CODES, SCALE_DTYPES
 from ..files.dtypes import DTYPE_NAMES
 from ..files.encodings import (
-    SCALE_DTYPES,
     WIDE,
-    Codes,
     Encoding,
     Scales,
     StoredForm,
@@ -192,7 +191,7 @@ def _carried_entries(
 
 
 def _open_carried(
-    path: Path, entries: list[Any], headers: dict[str, dict[str, TensorInfo]], transposed: bool
+    path: Path, entries: list[Any], headers: dict[str, dict[str, TensorInfo]], quantization: Any, transposed: bool
 ) -> Iterator[Carried]:
     """
     Raises:
@@ -205,7 +204,8 @@ def _open_carried(
         if missing is not None:
             raise ExpertMeshError(f"{path / files[missing]}: tensor {missing} is not as {MANIFEST} has it")
         stored = {part: headers[file][part] for part, file in files.items()}
-        found = decoded(stored, {"weight_block_size": entry["block"]}, transposed)
+        named = quantization if isinstance(quantization, dict) else {}
+        found = decoded(stored, {**named, "weight_block_size": entry["block"]}, transposed)
         if found.problems or found.infos.keys() != {name}:
             raise ValueError(next(iter(found.problems.values()), f"{name} is not made of {', '.join(stored)}"))
         sums = {str(part["name"]): int(part["sum"], 16) for part in entry["stored"]}
@@ -235,7 +235,7 @@ def _encoding_of(entry: dict[str, Any]) -> Encoding | None:
     if said is None:
         return None
     rows, columns = said["block"]
-    if said["codes"] not in get_args(Codes) or said["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
+    if said["codes"] not in CODES or said["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
         raise ValueError(f"{entry['name']}: {said} is no encoding")
     return Encoding(said["codes"], (int(rows), int(columns)), said["scale_dtype"])
 
@@ -331,11 +331,12 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
         exported = exported_from(manifest["exported"], names)
-        carried = list(_open_carried(source.path, manifest["carried"], headers, names.experts_transposed))
+        form = (source.quantization, names.experts_transposed)
+        carried = list(_open_carried(source.path, manifest["carried"], headers, *form))
         every = [output.tensor.name for output in exported] + [tensor.name for tensor in carried]
         if len(set(every)) < len(every):
             raise ValueError("it lists a tensor of an export twice")
-        forms = _open_forms(manifest["stored"], source.quantization, names.experts_transposed)
+        forms = _open_forms(manifest["stored"], *form)
         if not forms.keys() <= {output.tensor.name for output in exported}:
             raise ValueError("it describes a tensor that no export has")
     files = sorted(source.path / file for file in headers)
@@ -369,7 +370,7 @@ def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> Tenso
         return None
     assert found is not None
     assert scales is not None
-    return replace(info, offset=found.offset, scales=Scales(name + SCALES, scales.file, scales.offset))
+    return replace(info, offset=found.offset, scales=Scales(name + SCALES, scales.file, name, scales.offset))
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:

@@ -1,39 +1,31 @@
 """Quantized tensors: codes, and in a tensor beside them a scale per block.
 
-    of       codes                               scales
-    FP8      NAME: F8_E4M3 or F8_E5M2            NAME_scale_inv; of X.weight also X.scale or X.qscale_weight
-    FP4      NAME: I8, two E2M1 a byte           the same
-    MXFP4    NAME_blocks: U8, 16 bytes a group   NAME_scales: U8, exponents
-
 Here the headers of files become those of the tensors that a model knows, and codes are dequantized to bfloat16, as
-transformers does (`Fp8Dequantize`, `convert_moe_packed_tensors`).
+transformers does (`Fp8Dequantize`, `convert_moe_packed_tensors`), and values quantized. What codes there are, and how
+files have them, is in `codes.py`.
+
+Shape suffixes: R rows, C columns of a matrix of codes; r, c of its blocks.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
-from .dtypes import CODE_NAMES, Array, as_array, torch_dtype
+from .codes import CODES, EXPONENTS, Codes, UnreadableError, quant_methods
+from .dtypes import Array, as_array, torch_dtype
 
-Codes = Literal["F8_E4M3", "F8_E5M2", "E2M1"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
 WIDE = "BF16"
 """What codes are dequantized to."""
-SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes of four bits stand for, without the sign."""
-_NAMES = {**CODE_NAMES, "E2M1": "float4_e2m1"}
-_GROUP_BYTES = 16
-"""Bytes of a group of MXFP4: 32 values share a scale."""
-
 
 _QUANTIZATION = "quantization_config"
-_METHODS = ("fp8", "mxfp4")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
@@ -76,11 +68,11 @@ def check_quantization(quantization: Any, file: Path) -> None:
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method not in _METHODS:
+    if method not in quant_methods():
         raise ExpertMeshError(
             f"{file}: {_QUANTIZATION} says that tensors are quantized by {method!r:.80}; what can be read is "
-            f"{' or '.join(_METHODS)}, and what is not quantized: take a release of this model in bfloat16, or one of "
-            "these, and quantize it with --base-dtype"
+            f"{' or '.join(quant_methods())}, and what is not quantized: take a release of this model in bfloat16, or "
+            "one of these, and quantize it with --base-dtype"
         )
 
 
@@ -89,25 +81,34 @@ class Encoding:
     """How the values of a matrix are stored: a code times the scale of its block.
 
     Attributes:
-        codes: floats of 8 bits, or of 4 (E2M1), two of which stand in a byte, the first in its low half.
+        codes: the name of their kind, in CODES.
         block: (rows, columns) of the matrix of codes that share a scale. The last of a dim may have fewer.
         scale_dtype: of the scales. A byte (U8, F8_E8M0) stands for 2^(byte - 127).
         transposed: whether the matrix of codes is the transpose of the one that a model knows.
     """
 
-    codes: Codes
+    codes: str
     block: tuple[int, int]
     scale_dtype: str
     transposed: bool = False
 
     @property
+    def kind(self) -> Codes:
+        return CODES[self.codes]
+
+    @property
     def codes_a_byte(self) -> int:
-        return 2 if self.codes == "E2M1" else 1
+        return self.kind.codes_a_byte
 
     @property
     def stored_dtype(self) -> str:
         """The dtype of the codes, where this project writes them."""
-        return "U8" if self.codes == "E2M1" else self.codes
+        return self.kind.stored_dtype
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder of this encoding is published: else it can be read, and not written."""
+        return self.kind.has_encoder(self.block, self.scale_dtype)
 
     def turned(self) -> "Encoding":
         """The encoding of the transposed matrix of codes."""
@@ -119,16 +120,18 @@ class Encoding:
         return -(-rows // block_rows), -(-columns // block_columns)
 
     def __str__(self) -> str:
-        scales = "exponents" if self.scale_dtype in ("U8", "F8_E8M0") else "scales"
-        return f"{_NAMES[self.codes]} with {scales} per block of {self.block[0]} x {self.block[1]}"
+        scales = "exponents" if self.scale_dtype in EXPONENTS else "scales"
+        return f"{self.kind.label} with {scales} per block of {self.block[0]} x {self.block[1]}"
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The tensor of an encoded one's scales; a matrix, or a stack of them as the codes are."""
+    """The tensor of an encoded one's scales; a matrix, or a stack of them as the codes are. codes: the name of the
+    tensor with these."""
 
     name: str
     file: str
+    codes: str
     offset: int = field(default=0, compare=False)
 
 
@@ -190,7 +193,7 @@ def stored_forms(infos: Mapping[str, TensorInfo], stored: Mapping[str, TensorInf
     for name, info in infos.items():
         if info.encoding is not None:
             _, scales = info.encoded
-            parts = (name if name in stored else f"{name}_blocks", scales.name)
+            parts = (scales.codes, scales.name)
             forms[name] = StoredForm(info, {part: stored[part] for part in parts})
     return forms
 
@@ -220,18 +223,17 @@ def decoded(infos: Mapping[str, TensorInfo], quantization: Any, transposed: bool
         transposed: whether the model's experts hold the transposes of their matrices, as what MXFP4 is made of does.
     """
     found = Decoded({}, [], {})
-    scales_of = {name: _scales_name(name, info, infos) for name, info in infos.items()}
-    taken = set(scales_of.values())
+    kinds = {name: _kind_of(name, infos, quantization) for name in infos}
+    taken = {scales for _, scales in filter(None, kinds.values())}
     for name, info in infos.items():
+        kind = kinds[name]
         if name in taken:
             continue
         if name.endswith(("activation_scale", "input_scale")):
             found.left_out.append(name)
-        elif info.dtype in get_args(Codes) or (info.dtype == "I8" and scales_of[name] in infos):
-            _add_matrix(name, scales_of[name], infos, quantization, found)
-        elif info.dtype == "U8" and name.endswith("_blocks"):
-            _add_groups(name, scales_of[name], infos, transposed, found)
-        elif name.endswith("_scale_inv") or (info.dtype == "U8" and name.endswith("_scales")):
+        elif kind is not None:
+            _add_matrix(name, *kind, infos, quantization, transposed, found)
+        elif any(kind.is_scales(name, info) for kind in CODES.values()):
             found.problems[name] = (
                 f"tensor {name} ({info.file}) has scales of a tensor that is missing, or not quantized"
             )
@@ -240,102 +242,34 @@ def decoded(infos: Mapping[str, TensorInfo], quantization: Any, transposed: bool
     return found
 
 
-def _scales_name(name: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> str:
-    """Name of the tensor that holds a tensor's scales, should it have any; what it would be called if it is not
-    there."""
-    if info.dtype == "U8" and name.endswith("_blocks"):
-        return name.removesuffix("_blocks") + "_scales"
-    if info.dtype not in (*get_args(Codes), "I8"):
-        return ""
-    stem = name.removesuffix("weight")
-    others = (f"{stem}scale", f"{stem}qscale_weight") if name.endswith(".weight") else ()
-    return next((other for other in others if other in infos), f"{name}_scale_inv")
+def _kind_of(name: str, infos: Mapping[str, TensorInfo], quantization: Any) -> tuple[Codes, str] | None:
+    """The kind of a tensor's codes, and the name of their scales; None: it has no codes."""
+    for kind in reversed(CODES.values()):
+        scales = kind.scales_name(name, infos, quantization)
+        if scales is not None:
+            return kind, scales
+    return None
 
 
 def _add_matrix(
     name: str,
+    kind: Codes,
     scales_name: str,
     infos: Mapping[str, TensorInfo],
     quantization: Any,
+    transposed: bool,
     found: Decoded,
 ) -> None:
     info, scales = infos[name], infos.get(scales_name)
-    if scales is None:
-        found.problems[name] = (
-            f"tensor {name} ({info.file}) has dtype {info.dtype}, but its scales {scales_name} are missing"
-        )
+    try:
+        matrix = kind.read(name, info, scales_name, scales, quantization, transposed)
+    except UnreadableError as error:
+        found.problems[error.tensor] = str(error)
         return
-    if len(info.shape) < 2 or 0 in info.shape:
-        found.problems[name] = (
-            f"tensor {name} ({info.file}) has dtype {info.dtype} and shape {list(info.shape)}: no matrix"
-        )
-        return
-    codes: Any = "E2M1" if info.dtype == "I8" else info.dtype
-    shape = (*info.shape[:-1], info.shape[-1] * (2 if codes == "E2M1" else 1))
-    block = _block(shape, scales.shape, None if codes == "E2M1" else _said_block(quantization))
-    if scales.dtype not in SCALE_DTYPES:
-        found.problems[scales_name] = _wrong_dtype(scales_name, scales)
-    elif block is None:
-        found.problems[scales_name] = (
-            f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}, which is not that of one scale "
-            f"per block of {name}, {list(shape)}"
-        )
-    else:
-        encoding = Encoding(codes, block, scales.dtype)
-        found.infos[name] = TensorInfo(
-            info.file, shape, WIDE, info.offset, encoding, Scales(scales_name, scales.file, scales.offset)
-        )
-
-
-def _block(shape: tuple[int, ...], scales: tuple[int, ...], said: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows and columns that share a scale: as is said, if the scales are as many as that makes; where nothing is said,
-    as they divide the matrix evenly."""
-    rows, columns = shape[-2:]
-    if len(shape) == 2 and scales in ((), (1,), (1, 1)):
-        return rows, columns
-    if len(scales) != len(shape) or scales[:-2] != shape[:-2] or 0 in scales:
-        return None
-    if said is not None:
-        return said if scales[-2:] == (-(-rows // said[0]), -(-columns // said[1])) else None
-    if rows % scales[-2] == 0 and columns % scales[-1] == 0:
-        return rows // scales[-2], columns // scales[-1]
-    return None
-
-
-def _said_block(quantization: Any) -> tuple[int, int] | None:
-    """What config.json says of the blocks of floats of 8 bits."""
-    said = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if isinstance(said, list) and len(said) == 2 and all(type(size) is int and 0 < size < 2**31 for size in said):
-        return said[0], said[1]
-    return None
-
-
-def _add_groups(name: str, scales_name: str, infos: Mapping[str, TensorInfo], transposed: bool, found: Decoded) -> None:
-    info, scales = infos[name], infos.get(scales_name)
-    if scales is None:
-        found.problems[name] = f"tensor {name} ({info.file}) has no scales: {scales_name} is missing"
-    elif len(info.shape) < 3 or info.shape[-1] != _GROUP_BYTES:
-        found.problems[name] = (
-            f"tensor {name} ({info.file}) has shape {list(info.shape)}; of MXFP4 the last size is {_GROUP_BYTES}"
-        )
-    elif scales.dtype != "U8":
-        found.problems[scales_name] = _wrong_dtype(scales_name, scales)
-    elif scales.shape != info.shape[:-1]:
-        found.problems[scales_name] = (
-            f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}; its blocks ask for "
-            f"{list(info.shape[:-1])}"
-        )
-    else:
-        *stack, rows, groups, _ = info.shape
-        matrix = (groups * 2 * _GROUP_BYTES, rows) if transposed else (rows, groups * 2 * _GROUP_BYTES)
-        encoding = Encoding("E2M1", (1, 2 * _GROUP_BYTES), "U8", transposed)
-        found.infos[name.removesuffix("_blocks")] = TensorInfo(
-            info.file, (*stack, *matrix), WIDE, info.offset, encoding, Scales(scales_name, scales.file, scales.offset)
-        )
-
-
-def _wrong_dtype(name: str, info: TensorInfo) -> str:
-    return f"tensor {name} ({info.file}) has dtype {info.dtype}; scales have one of {', '.join(SCALE_DTYPES)}"
+    assert scales is not None
+    encoding = Encoding(kind.name, matrix.block, scales.dtype, matrix.transposed)
+    place = Scales(scales_name, scales.file, name, scales.offset)
+    found.infos[matrix.name] = TensorInfo(info.file, matrix.shape, WIDE, info.offset, encoding, place)
 
 
 def unpack(packed: Array, encoding: Encoding) -> Array:
@@ -357,7 +291,7 @@ def scale_values(stored: Array, dtype: str) -> Any:
     import torch
 
     scales = torch.from_numpy(np.ascontiguousarray(stored))
-    if dtype in ("U8", "F8_E8M0"):
+    if dtype in EXPONENTS:
         # 255 stands for no number in either, and 2^(255 - 127) is infinite
         return (scales.float() - 127.0).exp2()
     return scales.view(torch_dtype(dtype)).float()
@@ -374,16 +308,28 @@ def widen(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int])
     import torch
 
     (block_rows, block_columns), (rows, columns) = encoding.block, codes.shape
-    tensor = torch.from_numpy(np.ascontiguousarray(codes))
-    if encoding.codes == "E2M1":
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)])[tensor.int()]
-    else:
-        values = tensor.view(getattr(torch, f"{_NAMES[encoding.codes]}{'fn' if encoding.codes == 'F8_E4M3' else ''}"))
-        values = values.float()
+    values = encoding.kind.values(torch.from_numpy(np.ascontiguousarray(codes)))
     block_of_row = torch.arange(first[0], first[0] + rows) // block_rows - first[0] // block_rows
     begin = first[1] % block_columns
     by_row = scales[block_of_row].repeat_interleave(block_columns, dim=1)[:, begin : begin + columns]
     return as_array(values.mul_(by_row).to(torch.bfloat16))
+
+
+def encode(values_RC: "Tensor", encoding: Encoding, quantization: Any) -> tuple[Array, Array]:
+    """Quantize: (codes (R, C), one per byte; bytes of the scales (r, c · bytes per scale)), as they lie in a file.
+
+    Args:
+        values_RC: complete blocks, but for the last of each dim; finite, of any floating-point dtype.
+        quantization: `quantization_config` of config.json.
+    """
+    import torch
+
+    assert encoding.has_encoder, encoding
+    codes_RC, scales_rc = encoding.kind.encode(values_RC.float(), encoding.block, encoding.scale_dtype, quantization)
+    if encoding.scale_dtype in EXPONENTS:
+        return codes_RC.numpy(), (scales_rc.view(torch.int32) >> 23).to(torch.uint8).numpy()
+    stored = scales_rc.to(torch_dtype(encoding.scale_dtype)).contiguous()
+    return codes_RC.numpy(), np.ascontiguousarray(stored.view(torch.uint8).numpy())
 
 
 def strips(rows: range, columns: int) -> Iterator[range]:

@@ -1,5 +1,5 @@
 """An export in its source's own encoding: blocks that training has left as they were keep the source's bytes, others
-are quantized anew (see `checkpoints.hf.encoders`).
+are quantized anew (see `checkpoints.files.codes`).
 
 What is quantized is what an export in bfloat16 holds, so that both are of one model.
 
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...moe.util.errors import ExpertMeshError
+from ..files.codes import by_blocks, spread
 from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_tensor, contiguous
-from ..files.encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
+from ..files.encodings import WIDE, Encoding, StoredForm, encode, pack, scale_values, widen
 from ..files.file_layout import DiskTensor, OutputTensor, Region
-from .encoders import by_blocks, encode, has_encoder, spread
 from .reader import SafetensorsReader
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def check_encodable(origin: Checkpoint) -> None:
     """
     for name, form in origin.stored_forms.items():
         encoding, _ = form.info.encoded
-        if not has_encoder(encoding):
+        if not encoding.has_encoder:
             raise ExpertMeshError(
                 f"--export-encoding source: {origin.source.path} has {name} as {encoding}, for which no encoder is "
                 "published; export in bfloat16 (leave the flag out), and quantize the export"
@@ -201,14 +201,14 @@ class Requantized:
 
     Attributes:
         tensor: as the model knows it. form: how it is stored.
-        powers_of_two: whether the source's scales are, whatever their dtype.
+        quantization: `quantization_config` of the source.
         scales: bytes of them, from when the codes are written until they are.
     """
 
     tensor: DiskTensor
     form: StoredForm
     originals: Originals
-    powers_of_two: bool
+    quantization: Any
     scales: list[Array] = field(default_factory=list)
     errors: Errors = field(default_factory=Errors)
 
@@ -230,7 +230,7 @@ class Requantized:
             part = slice(start, start + step)
             blocks = slice(start // height, -(-min(start + step, len(values)) // height))
             original = None if originals is None else (originals[0][part], originals[1][blocks])
-            codes, scales, errors = requantize(values[part], original, encoding, self.powers_of_two)
+            codes, scales, errors = requantize(values[part], original, encoding, self.quantization)
             self.errors.add(errors)
             self.scales.append(scales)
             yield contiguous(pack(codes, encoding))
@@ -253,7 +253,7 @@ class Requantized:
 
 
 def requantize(
-    values: Array, original: tuple[Array, Array] | None, encoding: Encoding, powers_of_two: bool
+    values: Array, original: tuple[Array, Array] | None, encoding: Encoding, quantization: Any
 ) -> tuple[Array, Array, Errors]:
     """(codes, one per byte; bytes of the scales; what that changes) of complete blocks.
 
@@ -267,12 +267,12 @@ def requantize(
     if original is not None:
         stood_for = widen(original[0], scale_values(original[1], encoding.scale_dtype), encoding, (0, 0))
         differs_RC = as_tensor(stood_for, WIDE).float() != values_RC
-        kept_rc = ~by_blocks(differs_RC, encoding).any(dim=3).any(dim=1)
+        kept_rc = ~by_blocks(differs_RC, encoding.block).any(dim=3).any(dim=1)
         if kept_rc.all():
             return *original, Errors(rows * columns)
-    codes, scales = encode(values_RC, encoding, powers_of_two)
+    codes, scales = encode(values_RC, encoding, quantization)
     if original is not None:
-        codes = np.where(spread(kept_rc, encoding, values.shape).numpy(), original[0], codes)
+        codes = np.where(spread(kept_rc, encoding.block, values.shape).numpy(), original[0], codes)
         shape = (rows, columns, -1)
         scales = np.where(kept_rc.numpy()[..., None], original[1].reshape(shape), scales.reshape(shape))
         scales = np.ascontiguousarray(scales.reshape(rows, -1))
@@ -283,10 +283,12 @@ def _errors(
     values_RC: torch.Tensor, codes: Array, scales: Array, encoding: Encoding, encoded_rc: torch.Tensor
 ) -> Errors:
     found = as_tensor(widen(codes, scale_values(scales, encoding.scale_dtype), encoding, (0, 0)), WIDE).float()
-    encoded_RC = spread(encoded_rc, encoding, values_RC.shape)
+    encoded_RC = spread(encoded_rc, encoding.block, values_RC.shape)
     off_RC, values_RC = (found - values_RC).abs() * encoded_RC, values_RC.abs() * encoded_RC
-    largest_rc = by_blocks(values_RC, encoding).amax(dim=(1, 3))
-    relative_rc = by_blocks(off_RC, encoding).amax(dim=(1, 3)) / largest_rc.clamp(min=torch.finfo(torch.float32).tiny)
+    largest_rc = by_blocks(values_RC, encoding.block).amax(dim=(1, 3))
+    relative_rc = by_blocks(off_RC, encoding.block).amax(dim=(1, 3)) / largest_rc.clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
     return Errors(
         encoded_rc.numel(),
         int(encoded_rc.sum()),
@@ -303,8 +305,7 @@ def outputs_as_in(origin: Checkpoint, exported: Iterable[OutputTensor]) -> Itera
     Raises:
         ExpertMeshError: `origin` has one of them in another shape.
     """
-    originals, said = Originals(origin), origin.source.quantization
-    powers_of_two = isinstance(said, dict) and said.get("scale_fmt") == "ue8m0"
+    originals, quantization = Originals(origin), origin.source.quantization
     for output in exported:
         name = output.tensor.name
         form = origin.stored_forms.get(name)
@@ -316,7 +317,7 @@ def outputs_as_in(origin: Checkpoint, exported: Iterable[OutputTensor]) -> Itera
                 f"{origin.source.path}: {name} has shape {list(form.info.shape)}, and {list(output.tensor.shape)} in "
                 "the model to be exported: it is another model"
             )
-        yield from Requantized(output.tensor, form, originals, powers_of_two).outputs()
+        yield from Requantized(output.tensor, form, originals, quantization).outputs()
 
 
 def errors_of(outputs: Iterable[OutputTensor]) -> dict[str, Errors]:

@@ -139,9 +139,7 @@ def find_carried(
     found = []
     for name in names:
         info = infos[name]
-        parts = [name if name in stored else f"{name}_blocks"]
-        if info.scales is not None:
-            parts.append(info.scales.name)
+        parts = [name] if info.scales is None else [info.scales.codes, info.scales.name]
         found.append(Carried(name, info, {part: stored[part] for part in parts}, directory))
     return found
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.files.encodings import Encoding, scale_values
-from expertmesh.checkpoints.hf.encoders import encode, has_encoder
+from expertmesh.checkpoints.files.encodings import Encoding, encode, scale_values
 from tests.checkpoints.test_encodings import SOURCES
 from tests.encoded import BLOCK, E2M1, change_config, from_fp8, save_fp8
 from tests.families.configs import tiny_model
@@ -62,12 +61,12 @@ def test_fp8_is_transformers(scales: str) -> None:
     config: Any = SimpleNamespace(weight_block_size=BLOCK, scale_fmt=scales)
     encoder: Any = Fp8Quantize(SimpleNamespace(quantization_config=config))
     theirs = encoder.convert({"x.weight": weight})
-    codes, stored = encode(weight, Encoding("F8_E4M3", BLOCK, "F8_E8M0" if scales == "ue8m0" else "F32"))
+    codes, stored = encode(weight, Encoding("F8_E4M3", BLOCK, "F8_E8M0" if scales == "ue8m0" else "F32"), None)
     assert torch.equal(torch.from_numpy(codes), theirs["x.weight"].view(torch.uint8))
     assert torch.equal(torch.from_numpy(stored).flatten(), bits(theirs["x.weight_scale_inv"]))
     # as DeepSeek-V3.1 has it: powers of two, in fp32
     if scales == "ue8m0":
-        codes_too, wide = encode(weight, Encoding("F8_E4M3", BLOCK, "F32"), powers_of_two=True)
+        codes_too, wide = encode(weight, Encoding("F8_E4M3", BLOCK, "F32"), {"scale_fmt": "ue8m0"})
         assert (codes_too == codes).all()
         assert torch.equal(scale_values(wide, "F32"), scale_values(stored, "F8_E8M0"))
 
@@ -75,7 +74,7 @@ def test_fp8_is_transformers(scales: str) -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_codes_belong_to_the_scale_that_is_stored(dtype: str) -> None:
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    codes, stored = encode(weight, Encoding("F8_E4M3", BLOCK, dtype))
+    codes, stored = encode(weight, Encoding("F8_E4M3", BLOCK, dtype), None)
     scale = scale_values(stored, dtype)
     nearest = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     assert (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() - nearest).abs().max() <= 32  # a tie, by rounding
@@ -88,7 +87,7 @@ def test_blocks_that_are_not_full() -> None:
     wide = torch.zeros(16, 24)
     wide[:13, :19] = weight
     encoding = Encoding("F8_E4M3", BLOCK, "F32")
-    (codes, scales), (wide_codes, wide_scales) = encode(weight, encoding), encode(wide, encoding)
+    (codes, scales), (wide_codes, wide_scales) = encode(weight, encoding, None), encode(wide, encoding, None)
     assert (codes == wide_codes[:13, :19]).all()
     assert (scales == wide_scales).all()
 
@@ -101,7 +100,7 @@ def test_mxfp4_by_hand() -> None:
     groups = groups.bfloat16().double()
     groups[0] = 0
     groups[1] = torch.arange(32).double() / 4 - 4  # all ties, on both sides of 0
-    codes, stored = encode(groups.float(), MXFP4)
+    codes, stored = encode(groups.float(), MXFP4, None)
     assert (stored[0] == 0).all()
     exponents = torch.from_numpy(stored).double() - 127
     for group, exponent, code in zip(groups[1:], exponents[1:], torch.from_numpy(codes)[1:], strict=True):
@@ -125,7 +124,7 @@ def test_mxfp4_by_hand() -> None:
     ],
 )
 def test_which_are_published(encoding: Encoding, there: bool) -> None:
-    assert has_encoder(encoding) == there
+    assert encoding.has_encoder == there
 
 
 # ---- what was not trained ----
@@ -211,7 +210,7 @@ def test_merged_is_quantized_again(
         elif name == codes_name:
             scales = found[f"{name}_scale_inv"]
             assert changed_blocks(from_fp8(base[name], base[f"{name}_scale_inv"]), wide[name]).all()
-            expected = encode(wide[name], Encoding("F8_E4M3", BLOCK, "F32"))
+            expected = encode(wide[name], Encoding("F8_E4M3", BLOCK, "F32"), None)
             assert torch.equal(found[name].view(torch.uint8), torch.from_numpy(expected[0]))
             assert torch.equal(bits(scales), torch.from_numpy(expected[1]).flatten())
             # half of the distance between codes, relative to the block's largest

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.files.encodings import Encoding
-from expertmesh.checkpoints.hf.encoders import encode
+from expertmesh.checkpoints.files.encodings import Encoding, encode
 from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool
@@ -122,10 +121,10 @@ def test_exported_as_it_came(
     )
     name = {"deepseek_v3": "model.layers.1.mlp.experts.3.up_proj.weight", "gpt_oss": EXPERTS}[family]
     if family == "deepseek_v3":
-        codes, scales = encode(wide[name], Encoding("F8_E4M3", BLOCK, "F32"))
+        codes, scales = encode(wide[name], Encoding("F8_E4M3", BLOCK, "F32"), None)
         stored = (found[name], found[f"{name}_scale_inv"])
     else:
-        codes, scales = encode(wide[name].transpose(1, 2).flatten(0, 1), Encoding("E2M1", (1, 32), "U8"))
+        codes, scales = encode(wide[name].transpose(1, 2).flatten(0, 1), Encoding("E2M1", (1, 32), "U8"), None)
         codes, stored = codes[:, ::2] | codes[:, 1::2] << 4, (found[f"{name}_blocks"], found[f"{name}_scales"])
     same = torch.from_numpy(codes).flatten() == stored[0].view(torch.uint8).flatten()
     # blocks whose values are still the source's have its codes, which other encoders made

@@ -756,8 +756,8 @@ class CheckpointSettings:
     export_encoding: ExportEncoding = _flag(
         "Checkpoints and export",
         "plain",
-        "Of tensors that --model has quantized (FP8, MXFP4): plain exports bfloat16; source quantizes them as they "
-        "were, unchanged blocks bit for bit",
+        "Of tensors that --model has quantized: plain exports bfloat16; source quantizes them as they were, unchanged "
+        "blocks bit for bit",
         needs=_EXPORTS_MODEL,
         of_export=True,
     )
