@@ -23,7 +23,7 @@ from ..checkpoints.convert import HowToWrite, encoded_as_source
 from ..checkpoints.files.directories import write_errors
 from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.source import Checkpoint, ModelSource
-from ..checkpoints.load import shard_and_load
+from ..checkpoints.load import load_model, shard_and_load
 from ..checkpoints.training_state.marker import is_complete
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
@@ -192,7 +192,7 @@ def place(
     adapter = None
     if config.init_adapter and resume_from is None:
         with raise_together():
-            # before weights are read, which may take minutes, and while all layers are here
+            # while all layers are here
             of_model = (lora_of(config), config.rope, source.config)
             adapter = read_adapter(model, Path(config.init_adapter), *of_model)
     if mesh.topology.pp_size > 1:
@@ -206,12 +206,14 @@ def place(
         assert mesh.cp_group.tp is not None
         with raise_together():
             model.tensor_parallel.operators = symmetric_memory(mesh.cp_group.tp, device)
-    reads = resume_from is None or config.adapter != "none"
-    checkpoint = shard_and_load(model, source, mesh, device, compute_dtype(config), config.strategy, read_weights=reads)
+    trains_all = config.adapter == "none" and resume_from is None
+    dtype, strategy = compute_dtype(config), config.strategy
+    checkpoint = shard_and_load(model, source, mesh, device, dtype, strategy, read_weights=trains_all)
     if config.adapter != "none":
         fill_adapters(model, mesh.topology, config.seed)
-        if adapter is not None:
-            load_adapter(model, adapter, mesh.topology)
+        if adapter is not None:  # before weights are read, which may take minutes: its values may not be finite
+            load_adapter(model, adapter, lora_of(config), mesh.topology)
+        load_model(model, checkpoint, mesh.topology)
     return checkpoint
 
 

@@ -52,6 +52,7 @@ from .peft_format import (
     names_a_pattern,
     pack_experts,
     packed_paths,
+    possible_ranks,
     rank_and_scaling,
     reads_by_expert,
     target_name,
@@ -378,6 +379,15 @@ class Adapter:
         path, _, own = parameter.rpartition(".mlp.")
         return self._layer_pairs(path).get(own) if path in self.packed else None
 
+    def ranks(self, parameter: str) -> set[int]:
+        """Ranks that A and B beside a parameter may have, by the shapes in the file's header: two where its values
+        alone tell whether gate and up share an A."""
+        if parameter in self.found:
+            return {self.found[parameter][0].rank}
+        path, _, own = parameter.rpartition(".mlp.")
+        packed = {tensor: found.rank for tensor, found in self.packed[path].items()}
+        return possible_ranks(packed, self.layers[path].mlp.layout, own)
+
     def scale(self, parameter: str) -> float:
         """What B · A is multiplied by."""
         if parameter in self.found:
@@ -585,7 +595,8 @@ def read_adapter(
     rope_scaling: RopeScaling | None = None,
     model_config: Any = None,
 ) -> Adapter:
-    """Read an adapter that a model's own are to begin as, which needs none of its weights.
+    """Open an adapter that a model's own are to begin as, which needs none of its weights; by its config and the header
+    of its file. `load_adapter` reads the values.
 
     Args:
         model: with its adapters, on any device; whole, not cut into stages.
@@ -614,17 +625,21 @@ def read_adapter(
             f"{CONFIG} has {', '.join(map(str, targets)):.200}"
         )
     for base in sorted(wanted):
-        if not _is_as(adapter, base, lora.rank, lora.low_rank.scale):
+        if lora.rank not in adapter.ranks(base) or not _is_scaled(adapter, base, lora.low_rank.scale):
             raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
     return adapter
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
-    """Fill a sharded model's adapters from what `read_adapter` has read. All ranks call it together.
+def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topology) -> None:
+    """Fill a sharded model's adapters from what `read_adapter` has opened. All ranks call it together.
+
+    Args:
+        lora: of the model.
 
     Raises:
-        ExpertMeshError: on all ranks, when a file cannot be read.
+        ExpertMeshError: on all ranks, when a file cannot be read, or has values that are not finite, or are of another
+            rank than the model's adapters.
     """
     with raise_together():
         here = {name: part for name, part in adapters_of(model).items() if part.is_here}
@@ -633,6 +648,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None
         for base in sorted({_beside(name) for name in shards}):
             pair = adapter.pair(base)
             assert pair is not None
+            if pair.a.shape[-2] != lora.rank:
+                raise ExpertMeshError(f"--init-adapter {adapter.path}: {_why_not(adapter, base, lora)}")
             for which, values in zip((A, B), pair, strict=True):
                 name = _adapter_of(base, which, names)
                 shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
@@ -641,7 +658,11 @@ def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None
 def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:
     """Whether what an adapter has beside a parameter is of this rank and scale."""
     pair = adapter.pair(base)
-    return pair is None or (pair.a.shape[-2] == rank and math.isclose(adapter.scale(base), scale, rel_tol=1e-6))
+    return pair is None or (pair.a.shape[-2] == rank and _is_scaled(adapter, base, scale))
+
+
+def _is_scaled(adapter: Adapter, base: str, scale: float) -> bool:
+    return math.isclose(adapter.scale(base), scale, rel_tol=1e-6)
 
 
 def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:

@@ -134,6 +134,19 @@ def unpack_experts(
     return unpacked
 
 
+def possible_ranks(packed: Mapping[str, int], layout: ExpertLayout, name: str) -> set[int]:
+    """Ranks that a matrix's pair may have once `unpack_experts` has made it: what `pack_experts` joined, and what PEFT
+    trained with as large a rank, look alike but for their values.
+
+    Args:
+        packed: the rank of each packed pair of the layer, by the name of transformers' tensor.
+        name: the matrix, as the layout has it.
+    """
+    tensor, names = next((tensor, names) for tensor, names in _matrices(layout).items() if name in names)
+    rank, smallest = packed[tensor], min(packed.values())
+    return {rank, smallest} if len(names) > 1 and rank == len(names) * smallest else {rank}
+
+
 def reads_by_expert(model: Any, experts: str, layout: ExpertLayout) -> bool:
     """Whether PEFT makes packed pairs of a file's pairs by expert, as it loads them into transformers' model of this
     kind. Where it does not, it drops them without an error.

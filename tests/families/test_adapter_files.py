@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.adapters import adapter_files
 from expertmesh.checkpoints.adapters.adapter_files import load_adapter, read_adapter
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
@@ -84,7 +86,7 @@ def logits_by_peft(model: Path, adapter: Path) -> Tensor:
 def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> Tensor:
     ours, _, checkpoint = sharded_model(model, topology, case)
     lora = lora_of(TrainConfig(model="m", dataset=["d"], **case.settings))
-    load_adapter(ours, read_adapter(ours, adapter, lora, model_config=checkpoint.source.config), topology)
+    load_adapter(ours, read_adapter(ours, adapter, lora, model_config=checkpoint.source.config), lora, topology)
     logits: Tensor = ours.eval()(TOKENS_BS).logits
     return logits
 
@@ -379,7 +381,7 @@ def test_an_adapter_says_what_is_adapted(
 def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
     """What is said of a run that may read no weight of the base."""
     settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}
-    loads = mock.patch.object(engine, "shard_and_load", side_effect=AssertionError("weights are read"))
+    loads = mock.patch.object(engine, "load_model", side_effect=AssertionError("weights are read"))
     with loads, contextlib.redirect_stderr(io.StringIO()) as told:
         if by_command:
             argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out / "more"), "--use-cpu"]
@@ -399,6 +401,9 @@ def test_another_adapter_is_refused_before_weights_are_read(
 ) -> None:
     train(ranks, 1, models["mixtral"], tiny_data, tmp_path, "--max-steps", 0)
     theirs = f"was trained with --lora-rank {RANK} --lora-alpha {ALPHA:g}, and this run has "
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    good = load_file(weights)
+    nan = {next(iter(good)): torch.full_like(next(iter(good.values())), torch.nan)}
     refused: dict[str, dict[str, Any]] = {
         f"{theirs}--lora-rank 2 --lora-alpha {ALPHA:g}: give the former": {"lora_rank": 2},
         f"{theirs}--lora-rank {RANK} --lora-alpha 8: give the former": {"lora_alpha": 8},
@@ -411,6 +416,52 @@ def test_another_adapter_is_refused_before_weights_are_read(
             (said,) = ranks.run(_begins, 1, *arguments, join_group=not by_command)
             assert f"--init-adapter {tmp_path / 'adapter'}: " in said, said
             assert words in said, said
+    save_file(good | nan, weights)
+    (said,) = ranks.run(_begins, 1, False, models["mixtral"], tiny_data, tmp_path, {})
+    assert said == f"{weights}: tensor {next(iter(good))} has values that are not finite"
+
+
+@pytest.mark.parametrize(("name", "form"), [("mixtral", "per-expert"), ("mixtral", "packed"), ("gpt_oss", "packed")])
+def test_each_tensor_of_an_adapter_is_read_once(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    train(ranks, 1, models[name], tiny_data, tmp_path, "--max-steps", 0, "--adapter-format", form)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for reads in ranks.run(_reads_of_adapter, 2, models[name], tmp_path / "adapter"):
+        assert reads == sorted(tensors)
+    if (name, form) == ("mixtral", "packed"):
+        # gate and up that share an A of twice the rank, which only their values tell
+        b = next(key for key in tensors if key.endswith("experts.base_layer.lora_B.weight"))
+        save_file(tensors | {b: torch.ones_like(tensors[b])}, weights)
+        (said,) = ranks.run(_begins, 1, False, models[name], tiny_data, tmp_path, {})
+        assert "experts.gate_up_proj has rank 8 there" in said
+        assert "and not so" in said
+
+
+def _reads_of_adapter(model: Path, adapter: Path) -> list[str]:
+    """Names of the tensors that this rank reads to begin as an adapter, as often as it reads them."""
+    names: list[str] = []
+
+    class Counted:
+        def __init__(self, path: Path, framework: str):
+            self.path, self.file = path, safe_open(path, framework=framework)
+
+        def __enter__(self) -> "Counted":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Tensor:
+            names.append(name)
+            tensor: Tensor = self.file.get_tensor(name)
+            return tensor
+
+    begun: dict[str, Any] = {"adapter": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(adapter)}
+    with mock.patch.object(adapter_files, "safe_open", Counted):
+        expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **begun)
+    return sorted(names)
 
 
 @pytest.mark.filterwarnings("error:The following .*_pattern keys did not match")
