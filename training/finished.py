@@ -17,6 +17,7 @@ from ..sharding.runtime.process import Ranks, raise_together
 from .config.train_config import TrainConfig
 from .consistency import Facts
 from .evaluate import Best
+from .report.page import REPORT, write_report
 from .resume import Tell, check_order, compare_run
 
 FILE = "finished.json"
@@ -121,6 +122,24 @@ def find_finished(
             told = [_find(done, config, output_dir, num_steps, facts, order, tell)]
     dist.broadcast_object_list(told, src=0)
     return told[0]
+
+
+def complete_report(output_dir: Path, tell: Tell) -> None:
+    """Write the report.html of a run that was killed after it had recorded its end and before its report said so;
+    nothing where it does.
+
+    Args:
+        tell: is told if it is written, or cannot be.
+    """
+    report = output_dir / REPORT
+    recorded = next(path for name in (FILE, ANNOUNCED) if (path := output_dir / name).exists())
+    if report.exists() and report.stat().st_mtime_ns >= recorded.stat().st_mtime_ns:
+        return
+    try:
+        write_report(output_dir, "finished")
+        tell(f"{report} is written now, as a kill had prevented")
+    except (ExpertMeshError, OSError) as error:  # what counts is there
+        tell(f"warning: report.html was not written: {error}")
 
 
 def _find(

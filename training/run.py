@@ -18,7 +18,7 @@ from .config.train_config import TrainConfig
 from .consistency import compare_data, start_facts
 from .data.preview import print_preview
 from .engine import Engine
-from .finished import Finished, find_finished, held_line
+from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
 from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
 from .monitoring.log import RunLog
@@ -94,6 +94,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         compared = (num_steps, engine.facts, order_facts(config, inputs.training, order))
         if done := find_finished(config, output_dir, *compared, ranks, engine.tell):
             engine.tell(done)
+            if ranks.rank == 0:
+                complete_report(output_dir, engine.tell)
             return True
     check_schedule(config, num_steps, config.evaluates)
     check_profile(config, num_steps, ranks.world_size)

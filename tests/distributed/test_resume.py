@@ -36,6 +36,7 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.evaluate import Best
 from expertmesh.training.finished import Finished
 from expertmesh.training.loop import Run, Trained
+from expertmesh.training.monitoring import log
 from expertmesh.training.run import STOPPED
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
@@ -742,6 +743,34 @@ def test_killed_between_export_and_record_a_run_without_checkpoints_has_finished
     assert "finished already" not in said
     assert (out / "finished.json").exists()
     assert not list(out.glob("finished.json?*"))
+
+
+def _without_a_report(argv: list[str]) -> str:
+    """What a run says that ends before it can write report.html."""
+    with mock.patch.object(log, "write_report", side_effect=OSError("killed")):
+        return _said(argv)
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["missing", "of a run under way"])
+def test_killed_before_its_report_a_finished_run_gets_it_when_started_again(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, stale: bool
+) -> None:
+    out = tmp_path / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", "auto", "--max-steps", "1", "--save-steps", "0"]
+    ranks.run(_without_a_report, 1, argv, join_group=False)
+    report = out / "report.html"
+    assert not report.exists()
+    if stale:
+        report.write_text("running")
+        os.utime(report, ns=(0, (out / "finished.json").stat().st_mtime_ns - 1))
+    (said,) = ranks.run(_said, 1, argv, join_group=False)
+    assert "finished already, at step 1" in said
+    assert "report.html is written now" in said
+    assert '"state":"finished"' in report.read_text()
+    before = _tree(out)
+    (said,) = ranks.run(_said, 1, argv, join_group=False)
+    assert "report.html" not in said
+    assert _tree(out) == before
 
 
 def test_a_record_of_another_release(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
