@@ -52,7 +52,7 @@ from expertmesh.moe.cpu.matmul import matmul
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.hf_model.build import dropless_experts, take_logits
+from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel, Needs
@@ -319,7 +319,7 @@ def build_layer(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
     shape = model.shape
     block = build_hf_block(model, device, dtype)
     with torch.device(device):
-        block.experts = dropless_experts(block.experts, shape.top_k, model.hf_prefix).to(dtype)
+        block.experts = dmoe_from(block.experts, shape.top_k, model.hf_prefix).to(dtype)
     take_logits(block.gate, block.experts)
     mlp = block.experts.mlp
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from expertmesh.moe.experts.expert_mlp import ExpertParameter
 from expertmesh.moe.experts.layer import DMoE
-from expertmesh.moe.hf_model.build import dropless_experts, take_logits
+from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.sharding.parallelize.parallelize import materialize
 from expertmesh.sharding.state import state_of
@@ -40,7 +40,7 @@ def tiny_mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
 
 def our_experts(experts: Any, top_k: int, kernel: str = "loop") -> DMoE:
     """What takes the place of an experts module of transformers, which stays as it is, with the same weights."""
-    ours = dropless_experts(deepcopy(experts), top_k, "here")
+    ours = dmoe_from(deepcopy(experts), top_k, "here")
     ours.mlp.kernel = KERNELS.get(kernel)
     copy_experts(ours, experts)
     return ours

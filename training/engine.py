@@ -30,10 +30,10 @@ from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
 from ..checkpoints.training_state.untrained_record import check_carried
 from ..moe.experts.lora import store_frozen, to_quantize
 from ..moe.experts.model_layers import moe_shape
+from ..moe.experts.router_stats import Routing
 from ..moe.hf_model.build import (
     count_parameters,
     kernel_needs,
-    outdate_working_weights,
     use_kernel,
 )
 from ..moe.hf_model.counts import ParameterCounts
@@ -67,7 +67,6 @@ from .generate import generate
 from .inputs import load_tokenizer
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
-from .loss.routing_figures import Routing
 from .model_setup.compiling import compile_layers
 from .model_setup.dense_precision import multiply_in_fp8
 from .model_setup.freezing import freeze
@@ -76,7 +75,7 @@ from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from .overlapped_regions import check_async, symmetric_memory
 from .resume import Tell, check_resume, find_resume
-from .step import NO_TARGETS, StepResult, after_update, compute_gradients, train_step
+from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel import apply_tensor_parallel, divide_vocabulary
 
 

@@ -31,6 +31,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..checkpoints.files.directories import write_errors
 from ..checkpoints.training_state.marker import check_resumable
 from ..moe.experts.model_layers import moe_layers, moe_shape
+from ..moe.experts.router_stats import Routing
 from ..moe.transformers_private import in_place_of_trainers
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
@@ -41,7 +42,6 @@ from .data.chat import answer_ends
 from .engine import Engine
 from .inference import inference
 from .loss.balance import choose_balance
-from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step
 from .monitoring.meter import Meter
 from .monitoring.nonfinite import NonFiniteGuard

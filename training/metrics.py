@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .loss.routing_figures import Routing
+    from ..moe.experts.router_stats import Routing
     from .monitoring.meter import Interval
 
 Record = Mapping[str, Any]

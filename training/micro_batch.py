@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ..moe.experts.forward import Forward, Targets
 from ..moe.experts.model_facts import facts_of
-from ..moe.experts.router_losses import load_balancing_loss, router_z_loss
-from ..moe.experts.router_stats import RouterStats
-from ..moe.hf_model.build import take_stats
+from ..moe.experts.model_layers import moe_layers
+from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ..moe.hf_model.counts import seen_pairs
 from ..sharding.pipeline.pipeline import stage_group
 from .attention.packed_attention import attention_arguments, told_whether_packed
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
-from .loss.routing_figures import Routing, routing_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def losses_of(model: Any, batch: Batch, weights: LossWeights, over: Denominators
     micro-batches; all ranks call both in one order."""
     forward = forward_of(batch)
     loss_sum = token_loss_sum(model, batch, forward)
-    stats = take_stats(model, forward)
+    stats = forward.take_stats(moe_layers(model))
     return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, stage_group(model))
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..moe.experts.forward import current_forward
 from ..moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
-from ..moe.experts.router_stats import RouterStats
+from ..moe.experts.router_stats import RouterStats, Routing, routing_of
 from ..sharding.parallelize.parallelize import forget_forwards
 from ..sharding.parallelize.weight_gradients import weight_gradients
 from ..sharding.pipeline.cut import StageForward
@@ -42,7 +42,6 @@ from ..sharding.state import parameters_of
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
-from .loss.routing_figures import Routing, routing_of
 from .micro_batch import StepCounts, forward_of, run_model, weigh_losses
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moe.hf_model.build import outdate_working_weights
+from ..moe.experts.model_layers import moe_layers
+from ..moe.experts.router_stats import Routing
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.mesh import Mesh
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch
 from .loss.balance import BiasUpdate, LossWeights
-from .loss.routing_figures import Routing
 from .micro_batch import StepCounts, count_step, losses_of
 from .pipelined import pipelined_gradients
 
@@ -133,6 +133,13 @@ def after_update(model: Any, routing: Routing, bias_update: BiasUpdate | None) -
     outdate_working_weights(model)
     if bias_update is not None:
         bias_update.step(routing)
+
+
+def outdate_working_weights(model: Any) -> None:
+    """Have experts that keep a copy of their weights in another dtype (see `bf16_copies`) round them anew, after
+    each update."""
+    for layer in moe_layers(model):
+        layer.mlp.working.outdate()
 
 
 def train_step(

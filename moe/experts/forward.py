@@ -8,6 +8,7 @@ them may wait for their backwards, in any order.
 Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, D model width, E experts.
 """
 
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -57,7 +58,7 @@ class Forward:
             recorded once more, they would keep alive all that was recomputed.
         logits_TE: the logits of each router that has run and whose experts have not, by these.
         ahead_TD: for each block, tokens and results of what was computed during the all-to-alls (see
-            `moe.experts.shared_experts`).
+            `Beside`).
         stats: routing statistics by layer, until `take_stats` takes them. They hold the graph of the losses made of
             them.
         has_run: whether a model was called.
@@ -101,6 +102,12 @@ class Forward:
             weight_gradients=self.weight_gradients,
             is_again=True,
         )
+
+    def take_stats(self, layers: Sequence[nn.Module]) -> list[RouterStats]:
+        """The routing statistics that a forward of a model has left here, one entry for each of its MoE layers, first
+        to last; they are removed."""
+        assert all(layer in self.stats for layer in layers), "take_stats before the forward, or twice"
+        return [self.stats.pop(layer) for layer in layers]
 
     def of_split(self, split: Any) -> "Forward":
         """The `Forward` for a part of it in which other ranks share the sequences."""
@@ -176,3 +183,32 @@ def _after_model(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     forward = current_forward()
     if isinstance(forward, _OwnForward):
         forward.__exit__()
+
+
+class Beside:
+    """A module, such as shared experts, that a family's block calls on the experts' tokens after the experts: it is run
+    between the sending of the rows and their arrival, and its result is returned when the block calls it. No
+    `nn.Module`: the module stays where it is, under its own name."""
+
+    def __init__(self, module: nn.Module):
+        self.module: Any = module
+        self._forward = module.forward
+        module.forward = self._take
+
+    def compute(self, x_TD: Tensor, forward: Forward) -> None:
+        """Run the module now, on the tokens that the experts got."""
+        forward.ahead_TD[self] = x_TD, self.module(x_TD)
+
+    def _take(self, x: Tensor) -> Tensor:
+        forward = current_forward()
+        done = None if forward is None else forward.ahead_TD.pop(self, None)
+        if done is not None and _are_the_same(x, done[0]):
+            return done[1].view(*x.shape[:-1], -1)
+        out: Tensor = self._forward(x)
+        return out
+
+
+def _are_the_same(x: Tensor, y: Tensor) -> bool:
+    """Whether both are views of the same elements."""
+    places = [(t.untyped_storage()._cdata, t.storage_offset(), t.numel(), t.is_contiguous()) for t in (x, y)]
+    return places[0] == places[1] and places[0][3]

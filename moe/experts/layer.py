@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from ..dispatch.alltoall import Dispatcher, LocalDispatcher
 from ..dispatch.permute import count_experts
 from .expert_mlp import ExpertMLP
-from .forward import forward_of_experts
-from .router_stats import router_stats
-from .scores import UNKNOWN
+from .forward import Beside, forward_of_experts
+from .router_stats import UNKNOWN, router_stats
 from .shape import MoEShape
-from .shared_experts import Beside
 
 
 class DMoE(nn.Module):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from .scores import RouterKind
+    from .router_stats import RouterKind
 
 _ATTRIBUTE = "_expertmesh_facts"
 

@@ -1,14 +1,41 @@
-"""Statistics of one layer's routing for losses and log.
+"""Statistics of routing, and what is made of them: the auxiliary losses, and figures of where tokens went.
 
-Shape suffixes: T tokens on this rank, E experts, K experts per token.
+The losses are over the global batch. Each of their functions returns this rank's part: the parts of all ranks add up to
+the loss, and their gradients to its gradient, however the tokens are spread. Only the counts, which carry no gradient,
+must be summed over ranks first. The figures are summed up on the device over a logging interval, and over ranks only
+when it is logged.
+
+Shape suffixes: T tokens on this rank, L MoE layers, E experts, K experts per token, G groups of layers that are
+balanced together: 1, or L.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from .scores import LOG_SCORES
+LOG_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits_TE: logits_TE.log_softmax(dim=-1),
+    "sigmoid": F.logsigmoid,
+    "sqrtsoftplus": lambda logits_TE: F.softplus(logits_TE).log() / 2,
+    "given": lambda scores_TE: scores_TE.log(),
+}
+"""Logarithm of an expert's score, up to a constant per token; "given": the router's logits are scores."""
+
+
+@dataclass(frozen=True)
+class RouterKind:
+    """score: how logits become weights, a key of LOG_SCORES; None where it is none of them. num_groups: groups of
+    experts, of which each token uses only some; 1 where there are none."""
+
+    score: str | None
+    num_groups: int = 1
+
+
+UNKNOWN = RouterKind(None)
 
 
 @dataclass(frozen=True)
@@ -68,3 +95,74 @@ def _entropy(logits_TE: Tensor, probs_TE: Tensor, lse_T: Tensor, score: str | No
     log_scores_TE = LOG_SCORES[score](logits_TE)
     log_p_TE = log_scores_TE.log_softmax(dim=-1)
     return -(log_p_TE.exp() * log_p_TE.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+
+
+def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, global_tokens: Tensor | int) -> Tensor:
+    """This rank's part of the balancing loss (Switch Transformer, eq. 4-6), averaged over groups, fp32 scalar.
+
+    Counts and probabilities are pooled over a group's layers before they are multiplied. With one group this is
+    `load_balancing_loss_func` in transformers, which reaches its minimum, K, even if every layer is uneven but the
+    layers balance one another; with one group per layer, only if each layer is even.
+
+    Counted are the experts that were chosen. transformers counts those of the K largest logits: others, where a router
+    chooses by scores with a correction bias or among groups of experts, and so not the load that is to be even.
+
+    Args:
+        stats: one entry per MoE layer, of one forward.
+        global_counts_GE: the layers' counts_E summed over each group's layers and over all ranks; G is 1 or L.
+        global_tokens: tokens of all ranks in that forward, padding left out.
+    """
+    groups, experts = global_counts_GE.shape
+    rows = global_tokens * (len(stats) // groups)
+    prob_sums = [s.prob_sum_E for s in stats if s.prob_sum_E is not None]
+    assert len(prob_sums) == len(stats), "a router without logits cannot be balanced by a loss"
+    prob_sum_GE = torch.stack(prob_sums).view(groups, -1, experts).sum(dim=1)
+    return experts * ((global_counts_GE / rows) * (prob_sum_GE / rows)).sum() / groups
+
+
+def router_z_loss(stats: Sequence[RouterStats], global_tokens: Tensor | int) -> Tensor:
+    """This rank's part of the mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5), fp32 scalar."""
+    z_sums = [s.z_sum for s in stats if s.z_sum is not None]
+    assert len(z_sums) == len(stats), "a router without logits has no z-loss"
+    return torch.stack(z_sums).sum() / (global_tokens * len(stats))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Sums over tokens.
+
+    counts_LE: tokens that chose each expert, int64. entropy_L: of the router's probabilities, in nats, fp64; NaN where
+    the router's logits are not to be had.
+    rows_computed_L: rows that went through an expert, int64: all that were routed, since nothing is dropped.
+    """
+
+    counts_LE: Tensor
+    entropy_L: Tensor
+    rows_computed_L: Tensor
+
+    def __add__(self, other: "Routing") -> "Routing":
+        return Routing(
+            self.counts_LE + other.counts_LE,
+            self.entropy_L + other.entropy_L,
+            self.rows_computed_L + other.rows_computed_L,
+        )
+
+
+def routing_of(stats: Sequence[RouterStats]) -> Routing:
+    """This rank's part in one forward, on its device."""
+    counts_LE = torch.stack([s.counts_E for s in stats])
+    unknown = torch.full((), torch.nan, device=counts_LE.device)
+    entropy_L = torch.stack([unknown if s.entropy_sum is None else s.entropy_sum for s in stats]).double()
+    rows_L = torch.tensor([s.rows_computed for s in stats])
+    return Routing(counts_LE, entropy_L, rows_L)
+
+
+def over_ranks(routing: Routing) -> Routing:
+    """Summed over all ranks, in one all-reduce, and brought to the host."""
+    counts_LE, device = routing.counts_LE, routing.counts_LE.device
+    # counts are exact in fp64 up to 2^53
+    parts = [counts_LE.double().flatten(), routing.entropy_L, routing.rows_computed_L.double().to(device)]
+    sums = torch.cat(parts)
+    dist.all_reduce(sums)
+    counts, entropy_L, rows_L = sums.cpu().split([part.numel() for part in parts])
+    return Routing(counts.long().view_as(counts_LE), entropy_L, rows_L.long())

@@ -19,12 +19,10 @@ from torch import nn
 from ..cpu.matmul import use_linear
 from ..experts.activation import Activation
 from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
-from ..experts.forward import Forward, current_forward, give_forwards
+from ..experts.forward import Beside, current_forward, give_forwards
 from ..experts.layer import DMoE
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
-from ..experts.router_stats import RouterStats
-from ..experts.shared_experts import Beside
 from ..kernels.kernel_registry import ExpertKernel, Needs
 from ..linear.rowwise import hold_transposed
 from ..util.errors import ExpertMeshError
@@ -339,7 +337,7 @@ def swap_experts(model: nn.Module, seen: Mapping[str, SeenExperts]) -> None:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
         called = seen[path]
         with torch.device("meta"):
-            ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
+            ours = dmoe_from(experts, called.top_k, f"{type(model).__name__}.{path}")
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours)
         if called.beside is not None:
@@ -359,7 +357,7 @@ def _correction_bias(model: nn.Module, block: str, num_experts: int) -> str | No
     return None
 
 
-def dropless_experts(experts: Any, top_k: int, where: str) -> DMoE:
+def dmoe_from(experts: Any, top_k: int, where: str) -> DMoE:
     """The replacement for an experts module of transformers, with uninitialised weights of its own. The module loses
     its parameters; its activation stays in use.
 
@@ -450,18 +448,3 @@ def count_parameters(model: Any) -> ParameterCounts:
         frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
         frozen_head=not head.requires_grad,
     )
-
-
-def outdate_working_weights(model: nn.Module) -> None:
-    """Have experts that keep a copy of their weights in another dtype (see `bf16_copies`) round them anew, after
-    each update."""
-    for layer in moe_layers(model):
-        layer.mlp.working.outdate()
-
-
-def take_stats(model: nn.Module, forward: Forward) -> list[RouterStats]:
-    """The routing statistics that a forward of the model has left with it, one entry per MoE layer, first to last; they
-    are removed from the forward."""
-    layers = moe_layers(model)
-    assert all(layer in forward.stats for layer in layers), "take_stats before the forward, or twice"
-    return [forward.stats.pop(layer) for layer in layers]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..experts.model_facts import Attention, ModelFacts, SeenExperts
-from ..experts.scores import RouterKind
+from ..experts.router_stats import RouterKind
 from ..util.atomic_write import whole
 from ..util.sources import sources_digest
 from ..util.user_cache import cache_directory

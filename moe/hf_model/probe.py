@@ -2,12 +2,14 @@
 
 What configs name and code does in many ways shows when the model runs: how many experts each token has, which module is
 the router, whether anything is done to the logits after the head, which linear layers' weights are read by other code
-than the layers' own, and how many tokens each layer's attention sees.
+than the layers' own, and how many tokens each layer's attention sees. How a router scores experts from its logits
+(softmax, sigmoid or another function; in groups of experts or not) shows when one is run on random numbers.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..experts.expert_mlp import expert_modules
 from ..experts.model_facts import Attention, ModelFacts, SeenExperts
-from ..experts.scores import UNKNOWN, try_router
+from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
 from ..util.errors import ExpertMeshError
 
 _POSITIONS = 8
@@ -210,6 +212,69 @@ class _NoteRandom(TorchDispatchMode):
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             self.are_drawn |= given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0
         return operator(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def try_router(
+    router: nn.Module, args: tuple[Any, ...], num_experts: int, grouping: tuple[int, int] | None
+) -> RouterKind:
+    """Run a copy of a router.
+
+    Args:
+        router: on the meta device.
+        args: those of its forward, on the meta device.
+        grouping: (groups of experts, groups per token) by the config, which some routers use.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x.is_floating_point():
+            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return torch.zeros(x.shape, dtype=x.dtype)
+
+    copied = deepcopy(router).to_empty(device="cpu")
+    for parameter in copied.parameters():
+        # a vector, such as a norm's or the experts' scales, leaves no trace in the output
+        parameter.copy_(random(parameter) / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else torch.tensor(1.0))
+    for buffer in copied.buffers():
+        buffer.zero_()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            logits, *rest = copied.eval()(*map(random, args))
+    except Exception:
+        return UNKNOWN
+    chosen = [x.flatten(0, -2) for x in rest if isinstance(x, Tensor) and x.dim() >= 2]
+    experts_TK = next((x for x in chosen if x.dtype == torch.long and x.shape[-1] <= num_experts), None)
+    if experts_TK is None or logits.shape[-1] != num_experts:
+        return UNKNOWN
+    weights_TK = next((x for x in chosen if x.is_floating_point() and x.shape == experts_TK.shape), None)
+    score = None if weights_TK is None else _score(logits.flatten(0, -2).float(), experts_TK, weights_TK.float())
+    is_grouped = grouping is not None and _keeps_to_groups(experts_TK, num_experts, *grouping)
+    return RouterKind(score, grouping[0] if is_grouped and grouping is not None else 1)
+
+
+def _score(logits_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> str | None:
+    """The score function that explains the ratios between the weights of a token's experts."""
+    if experts_TK.shape[1] == 1:
+        return "softmax"  # one weight is as good as any: nothing speaks against what most families have
+    if (experts_TK == experts_TK[:, :1]).all():
+        return None  # chosen by a table, which is empty here
+    found_TK = weights_TK.log() - weights_TK[:, :1].log()
+    for name, log_scores in LOG_SCORES.items():
+        chosen_TK = log_scores(logits_TE).gather(1, experts_TK)
+        if torch.allclose(found_TK, chosen_TK - chosen_TK[:, :1], rtol=1e-3, atol=1e-3):
+            return name
+    return None
+
+
+def _keeps_to_groups(experts_TK: Tensor, num_experts: int, num_groups: int, groups_a_token: int) -> bool:
+    """Whether no token has experts from more than `groups_a_token` groups, though it has more experts than that."""
+    if not 0 < groups_a_token < num_groups or num_experts % num_groups or experts_TK.shape[1] <= groups_a_token:
+        return False
+    groups_TK = experts_TK // (num_experts // num_groups)
+    return all(len(set(groups)) <= groups_a_token for groups in groups_TK.tolist())
 
 
 def _groups(config: Any) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
 from expertmesh.moe.experts.forward import Forward
-from expertmesh.moe.hf_model.build import take_stats
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from expertmesh.sharding.state import local_tensor
@@ -210,7 +210,7 @@ def _measure_mode(path: Path, topology: Topology, case: Case) -> Measured:
     of_batch = forward_of(batch)
     with Watch() as forward:
         loss = token_loss_sum(model.train(), batch, of_batch)
-    rows = sum(stats.rows_computed for stats in take_stats(model, of_batch))
+    rows = sum(stats.rows_computed for stats in of_batch.take_stats(moe_layers(model)))
     held = forward.held()
     with Watch() as backward:
         loss.backward()

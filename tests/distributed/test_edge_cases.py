@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.router_stats import over_ranks
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.loss.routing_figures import over_ranks
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (

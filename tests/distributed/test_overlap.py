@@ -18,7 +18,6 @@ from expertmesh.moe.dispatch.alltoall import _places, part_sizes
 from expertmesh.moe.dispatch.exchange import Exchange
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.hf_model.build import take_stats
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
@@ -79,7 +78,7 @@ def _figures(path: Path, topology: Topology, variants: list[Case]) -> list[dict[
         torch.manual_seed(0)
         forward = forward_of(batch)
         loss = token_loss_sum(model.train(), batch, forward)
-        stats = take_stats(model, forward)
+        stats = forward.take_stats(moe_layers(model))
         counts = torch.stack([layer.counts_E for layer in stats])
         rows = torch.tensor([layer.rows_computed for layer in stats])
         loss.backward()

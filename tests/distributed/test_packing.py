@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import RouterStats
-from expertmesh.moe.hf_model.build import take_stats
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
 from expertmesh.training.data.batch import IGNORED, Batch, collate
@@ -96,7 +96,7 @@ def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStat
     losses = F.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return losses[batch.target_index_N], take_stats(model, forward)
+    return losses[batch.target_index_N], forward.take_stats(moe_layers(model))
 
 
 @torch.no_grad()

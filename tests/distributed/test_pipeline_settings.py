@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expertmesh.moe.experts.router_stats import over_ranks
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.replicas import check_replicas
@@ -29,7 +30,6 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import pack
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
-from expertmesh.training.loss.routing_figures import over_ranks
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.model_setup.compiling import compilation
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -25,8 +25,8 @@ from tests.distributed.test_train_ep import run_main
 from tests.hostile.models import SMALL
 from tests.hostile.test_model_directory import small
 from tests.tiny import save_model, save_tokenizer
-from tests.training.test_begun_adapter import MODULES
-from tests.training.test_begun_adapter import write as write_adapter
+from tests.training.test_init_adapter import MODULES
+from tests.training.test_init_adapter import write as write_adapter
 
 __all__ = ["small"]
 

@@ -15,7 +15,7 @@ from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import (
     build_model,
-    dropless_experts,
+    dmoe_from,
     kernel_needs,
     use_kernel,
 )
@@ -165,12 +165,12 @@ def test_experts_of_an_unknown_kind_are_refused() -> None:
     experts = mixtral()
     experts.scales = torch.nn.Parameter(torch.ones(EXPERTS))
     with pytest.raises(ExpertMeshError, match="here: its experts have down_proj, gate_up_proj, scales where down_proj"):
-        dropless_experts(experts, TOP_K, "here")
+        dmoe_from(experts, TOP_K, "here")
 
 
 def test_the_module_gives_up_its_parameters() -> None:
     experts = deepcopy(mixtral())
-    ours = dropless_experts(experts, TOP_K, "here")
+    ours = dmoe_from(experts, TOP_K, "here")
     assert not list(experts.parameters())
     assert len(list(ours.parameters())) == 3
 

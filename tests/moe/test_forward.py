@@ -8,7 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.experts.forward import Forward, current_forward, give_forwards
-from expertmesh.moe.hf_model.build import build_model, take_stats
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.tiny import loaded, tiny_block, tiny_config, tiny_mixtral
 
@@ -75,12 +76,12 @@ def test_a_forward_is_of_one_call() -> None:
 def test_statistics_are_taken_once() -> None:
     swapped, forward = model(), Forward()
     with pytest.raises(AssertionError, match="before the forward, or twice"):
-        take_stats(swapped, forward)
+        forward.take_stats(moe_layers(swapped))
     with forward:
         swapped(TOKENS_BS)
-    assert [int(stats.counts_E.sum()) for stats in take_stats(swapped, forward)] == [2 * 8] * 2
+    assert [int(stats.counts_E.sum()) for stats in forward.take_stats(moe_layers(swapped))] == [2 * 8] * 2
     with pytest.raises(AssertionError, match="before the forward, or twice"):
-        take_stats(swapped, forward)
+        forward.take_stats(moe_layers(swapped))
 
 
 def test_nothing_of_a_call_is_left() -> None:

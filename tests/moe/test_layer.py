@@ -11,14 +11,18 @@ from expertmesh.moe.dispatch.alltoall import LocalDispatcher, _transpose_blocks
 from expertmesh.moe.dispatch.permute import count_experts
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
-from expertmesh.moe.experts.router_stats import RouterStats, router_stats
-from expertmesh.moe.experts.scores import LOG_SCORES, RouterKind
+from expertmesh.moe.experts.router_stats import (
+    LOG_SCORES,
+    RouterKind,
+    RouterStats,
+    load_balancing_loss,
+    router_stats,
+    router_z_loss,
+)
 from expertmesh.moe.hf_model.build import (
     _check_alike,
     build_model,
-    dropless_experts,
-    take_stats,
+    dmoe_from,
 )
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import state_of
@@ -196,7 +200,7 @@ def test_top_k_must_be_in_the_experts() -> None:
     theirs = tiny_mixtral().model.layers[0].mlp
     for top_k in (0, 9):
         with pytest.raises(ExpertMeshError, match=f"here: {top_k} experts per token, of 8"):
-            dropless_experts(theirs.experts, top_k, "here")
+            dmoe_from(theirs.experts, top_k, "here")
     assert our_experts(theirs.experts, 8).shape.top_k == 8
 
 
@@ -234,7 +238,7 @@ def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
     def choices(forward: Forward, **arguments: Any) -> list[int]:
         with forward:
             model(**arguments, use_cache=False)
-        return [int(stats.counts_E.sum()) for stats in take_stats(model, forward)]
+        return [int(stats.counts_E.sum()) for stats in forward.take_stats(moe_layers(model))]
 
     assert choices(Forward(), input_ids=tokens, attention_mask=mask) == [2 * 6, 2 * 6]
     assert choices(Forward(mask.bool()), input_ids=tokens) == [2 * 6, 2 * 6]

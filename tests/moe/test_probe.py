@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 
 from expertmesh.moe.experts.model_facts import SeenExperts
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.experts.scores import UNKNOWN, RouterKind
+from expertmesh.moe.experts.router_stats import UNKNOWN, RouterKind
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.probe import probe
 from expertmesh.moe.util.errors import ExpertMeshError

@@ -9,7 +9,7 @@ import pytest
 
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
-from expertmesh.moe.experts.scores import UNKNOWN, RouterKind
+from expertmesh.moe.experts.router_stats import UNKNOWN, RouterKind
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import is_older

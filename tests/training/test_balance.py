@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.experts.router_stats import Routing
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance
-from expertmesh.training.loss.routing_figures import Routing
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ...moe.experts.model_layers import moe_layers
+from ...moe.experts.router_stats import Routing
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
-from .routing_figures import Routing
 
 BIAS_RATE = 0.001
 """What DeepSeek-V3 was trained with (arXiv 2412.19437, 4.2)."""

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ...moe.experts.router_stats import Routing, over_ranks
 from ...moe.hf_model.counts import ParameterCounts, training_flops
 from ..loss.balance import LossWeights
-from ..loss.routing_figures import Routing, over_ranks
 from ..metrics import METRICS, Metric
 from ..planning.rank_memory import most_held
 from ..step import StepResult

@@ -29,7 +29,7 @@ from ....moe.dispatch.dedup import NodeGroups, OnceDispatcher, Rows
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
-from ....moe.hf_model.build import count_parameters, fp32_parameters, take_stats
+from ....moe.hf_model.build import count_parameters, fp32_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
@@ -408,7 +408,7 @@ class _Measurement:
             with forward_of(self.batch) as forward:
                 out = layer(*args, **kwargs)
             del args, kwargs
-            stats = take_stats(layer, forward)
+            stats = forward.take_stats(moe_layers(layer))
             loss = _MeasureSink.apply(*_differentiable(out), *self._in_losses(stats))
             del out, stats
             tape.turn()

@@ -3,7 +3,7 @@
 import pytest
 
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.experts.scores import RouterKind
+from expertmesh.moe.experts.router_stats import RouterKind
 from expertmesh.moe.hf_model.build import build_model
 from tests.families.configs import tiny_config
 
