@@ -85,6 +85,8 @@ class Forward:
 
     def __exit__(self, *error: Any) -> None:
         _CURRENT.reset(self._token)
+        # which holds the one that was current before, and that may hold this one: a cycle
+        del self._token
         # after an exception, with which recomputation ends once it has all it needs, what was handed over is not needed
         self.logits_TE.clear()
         self.ahead_TD.clear()
