@@ -1,6 +1,7 @@
 """A forward is current while its model runs, and no longer; and what runs a layer again must know of which it is."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -71,6 +72,21 @@ def test_a_forward_is_of_one_call() -> None:
         assert current_forward() is forward
         with pytest.raises(AssertionError, match="one forward of a model"):
             told(TOKENS_BS)
+
+
+def test_one_that_has_ended_does_not_hold_the_one_before() -> None:
+    """Which may hold it, as what regions of tensor parallelism have in common does: neither is to wait for the garbage
+    collector."""
+    gc.disable()
+    try:
+        outer = Forward()
+        with outer, outer.of_complete_sequences(None) as inner:
+            outer.within_tp = inner
+        gone = weakref.ref(outer)
+        del outer, inner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_statistics_are_taken_once() -> None:

@@ -1,5 +1,6 @@
 """How much memory tensors hold at once: counted from storages as operators make them and as they go."""
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -38,6 +39,9 @@ class LiveTensors(Pausable, TorchDispatchMode):
     While it `is_paused`, what is made is never counted, and what goes stays counted. What the C library keeps of memory
     that was given back, and what is no tensor, is not counted. FSDP frees what it has gathered by making its storage
     empty, which no operator tells of: so resizing is watched too.
+
+    Python's garbage collector does not run by itself within it, as it does not within a run's steps: otherwise a tensor
+    of cyclic garbage would go at a moment that depends on how many objects the process has made before.
     """
 
     def __init__(
@@ -68,9 +72,13 @@ class LiveTensors(Pausable, TorchDispatchMode):
         self._watching = mock.patch.object(torch.UntypedStorage, "resize_", watched)
         self._watching.start()
         entered: LiveTensors = super().__enter__()
+        self._collects = gc.isenabled()
+        gc.disable()
         return entered
 
     def __exit__(self, *error: Any) -> None:
+        if self._collects:
+            gc.enable()
         super().__exit__(*error)
         self._watching.stop()
 
