@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import expertmesh.training.loss.chunks as chunks
-import expertmesh.training.loss.vocabulary as vocabulary
+import expertmesh.training.loss.head as loss_of_head
 from expertmesh.moe.experts.forward import Forward, Targets
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -27,8 +26,13 @@ from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.data.batch import IGNORED, SplitSequences, collate
-from expertmesh.training.loss.head import attach_loss_head, chunked_loss_sum, full_loss_sum, loss_head
-from expertmesh.training.loss.vocabulary import vocabulary_loss_sum
+from expertmesh.training.loss.head import (
+    attach_loss_head,
+    chunked_loss_sum,
+    full_loss_sum,
+    loss_head,
+    vocabulary_loss_sum,
+)
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import random_samples
@@ -134,7 +138,7 @@ def divided(problem: Problem, group: TPGroup) -> list[Tensor]:
     """The loss of this rank's positions, and its gradients."""
     tensors = tensors_of(problem)
     part = part_of(tensors, group)
-    with mock.patch.dict(chunks.CHUNK_BYTES, cpu=problem.rows * 4 * VOCABULARY // problem.size):
+    with mock.patch.dict(loss_of_head.CHUNK_BYTES, cpu=problem.rows * 4 * VOCABULARY // problem.size):
         loss = loss_of(part, tensors.targets_BS, group)
     return [loss.detach(), *part.gradients_of(loss)]
 
@@ -173,7 +177,7 @@ def test_in_kernels(ranks: RankPool) -> None:
 def _compare(problems: Sequence[Problem], in_kernels: bool = False) -> None:
     group = tp_group()
     for problem in problems:
-        with mock.patch.object(vocabulary, "takes_triton", return_value=in_kernels):
+        with mock.patch.object(loss_of_head, "takes_triton", return_value=in_kernels):
             found = divided(problem, group)
         expected = complete(problem, group)
         assert len(found) == (4 if problem.has_bias else 3)
@@ -234,7 +238,7 @@ def _no_complete_logits() -> None:
     group, problem = tp_group(), Problem((1.0, 1.0))
     tensors = tensors_of(problem)
     part, number = part_of(tensors, group), VOCABULARY // group.size
-    with mock.patch.dict(chunks.CHUNK_BYTES, cpu=WIDTH * 4 * number), _Widths() as seen:
+    with mock.patch.dict(loss_of_head.CHUNK_BYTES, cpu=WIDTH * 4 * number), _Widths() as seen:
         part.gradients_of(loss_of(part, tensors.targets_BS, group))
     assert number in seen.seen
     assert VOCABULARY not in seen.seen
@@ -252,7 +256,7 @@ def _without_gradients() -> None:
     group, problem = tp_group(), Problem((0.6, 0.2), has_bias=True)
     tensors = tensors_of(problem)
     part, (expected, grad_x, *_) = part_of(tensors, group), complete(problem, group)
-    with torch.no_grad(), mock.patch.object(chunks, "add_product", side_effect=AssertionError):
+    with torch.no_grad(), mock.patch.object(loss_of_head, "add_product", side_effect=AssertionError):
         loss = loss_of(part, tensors.targets_BS, group)
     assert not loss.requires_grad
     assert relative_error(loss, expected) < 1e-6

@@ -18,8 +18,8 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.head as head
+import expertmesh.training.loss.head as loss_of_head
 from expertmesh.moe.experts.forward import Forward, Targets
 from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model.build import build_model
@@ -73,7 +73,7 @@ def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
 @pytest.mark.parametrize("rows_in_chunk", [1, 7, 1000])
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int, has_bias: bool) -> None:
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
+    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
     found, expected = (loss_and_gradients(kind, inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
     assert len(found) == (4 if has_bias else 3)
     for one, other in zip(found, expected, strict=True):
@@ -83,7 +83,7 @@ def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows
 @pytest.mark.parametrize(("has_bias", "times"), [(False, 1.5), (True, 2.0)])
 def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
     """With a bias, logits are rounded once more than a fused product's."""
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
+    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
     given = inputs(0.4, torch.bfloat16, has_bias=has_bias)
     x_BSD, weight_VD, bias_V = (None if t is None else t.detach().float().requires_grad_() for t in given[:3])
     assert x_BSD is not None
@@ -118,7 +118,7 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "within"), [("chunked", True), ("full", False)])
 def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch, kind: str, within: bool) -> None:
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
+    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
     with _LargestTensor() as largest:
         loss_and_gradients(kind, inputs(1.0))
     assert (largest.numel <= WIDTH * VOCABULARY) == within
@@ -127,7 +127,7 @@ def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     x_BSD, weight_VD, bias_V, targets = inputs(0.4, has_bias=has_bias)
-    monkeypatch.setattr(chunks, "add_product", mock.Mock(side_effect=AssertionError("gradient work")))
+    monkeypatch.setattr(loss_of_head, "add_product", mock.Mock(side_effect=AssertionError("gradient work")))
     with torch.no_grad():
         loss = LOSS_SUMS["chunked"](x_BSD, weight_VD, bias_V, targets)
     assert not loss.requires_grad
@@ -258,7 +258,7 @@ def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str
 
 
 def _two_rows_in_a_chunk(path: Path, topology: Topology, case: Case) -> Figures | None:
-    with mock.patch.dict(chunks.CHUNK_BYTES, cpu=2 * 4 * 320):
+    with mock.patch.dict(loss_of_head.CHUNK_BYTES, cpu=2 * 4 * 320):
         return ours(path, topology, case)
 
 

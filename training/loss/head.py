@@ -4,11 +4,19 @@ Logits take V values per position, V/D times what the model itself holds there, 
 tensors in fp32. Here only positions with a target get logits at all, a chunk of them at a time, and the gradients are
 taken from a chunk before the next one is begun.
 
+The vocabulary may be divided over a tensor-parallel group (loss parallelism; after Megatron-LM, arXiv 1909.08053,
+section 3): each rank has the head's rows for some of the tokens, and computes these tokens' logits at all positions of
+the group. No rank ever has a position's complete logits. Their softmax takes three numbers per position and rank,
+exchanged once per chunk: the highest logit, the sum of exponentials, and the target's logit, which only one rank has.
+
 Shape suffixes: B sequences, S positions, T = B·S, N positions with a target, C of them in a chunk, D model width,
-V vocabulary.
+V vocabulary or this rank's part; with a group of n ranks: L positions of each sequence on this rank, R positions with a
+target on all ranks together, v = V/n.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,16 +25,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...moe.cpu.matmul import add_product, matmul, pad_rows
 from ...moe.experts.forward import Forward, Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.gpu import takes_triton
+from ...moe.util.gpu import computes_on_cpu, takes_triton
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
-from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
-from .vocabulary import complete_logits, vocabulary_loss_sum
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
+8,388, as each chunk reads and writes the weight's gradient once more."""
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of rows, weight and bias; None for one that is not needed."""
 
 
 class LossHead(nn.Linear):
@@ -38,9 +52,8 @@ class LossHead(nn.Linear):
     Attributes:
         kind: how the loss is computed, a key of `LOSS_SUMS`.
         is_last: whether the model's logits are what this gave, as they were.
-        vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is (see
-            `vocabulary`), which then is this rank's rows; `kind` says nothing then. None: it is not
-            divided.
+        vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is, which then is this
+            rank's rows; `kind` says nothing then. None: it is not divided.
     """
 
     def __init__(self, head: nn.Linear, kind: str, is_last: bool):
@@ -197,3 +210,223 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
     x_NV /= exp_sum_N1
     x_NV.scatter_(1, targets_N1, x_NV.gather(1, targets_N1) - 1)
     return loss, all_CV.to(logits_CV.dtype)
+
+
+def target_rows(x_BSD: Tensor, targets: Targets) -> Tensor:
+    """rows_ND of the positions that have a target."""
+    return x_BSD.flatten(0, 1).index_select(0, targets.index_N)
+
+
+def target_tokens(targets: Targets) -> Tensor:
+    """targets_N of those positions."""
+    return targets.targets_BS.flatten().index_select(0, targets.index_N)
+
+
+def losses_by_chunk(
+    rows_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    needs: Sequence[bool],
+    loss_and_gradient: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[list[Tensor], Gradients]:
+    """Each chunk's loss, and the gradients of their sum.
+
+    Args:
+        needs: which gradients, of rows, weight and bias.
+        loss_and_gradient: of (logits_CV, targets_C), makes the chunk's loss and the gradient of the logits, in their
+            dtype and preferably in their memory. There may be more logits than targets: rows of padding, of which the
+            gradient is 0.
+    """
+    rows_need, weight_needs, bias_needs = needs
+    chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
+    num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
+    losses: list[Tensor] = []
+    grad_rows: list[Tensor] | None = [] if rows_need else None
+    # one matmul, rounded to the weight's dtype, is what a sum of one in fp32 would be rounded to
+    is_sum = num_chunks > 1 or weight_VD.dtype == torch.float32
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs and is_sum else None
+    grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
+    for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
+        num_rows = len(rows_CD)
+        rows_CD = pad_rows(rows_CD)
+        logits_CV = matmul(rows_CD, weight_VD.t())
+        if bias_V is not None:
+            logits_CV += bias_V
+        chunk_loss, grad_logits_CV = loss_and_gradient(logits_CV, targets_C)
+        losses.append(chunk_loss)
+        if grad_rows is not None:
+            grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
+        if weight_needs and not is_sum:
+            grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
+        elif grad_weight_VD is not None:
+            add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+        if grad_bias_V is not None:
+            grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
+    return losses, (
+        None if grad_rows is None else torch.cat(grad_rows),
+        None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+        None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
+    )
+
+
+def scaled(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients that a forward has left in `ctx.gradients`, scaled in place by that of its loss."""
+    gradients, ctx.gradients = ctx.gradients, None
+    assert gradients is not None, "backward scales the gradients in place: it can run only once"
+    rows, weight, bias = (None if g is None else g.mul_(grad) for g in gradients)
+    return rows, weight, bias
+
+
+def vocabulary_loss_sum(
+    x_BLD: Tensor,
+    weight_vD: Tensor,
+    bias_v: Tensor | None,
+    targets: Targets,
+    group: TPGroup,
+    num_targets: Sequence[int],
+) -> Tensor:
+    """This rank's part of `full_loss_sum`, an fp32 scalar: of its own positions. All ranks of the
+    group call it together, and its backward.
+
+    The gradient of x_BLD is complete, and that of the weight is complete for the rows that are here: it is of the
+    losses of all ranks, which must all have the same factor in what is differentiated.
+
+    Args:
+        x_BLD: this rank's positions.
+        weight_vD: this rank's rows, the index-th of `group.size` equal parts.
+        targets: of this rank's positions, tokens of the complete vocabulary.
+        num_targets: how many each rank of the group has. Known to the host, so that it waits for nothing, and computes
+            no logits of positions without a target: there are often more of these than of the others, and those with
+            one are mostly on the last ranks, which have the ends of sequences.
+    """
+    rows_ND, targets_N = target_rows(x_BLD, targets), target_tokens(targets)
+    assert len(rows_ND) == num_targets[group.index], (len(rows_ND), num_targets)
+    loss: Tensor = _VocabularyLossSum.apply(
+        rows_ND, weight_vD, bias_v, targets_N, group, num_targets, torch.is_grad_enabled()
+    )
+    return loss
+
+
+def complete_logits(x_BSD: Tensor, weight_vD: Tensor, bias_v: Tensor | None, group: TPGroup) -> Tensor:
+    """logits_BSV of positions that all ranks of the group have, the same on each. Without a gradient.
+
+    Raises:
+        ExpertMeshError: a gradient is asked for.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_BSD, weight_vD, bias_v)):
+        raise ExpertMeshError(
+            "--tp-size: where the vocabulary is divided, a model's logits have no gradient; take the loss from the "
+            "engine (forward_backward), call the model under torch.no_grad(), or keep the head complete by "
+            "--cross-entropy full"
+        )
+    return group.all_gather(F.linear(x_BSD, weight_vD, bias_v), dim=-1)
+
+
+class _VocabularyLossSum(torch.autograd.Function):
+    """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        weight_vD: Tensor,
+        bias_v: Tensor | None,
+        targets_N: Tensor,
+        group: TPGroup,
+        num_targets: Sequence[int],
+        with_gradients: bool,
+    ) -> Tensor:
+        needs = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
+        rows_RD, targets_R = _gather(group, rows_ND, num_targets), _gather(group, targets_N, num_targets)
+        # counted from this rank's first token
+        targets_R -= group.index * len(weight_vD)
+        losses, (grad_RD, *others) = losses_by_chunk(
+            rows_RD, weight_vD, bias_v, targets_R, needs, partial(_losses_and_logit_gradient, group)
+        )
+        grad_ND = None if grad_RD is None else _sum_scatter(group, grad_RD, num_targets)
+        ctx.gradients = (grad_ND, *others)
+        losses_R = torch.cat(losses)
+        return losses_R.split(list(num_targets))[group.index].sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *scaled(ctx, grad), None, None, None, None
+
+
+def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies in fp32, the same on all ranks, and their gradient by this rank's logits, in the dtype of these;
+    zero for logits beyond the targets, which are padding.
+
+    Computed in place on the logits, or on an fp32 copy of them. On a GPU in two Triton kernels, between which the ranks
+    exchange what they found.
+
+    Args:
+        targets_C: counted from this rank's first token; those of other ranks are not from 0 to v - 1.
+    """
+    if takes_triton(logits_Cv) and len(targets_C) == len(logits_Cv):
+        from .head_triton import fused_gradient, fused_row_figures
+
+        losses_C, highest_C, exp_sum_C = _exchange(group, *fused_row_figures(logits_Cv, targets_C))
+        return losses_C, fused_gradient(logits_Cv, targets_C, highest_C, exp_sum_C)
+    num_rows, num_columns = len(targets_C), logits_Cv.shape[1]
+    all_Cv = logits_Cv.float()
+    all_Cv[num_rows:] = 0
+    x_Cv, targets_C1 = all_Cv[:num_rows], targets_C.unsqueeze(1)
+    is_here_C1 = (targets_C1 >= 0) & (targets_C1 < num_columns)
+    place_C1 = targets_C1 % num_columns
+    at_target_C1 = x_Cv.gather(1, place_C1).where(is_here_C1, 0.0)
+    own_C1 = x_Cv.amax(dim=1, keepdim=True)
+    # -inf less -inf would be no number: tokens that are ruled out may be all that a rank has
+    x_Cv -= own_C1.clamp(min=torch.finfo(torch.float32).min)
+    own_sum_C1 = x_Cv.exp_().sum(dim=1, keepdim=True)
+    own_C = own_C1.squeeze(1)
+    losses_C, highest_C, exp_sum_C = _exchange(group, own_C, own_sum_C1.squeeze(1), at_target_C1.squeeze(1))
+    x_Cv *= ((own_C - highest_C).exp() / exp_sum_C).unsqueeze(1)
+    x_Cv.scatter_(1, place_C1, x_Cv.gather(1, place_C1) - is_here_C1.float())
+    return losses_C, all_Cv.to(logits_Cv.dtype)
+
+
+def _exchange(
+    group: TPGroup, highest_C: Tensor, exp_sum_C: Tensor, at_target_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses, and the highest logit and the sum of exp(logit - highest) of the complete vocabulary, from each
+    rank's own."""
+    figures_n3C = group.all_gather(torch.stack([highest_C, exp_sum_C, at_target_C]).unsqueeze(0), dim=0)
+    highest_nC, exp_sum_nC, at_target_nC = figures_n3C.unbind(1)
+    highest_C = highest_nC.amax(dim=0)
+    exp_sum_C = (exp_sum_nC * (highest_nC - highest_C).exp()).sum(dim=0)
+    # large logits are subtracted from one another before anything small is added
+    losses_C = (highest_C - at_target_nC.sum(dim=0)) + exp_sum_C.log()
+    return losses_C, highest_C, exp_sum_C
+
+
+def _gather(group: TPGroup, part_N: Tensor, numbers: Sequence[int]) -> Tensor:
+    """All ranks' rows, one rank's after the other. They travel padded to as many as the rank with the most has.
+
+    Args:
+        numbers: of each rank's rows.
+    """
+    most = max(numbers)
+    if most == 0:
+        return part_N
+    padded_nM = group.all_gather(_padded(part_N, most), dim=0)
+    if min(numbers) == most:
+        return padded_nM
+    return torch.cat([part[:number] for part, number in zip(padded_nM.split(most), numbers, strict=True)])
+
+
+def _sum_scatter(group: TPGroup, rows_RD: Tensor, numbers: Sequence[int]) -> Tensor:
+    """This rank's rows, as `_gather` has ordered them, summed over the ranks."""
+    most = max(numbers)
+    if most == 0:
+        return rows_RD
+    if min(numbers) < most:
+        rows_RD = torch.cat([_padded(part, most) for part in rows_RD.split(list(numbers))])
+    return group.sum_scatter(rows_RD, dim=0)[: numbers[group.index]]
+
+
+def _padded(rows: Tensor, number: int) -> Tensor:
+    missing = number - len(rows)
+    return rows if missing == 0 else F.pad(rows, (0,) * (2 * rows.dim() - 1) + (missing,))

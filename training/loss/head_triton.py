@@ -1,5 +1,5 @@
 """Cross-entropy and its gradient in one Triton kernel, or in two where each rank has some of the vocabulary. Importing
-this needs triton; see `training.loss.head` and `training.loss.vocabulary`.
+this needs triton; see `training.loss.head`.
 
 Shape suffixes: C rows of logits, V vocabulary, v = V/n of it on this rank.
 """

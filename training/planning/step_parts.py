@@ -156,7 +156,6 @@ STEP_PARTS: dict[str, StepModule] = {
     ),
     "expertmesh.training.kept_positions": StepModule(None),
     "expertmesh.training.loss.balance": StepModule("optimizer step"),
-    "expertmesh.training.loss.chunks": StepModule("LM head, loss"),
     "expertmesh.training.loss.head": StepModule("LM head, loss"),
     "expertmesh.training.loss.head_triton": StepModule(
         "LM head, loss",
@@ -166,7 +165,6 @@ STEP_PARTS: dict[str, StepModule] = {
             "_gradient_kernel": writes(updates=("logits_ptr",)),
         },
     ),
-    "expertmesh.training.loss.vocabulary": StepModule("LM head, loss"),
     "expertmesh.training.micro_batch": StepModule("the step"),
     "expertmesh.training.model_setup.dense_precision": StepModule(None),
     "expertmesh.training.optim.low_bit": StepModule(
