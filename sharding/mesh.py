@@ -1,6 +1,6 @@
 """The device mesh: (pp, dp, ep), its parts, that of tensor parallelism, and the groups of ranks beside them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..moe.torch_private import _set_pg_timeout
 from .collectives.context_parallel import CPGroup
+from .collectives.groups import make_group
 from .collectives.nccl import few_blocks
 from .collectives.pipeline_groups import PipelineGroups, make_pipeline_groups
 from .collectives.tensor_parallel import TPGroup
@@ -22,8 +23,8 @@ from .topology import Topology
 class Mesh:
     """The meshes of this rank's pp index: its stages' ranks.
 
-    grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a group
-    whose collectives do not queue behind FSDP's. cp_group: the ranks that share this rank's sequences, if any do.
+    grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension. exchange: the ranks of `ep`, in a group whose
+    collectives do not queue behind FSDP's. cp_group: the ranks that share this rank's sequences, if any do.
     pipeline: the ranks that pass its micro-batches on to one another, if there are several pp indices. timeout: after
     which a collective in one of the groups fails; None: torch's. divided: the mesh of what tensor parallelism divides:
     its last axis is "tp", FSDP's before it.
@@ -103,7 +104,7 @@ def build_mesh(
     divided = _divided_mesh(device_type, topology, options)
     exchange, cp_group = _exchange_group(topology, grid["ep"], options()), _cp_group(topology)
     pipeline = make_pipeline_groups(topology, device_type, timeout)
-    all_ranks = grid._flatten("fsdp", backend_override=options())
+    all_ranks = grid._flatten("stage", backend_override=options())
     mesh = Mesh(topology, grid, all_ranks, exchange, cp_group, pipeline, timeout, divided)
     if timeout is not None:
         groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
@@ -140,7 +141,7 @@ def _exchange_group(topology: Topology, ep: DeviceMesh, options: Any) -> dist.Pr
     the other way round, as it runs the collectives of one group one after the other."""
     if topology.ep_size == 1 or (topology.ep_size < topology.ranks_per_stage and topology.dense_shard == "full"):
         return ep.get_group()
-    return _group_of_adjacent_ranks(topology, topology.ep_size, "ep", options)
+    return make_group(topology, "ep", "tokens", options=options)
 
 
 def _divided_mesh(device_type: str, topology: Topology, options: Callable[[], Any]) -> DeviceMesh | None:
@@ -149,9 +150,12 @@ def _divided_mesh(device_type: str, topology: Topology, options: Callable[[], An
     if tp_size == 1:
         return None
     if topology.dense_shard == "hybrid":
-        shape, axes = (topology.dp_size, topology.ep_size // tp_size, tp_size), ("replicas", "shards", "tp")
+        shape, axes = (
+            (topology.dp_size, topology.ep_size // tp_size, tp_size),
+            ("dp (divided by tp)", "dense of tp", "tp"),
+        )
     else:
-        shape, axes = (topology.ranks_per_stage // tp_size, tp_size), ("shards", "tp")  # type: ignore[assignment]
+        shape, axes = (topology.ranks_per_stage // tp_size, tp_size), ("dense of tp", "tp")  # type: ignore[assignment]
     if topology.pp_size == 1:
         return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=_overrides(axes, options))
     whole = init_device_mesh(
@@ -170,26 +174,9 @@ def _cp_group(topology: Topology) -> CPGroup | None:
     size = topology.ranks_per_sequence
     if size == 1:
         return None
-    all_ranks = _group_of_adjacent_ranks(topology, size, "cp" if tp_size == 1 else "sequences")
     if tp_size == 1:
-        return CPGroup(size, rank % size, all_ranks)
-    tp = TPGroup(tp_size, rank % tp_size, _group_of_adjacent_ranks(topology, tp_size, "tp"))
-    inner = None
-    if cp_size > 1:
-        starts = [start + index for start in range(0, topology.world_size, size) for index in range(tp_size)]
-        ranks = _group(([*range(start, start + size, tp_size)] for start in starts), "cp")
-        inner = CPGroup(cp_size, rank % size // tp_size, ranks)
+        return CPGroup(size, rank % size, make_group(topology, "cp"))
+    all_ranks = make_group(topology, "sequences")
+    tp = TPGroup(tp_size, rank % tp_size, make_group(topology, "tp", "activations"))
+    inner = CPGroup(cp_size, rank % size // tp_size, make_group(topology, "cp")) if cp_size > 1 else None
     return CPGroup(size, rank % size, all_ranks, tp, inner)
-
-
-def _group_of_adjacent_ranks(topology: Topology, size: int, axis: str, options: Any = None) -> dist.ProcessGroup:
-    return _group((list(range(start, start + size)) for start in range(0, topology.world_size, size)), axis, options)
-
-
-def _group(ranks: Iterable[list[int]], axis: str, options: Any = None) -> dist.ProcessGroup:
-    """That of these groups which this rank is in."""
-    groups = list(ranks)
-    # named as torch names those of a mesh, which is what is told of their collectives
-    group, _ = dist.new_subgroups_by_enumeration(groups, pg_options=options, group_desc=f"mesh_{axis}")
-    assert group is not None
-    return group

@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ...moe.dispatch.dedup import NodeGroups
-from ..topology import Topology, check_tp_nodes, nodes_of_equal_size
+from ..topology import Axis, Topology, check_tp_nodes, nodes_of_equal_size
 from ..torchrun import node_name
+from .groups import make_group
 from .warm_up import warm_up
 
 
@@ -51,20 +52,9 @@ def make_node_groups(
         options: makes those of a group's backend.
         device_type: of the tensors that are sent.
     """
-    groups = [range(first, first + topology.ep_size) for first in range(0, topology.world_size, topology.ep_size)]
-    across = [list(group[place::ranks_per_node]) for group in groups for place in range(ranks_per_node)]
-    inside = [
-        list(group[first : first + ranks_per_node])
-        for group in groups
-        for first in range(0, topology.ep_size, ranks_per_node)
-    ]
-    own_across, _ = dist.new_subgroups_by_enumeration(
-        across, timeout, pg_options=options(), group_desc="mesh_ep_across_nodes"
+    axes: tuple[Axis, ...] = ("ep across nodes", "ep inside node")
+    across, inside = (
+        make_group(topology, axis, ranks_per_node=ranks_per_node, timeout=timeout, options=options()) for axis in axes
     )
-    own_inside, _ = dist.new_subgroups_by_enumeration(
-        inside, timeout, pg_options=options(), group_desc="mesh_ep_inside_node"
-    )
-    assert own_across is not None
-    assert own_inside is not None
-    warm_up([], [own_across, own_inside], device_type)
-    return NodeGroups(own_across, own_inside)
+    warm_up([], [across, inside], device_type)
+    return NodeGroups(across, inside)

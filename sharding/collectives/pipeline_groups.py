@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..topology import Topology
+from .groups import group_description, make_group
 from .warm_up import warm_up, warm_up_neighbours
 
 
@@ -35,7 +36,7 @@ class PipelineGroups:
             parts = [[ranks[index] for index in several] for ranks in self.topology.groups("pp")]
             own = next((part for part in parts if dist.get_rank() in part), None)
             for part in parts:
-                group = dist.new_group(part, self.timeout, group_desc="mesh_pp_shared")
+                group = dist.new_group(part, self.timeout, group_desc=group_description("pp", "shared weights"))
                 if part is own:
                     assert isinstance(group, dist.ProcessGroup)
                     self.sharing[several] = group
@@ -52,11 +53,7 @@ def make_pipeline_groups(
     """
     if topology.pp_size == 1:
         return None
-    groups = [[*ranks] for ranks in topology.groups("pp")]
-    forward, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_pp_forward")
-    backward, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_pp_backward")
-    assert forward is not None
-    assert backward is not None
+    forward, backward = make_group(topology, "pp", "forward"), make_group(topology, "pp", "backward")
     rank = dist.get_rank()
     ranks = tuple(topology.group("pp", rank))
     # NCCL's first operation of a group must have all of its ranks, which a send and its receive are not

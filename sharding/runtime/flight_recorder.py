@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...moe.torch_private import FLIGHT_RECORDERS, _distributed_c10d
-
-_GROUPS = {"default_pg": "all ranks", "mesh_fsdp": "all ranks", "undefined": ""}
+from ..collectives.groups import group_name
 
 
 @dataclass(frozen=True)
 class Collective:
-    """name: such as all_to_all. group: its ranks' part of the mesh, or the group's number. sizes, dtypes: of the
+    """name: such as all_to_all. group: see `group_name`; or the group's number. sizes, dtypes: of the
     inputs. began: seconds ago. state: scheduled, started or completed; empty over gloo, which does not update it."""
 
     name: str
@@ -46,7 +45,7 @@ def _collective(entry: dict[str, Any], now: int) -> Collective:
     backend, _, name = entry["profiling_name"].partition(":")
     return Collective(
         name,
-        _GROUPS.get(description, description.removeprefix("mesh_") or f"group {number}"),
+        group_name(description) or f"group {number}",
         entry["input_sizes"],
         entry["input_dtypes"],
         (now - int(entry["time_created_ns"])) / 1e9,

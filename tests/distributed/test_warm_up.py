@@ -80,5 +80,5 @@ def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, na
         assert step
         assert {*step} <= {*before}, f"rank {rank}: {sorted({*step} - {*before})}"
     # of each kind of group every rank uses its own, and all come to one kind after the other
-    orders = [[use.purpose for use in before if use.purpose != "mesh_pp_shared"] for before, _ in found]
+    orders = [[use.purpose for use in before if use.purpose != "mesh_pp (shared weights)"] for before, _ in found]
     assert all(order == orders[0] for order in orders)

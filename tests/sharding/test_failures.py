@@ -134,7 +134,7 @@ def _reduce_on_a_gpu() -> None:
     dist.all_reduce(torch.ones(3, device=ranks.device))
     torch.cuda.synchronize()
     latest = recorded_collectives()[-1]
-    assert (latest.name, latest.group, latest.sizes) == ("all_reduce", "all ranks", [[3]])
+    assert (latest.name, latest.group, latest.sizes) == ("all_reduce", "world", [[3]])
     assert latest.state in ("scheduled", "started", "completed")
     end_process_group()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.topology import Axis, Topology
 from expertmesh.training.planning.planner.check import GroupSpeed, measured_links
 from expertmesh.training.planning.planner.cost import seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, Link
@@ -15,23 +15,17 @@ def modelled_speeds(
     topology: Topology, gpus_per_node: int, beside_mesh: bool, links: tuple[Link, Link]
 ) -> list[GroupSpeed]:
     """What `check_groups` would measure on a machine that is as the cost model has it."""
-    world, stage, ep = topology.world_size, topology.ranks_per_stage, topology.ep_size
-    groups: list[tuple[str, Kind, range]] = [
-        *(("ep", "all-to-all", range(first, first + ep)) for first in range(0, world, ep)),
-        *(("dp", "all-reduce", range(i, stage, ep)) for i in range(ep)),
-        *(("all", "all-reduce", range(first, first + stage)) for first in range(0, world, stage)),
-        *(("pp", "send", range(i, world, stage)) for i in range(stage)),
-    ]
+    kinds: dict[Axis, Kind] = {"ep": "all-to-all", "dp": "all-reduce", "stage": "all-reduce", "pp": "send"}
     if beside_mesh:
-        groups += [("node", "all-reduce", range(i, i + gpus_per_node)) for i in range(0, world, gpus_per_node)]
-        groups += [("across", "all-reduce", range(i, world, gpus_per_node)) for i in range(gpus_per_node)]
+        kinds |= {"node": "all-reduce", "across nodes": "all-reduce"}
     hardware = Hardware("true", DEVICES["H100"], *links)
     speeds = []
-    for name, kind, members in groups:
-        if len(members) > 1:
-            ranks, sent = tuple(members), (8192.0, 2.0**26)
-            small, large = (seconds_among(kind, size, ranks, hardware, gpus_per_node) for size in sent)
-            speeds.append(GroupSpeed(name, ranks, kind, sent, (small, large)))
+    for axis, kind in kinds.items():
+        for members in topology.groups(axis, gpus_per_node):
+            if len(members) > 1:
+                ranks, sent = tuple(members), (8192.0, 2.0**26)
+                small, large = (seconds_among(kind, size, ranks, hardware, gpus_per_node) for size in sent)
+                speeds.append(GroupSpeed(axis, ranks, kind, sent, (small, large)))
     return speeds
 
 

@@ -683,7 +683,7 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
         everyone = (0, 1, 2, 3)
         assert found == {
             *(("ep", (0, 1)), ("ep", (2, 3)), ("dp", (0, 2)), ("dp", (1, 3))),
-            *(("all", everyone), ("cp", everyone)),
+            *(("dense", everyone), ("cp", everyone)),
         }
         assert all(speed.latency > 0 and speed.bandwidth > 0 for speed in speeds)
     hardware = results[0][1]
@@ -705,7 +705,7 @@ def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
 def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) -> None:
     """Those of each stage, and of the ranks that pass micro-batches on to one another."""
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 2, pp_size=2, tp_size=tp_size))[0]
-    of_stages = ["all", "ep", *["tp"] * (tp_size > 1)]
+    of_stages = ["dense", "ep", *["tp"] * (tp_size > 1)]
     expected = {("pp", (0, 2)), ("pp", (1, 3)), *((name, ranks) for name in of_stages for ranks in ((0, 1), (2, 3)))}
     assert {(speed.name, speed.ranks) for speed in speeds} == expected
 
@@ -714,8 +714,8 @@ def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) 
 def test_check_measures_inside_nodes_where_every_group_spans_them(ranks: RankPool) -> None:
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4))[0]
     assert {(speed.name, speed.ranks) for speed in speeds} == {
-        *(("ep", (0, 1, 2, 3)), ("all", (0, 1, 2, 3))),
-        *(("node", (0, 1)), ("node", (2, 3)), ("across", (0, 2)), ("across", (1, 3))),
+        *(("ep", (0, 1, 2, 3)), ("dense", (0, 1, 2, 3))),
+        *(("node", (0, 1)), ("node", (2, 3)), ("across nodes", (0, 2)), ("across nodes", (1, 3))),
     }
 
 

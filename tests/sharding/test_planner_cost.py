@@ -11,7 +11,7 @@ from expertmesh.training.planning.planner.cost import model_flops, seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, Device, Hardware, Link, products_in
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import PlannedRun
-from expertmesh.training.planning.planner.traffic import Traffic, between_nodes, by_link, group_ranks, step_traffic
+from expertmesh.training.planning.planner.traffic import Traffic, between_nodes, by_link, step_traffic
 from expertmesh.training.planning.rates import Constant, Rates
 from tests.sharding.planned import tiny_run
 from tests.tiny import tiny_config
@@ -26,12 +26,12 @@ def run_of(world_size: int, ep_size: int, **flags: Any) -> PlannedRun:
 
 
 def collective_time(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
-    return seconds_among(traffic.kind, traffic.sent, group_ranks(traffic.group, setting), MACHINE, gpus_per_node)
+    return seconds_among(traffic.kind, traffic.sent, setting.group(traffic.group), MACHINE, gpus_per_node)
 
 
 def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:
     setting = Setting(16, 8)
-    over_all = Traffic("layers", "all-gather", "all", 1, 1e8)
+    over_all = Traffic("layers", "all-gather", "stage", 1, 1e8)
     assert between_nodes(over_all, setting, 8) == 1 / 8
     assert between_nodes(over_all, setting, 16) == 0
     # replicas are 8 ranks apart: nobody of a dp group shares a node

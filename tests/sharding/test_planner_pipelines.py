@@ -14,7 +14,7 @@ from expertmesh.sharding.pipeline.schedule import make_schedule
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
 from expertmesh.sharding.stages import Stages
-from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.topology import Axis, Topology
 from expertmesh.training.banner import pipeline_lines
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import Memory
@@ -25,7 +25,7 @@ from expertmesh.training.planning.planner.pipelines import pipeline_seconds
 from expertmesh.training.planning.planner.search import Cluster, Tried, search
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import Act, PlannedRun
-from expertmesh.training.planning.planner.traffic import group_ranks, step_traffic
+from expertmesh.training.planning.planner.traffic import step_traffic
 from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, NoForecast
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.cached import CachedMeasure
@@ -129,7 +129,7 @@ def test_without_a_pipeline_nothing_waits() -> None:
     assert run.cuts is None
     assert step_time(run, SLOW, 8).bubble == 0
     assert run.layers == list(range(8))
-    assert not [traffic for traffic in step_traffic(run) if traffic.group in ("pp", "world")]
+    assert not [traffic for traffic in step_traffic(run) if traffic.group == "pp"]
 
 
 @pytest.mark.complete
@@ -149,10 +149,11 @@ def test_memory_grows_with_the_micro_batches_in_flight() -> None:
 
 def test_groups_of_a_pipeline() -> None:
     setting = Setting(16, 2, pp_size=2)
-    found = {name: list(group_ranks(name, setting)) for name in ("pp", "all", "ep", "dp", "world")}
+    axes: tuple[Axis, ...] = ("pp", "stage", "ep", "dp", "world")
+    found = {axis: list(setting.group(axis)) for axis in axes}
     assert found == {
         "pp": [0, 8],
-        "all": list(range(8)),
+        "stage": list(range(8)),
         "ep": [0, 1],
         "dp": [0, 2, 4, 6],
         "world": list(range(16)),
@@ -194,7 +195,7 @@ def test_a_picture_says_which_ranks_hold_which_layers(capsys: pytest.CaptureFixt
     assert "pp 1 dp 3   14  15   node 1" in out
     assert "pp: 8 groups of 2 (layers' results, from each to the next), 8 of them cross nodes" in out
     assert "pp 0: layers 0-2, 5-7 on ranks 0 to 7" in out or "pp 0: layers 0-1, " in out
-    assert "all: 2 groups of 8" in out
+    assert "dense: 2 groups of 8" in out
     assert main([*mesh, "--num-layers", "1"]) == 2
     assert "--pp-size 2: 2 stages need as many decoder layers, and the model has 1" in capsys.readouterr().err
     assert main(["mesh", "--world-size", "16", "--ep-size", "2", "--pp-size", "3"]) == 2

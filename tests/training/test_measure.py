@@ -169,7 +169,7 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
     assert time.all_to_alls == pytest.approx(cost.time.all_to_alls, rel=0.02)
     assert time.host == pytest.approx(cost.time.host, rel=0.12)
     sent = {traffic.group for traffic in step_traffic(run) if traffic.what == "rows"}
-    assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across", "ep inside"})
+    assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across nodes", "ep inside node"})
 
 
 @pytest.mark.complete
@@ -243,7 +243,7 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     rehearsed, run = both(tiny_mixtral(), 8, **flags)
     layers, width = len(run.model.layers), tiny_mixtral().hidden_size
     events = [event for event in rehearsed.step.events if event.micro == 0 and event.collective is not None]
-    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp, activations"]
+    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp (activations)"]
     assert {event.ranks for event in of_tp} == {(0, 1)}
     assert all(event.gathers_activations and not event.is_sharding for event in of_tp)
     activations = [event for event in of_tp if event.sent == TOKENS * width * 2 / 2]
@@ -257,7 +257,7 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     assert planned_bytes == pytest.approx(sum(event.sent for event in of_tp))
     divided = [event for event in events if event.ranks == (0, 2, 4, 6)]
     assert sum(event.sent for event in divided) == pytest.approx(
-        sum(traffic.total for traffic in step_traffic(run) if traffic.group == "all, one tp")
+        sum(traffic.total for traffic in step_traffic(run) if traffic.group == "dense of tp")
     )
 
 
@@ -269,7 +269,7 @@ def test_agreements_on_scales() -> None:
     config = tiny_mixtral(num_key_value_heads=4)
     rehearsed, run = both(config, 8, **flags)
     events = [event for event in rehearsed.step.events if event.micro == 0 and event.collective is not None]
-    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp, activations"]
+    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp (activations)"]
     agreements = [event for event in of_tp if event.collective == "all-reduce"]
     assert len(agreements) == 4 * len(run.model.layers)
     # two rounds, half of it each, as there are two ranks

@@ -70,7 +70,7 @@ def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFi
     lasting = sum(kinds[term] for term in LASTING)
     assert fit["fragmentation"] == pytest.approx(FRAGMENTATION * (fit["tensors"] - lasting))
     buffers = {c["name"]: c["size"] for c in fit["communicators"]}
-    assert buffers == {"all ranks": RING, "dp": RING, "ep": 7 * PEER}
+    assert buffers == {"world": RING, "dp": RING, "ep": 7 * PEER}
     parts = (fit["tensors"], sum(buffers.values()), fit["fragmentation"], fit["context"])
     assert account["needed_bytes"] == pytest.approx(sum(parts))
     assert account["fits"]
@@ -100,7 +100,7 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert first["ledger"]["pipeline"]["waited"] > 0
     # a layer gives one tensor, which is sent with each micro-batch, and its gradient comes back
     sent = {(each["group"], each["kind"]): each["times"] for each in first["sent"]}
-    assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
+    assert sent["pp (forward)", "send"] == sent["pp (backward)", "receive"] == 5
 
 
 def test_every_stage_is_run_by_its_most_loaded_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixt
     said = told(model, capsys, "--tp-size", "2", "--cp-size", "2", "--ranks", "all", "--async-tp")
     assert "; ep 8, " in said
     assert ", cp 2, tp 2\n1 x 1 x 64 tokens per step and 4 ranks\n" in said
-    for name in ("tp, activations, 2 ranks", "one tp index, 8 ranks", "cp, heads, 2 ranks"):
+    for name in ("tp (activations), 2 ranks", "dense of tp, 8 ranks", "cp, 2 ranks"):
         assert f"NCCL: {name}" in said
     assert " gathers of activations + " in said
     assert "collectives have the same order" in said

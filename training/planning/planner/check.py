@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ....moe.util.errors import ExpertMeshError
 from ....sharding.collectives.context_parallel import CPGroup
+from ....sharding.collectives.groups import make_group
 from ....sharding.mesh import Mesh
+from ....sharding.topology import Axis, Topology
 from .hardware import Device, Hardware, Link
 from .traffic import Kind, ranks_a_node, share_away
 
@@ -31,14 +33,14 @@ class GroupSpeed:
     """How long a group takes for a small and for a large message.
 
     Attributes:
-        name: of its kind, as dp; "node" and "across" are measured beside a mesh whose groups all span nodes.
+        name: its axis; "node" and "across nodes" are measured beside a mesh whose groups all span nodes.
         ranks: its members.
         kind: of the collective that was measured.
         sent: bytes that a rank sends to others, of the small message and of the large one.
         seconds: that they take.
     """
 
-    name: str
+    name: Axis
     ranks: tuple[int, ...]
     kind: Kind
     sent: tuple[float, float]
@@ -71,16 +73,16 @@ def check_groups(mesh: Mesh, row_bytes: int, device: torch.device, gpus_per_node
         ExpertMeshError: a collective failed or did not finish in the process group's time limit; names the group.
     """
     large = NCCL_BYTES if device.type == "cuda" else GLOO_BYTES
-    exchanges: dict[str, _Exchange] = {
+    exchanges: dict[Axis, _Exchange] = {
         "ep": (mesh.exchange, "all-to-all"),
         "dp": (mesh.dp.get_group(), "all-reduce"),
-        "all": (mesh.all_ranks.get_group(), "all-reduce"),
+        "stage" if mesh.topology.dense_shard == "hybrid" else "dense": (mesh.all_ranks.get_group(), "all-reduce"),
     }
     if mesh.cp_group is not None:
         exchanges |= _of_sequences(mesh.cp_group)
     if mesh.pipeline is not None:
         exchanges["pp"] = (mesh.pipeline.forward, "send")
-    exchanges |= _of_nodes([group for group, _ in exchanges.values()], gpus_per_node)
+    exchanges |= _of_nodes(mesh.topology, exchanges, gpus_per_node)
     own: list[GroupSpeed] = []
     for name, (group, exchange) in exchanges.items():
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -95,10 +97,10 @@ _Exchange = tuple[dist.ProcessGroup, Kind]
 """A group, and what its ranks do."""
 
 
-def _of_sequences(group: CPGroup) -> dict[str, _Exchange]:
+def _of_sequences(group: CPGroup) -> dict[Axis, _Exchange]:
     """Of the groups of ranks that share sequences."""
     by_heads, tp = group if group.tp is None else group.within_tp, group.tp
-    found: dict[str, _Exchange] = {}
+    found: dict[Axis, _Exchange] = {}
     if by_heads is not None and by_heads.ranks is not None:
         found["cp"] = (by_heads.ranks, "all-to-all")
     if tp is not None and tp.ranks is not None:
@@ -107,21 +109,16 @@ def _of_sequences(group: CPGroup) -> dict[str, _Exchange]:
     return found
 
 
-def _of_nodes(groups: Sequence[dist.ProcessGroup], gpus_per_node: int) -> dict[str, _Exchange]:
+def _of_nodes(topology: Topology, axes: Iterable[Axis], gpus_per_node: int) -> dict[Axis, _Exchange]:
     """This rank's node, and the ranks of its place on all nodes; none where the mesh has a group of several ranks
     inside a node, or the world is one node."""
-    world = dist.get_world_size()
-    own = [dist.get_process_group_ranks(group) for group in groups]
-    is_inside = any(len(ranks) > 1 and not _crosses(ranks, gpus_per_node) for ranks in own)
-    # every rank has to make the same groups
-    everywhere: list[bool] = [False] * world
-    dist.all_gather_object(everywhere, is_inside)
-    if any(everywhere) or world <= gpus_per_node:
+    groups = [ranks for axis in axes for ranks in topology.groups(axis)]
+    has_inside = any(len(ranks) > 1 and not _crosses(ranks, gpus_per_node) for ranks in groups)
+    if has_inside or topology.world_size <= gpus_per_node:
         return {}
-    nodes = [list(range(first, min(first + gpus_per_node, world))) for first in range(0, world, gpus_per_node)]
-    places = [list(range(place, world, gpus_per_node)) for place in range(gpus_per_node)]
-    (node, _), (across, _) = (dist.new_subgroups_by_enumeration(ranks) for ranks in (nodes, places))
-    return {"node": (node, "all-reduce"), "across": (across, "all-reduce")}
+    node = make_group(topology, "node", ranks_per_node=gpus_per_node)
+    across = make_group(topology, "across nodes", ranks_per_node=gpus_per_node)
+    return {"node": (node, "all-reduce"), "across nodes": (across, "all-reduce")}
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> None:
@@ -149,7 +146,7 @@ _DOING: dict[Kind, Callable[[Tensor, dist.ProcessGroup], None]] = {
 
 
 def _measure(
-    name: str,
+    name: Axis,
     ranks: tuple[int, ...],
     group: dist.ProcessGroup,
     kind: Kind,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ....sharding.pipeline.timeline import Costs
+from ....sharding.topology import Axis
 from ..rates import MEMORY, Work
 from .clock import Clock, StepTime, Transfer
 from .hardware import Device, Hardware
@@ -25,11 +26,9 @@ from .pipelines import expert_spans, leaves_weights, pipeline_seconds
 from .setting import Setting
 from .step_order import Act, Name, PlannedRun
 from .traffic import (
-    GroupName,
     all_gather,
     all_reduce,
-    group_of,
-    group_ranks,
+    axis_of,
     ranks_a_node,
     reduce_scatter,
     share_away,
@@ -182,7 +181,7 @@ def _stage_times(
 
 def _costs(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware, gpus_per_node: int) -> Costs:
     """What the timeline of a pipeline's schedule takes of each stage."""
-    ranks = group_ranks("pp", run.setting)
+    ranks = run.setting.group("pp")
     send = seconds_among("send", stage_output(run), ranks, hardware, gpus_per_node)
     weights = [stage.weights for stage in stages]
     return Costs(
@@ -196,7 +195,7 @@ def _costs(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware, g
 def _sharing_seconds(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> float:
     """Of adding up the gradients of parameters of which several pp indices have a copy."""
     sent = sum(traffic.total for traffic in sharing(run))
-    ranks = group_ranks("pp", run.setting)
+    ranks = run.setting.group("pp")
     return seconds_among("all-reduce", sent, ranks, hardware, gpus_per_node) if sent else 0.0
 
 
@@ -341,11 +340,11 @@ class MicroStep:
     def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> Transfer:
         if ranks == 1 or sent == 0:
             return self.clock.shard(0.0)
-        group: GroupName = "dp" if name is None else group_of(name, self.run.setting)
-        return self.clock.shard(self._among(kind, sent, group))
+        axis: Axis = "dp" if name is None else axis_of(name)
+        return self.clock.shard(self._among(kind, sent, axis))
 
-    def _among(self, kind: str, sent: float, group: GroupName) -> float:
-        ranks = group_ranks(group, self.run.setting)
+    def _among(self, kind: str, sent: float, axis: Axis) -> float:
+        ranks = self.run.setting.group(axis)
         return seconds_among(kind, sent, ranks, self.hardware, self.gpus_per_node)
 
 

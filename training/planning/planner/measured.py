@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from ....moe.hf_model.counts import ParameterCounts
 from ....sharding.parallelize.choices import Checkpointing, ResolvedDispatch
 from ....sharding.pipeline.balance import crossing
+from ....sharding.topology import Axis, Topology
 from ..rates import Work
 
 Mark = Literal["start", "use experts", "leave experts", "reduce experts", "use region", "leave region", "reduce region"]
@@ -127,9 +128,6 @@ class ModelCuts:
         return crossing(self.skips, cut)
 
 
-LayerGroup = Literal["ep", "ep across", "ep inside", "cp", "tp", "sequences"]
-"""The groups in which a layer exchanges what it computes with: of an ep group, also the ranks of equal place on its
-nodes, and those of one node. sequences: those that share sequences, where there is a tp group."""
 LayerExchange = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
 
 
@@ -178,6 +176,12 @@ class Workload:
         """Tokens of each sequence on this rank."""
         return self.seq_length // (self.cp_size * self.tp_size)
 
+    def ranks(self, axis: Axis) -> int:
+        """The size of a group in which layers exchange what they compute with."""
+        world_size = self.ep_size * self.cp_size * self.tp_size
+        topology = Topology(world_size, self.ep_size, cp_size=self.cp_size, tp_size=self.tp_size)
+        return len(topology.group(axis, 0, self.ranks_per_node))
+
 
 @dataclass(frozen=True)
 class MeasuredRange:
@@ -189,14 +193,14 @@ class MeasuredRange:
             collective that is waited for at once ("exchange").
         exchange: which collective.
         sent: bytes to others.
-        group: the group of ranks that take part.
+        group: the axis of the ranks that take part.
         is_read: whether the host waits for what has come.
     """
 
     kernels: tuple[tuple[float, int, Work, int], ...]
     then: Literal["", "send", "arrive", "exchange"] = ""
     sent: float = 0.0
-    group: LayerGroup = "ep"
+    group: Axis = "ep"
     is_read: bool = False
     exchange: LayerExchange = "all-to-all"
 

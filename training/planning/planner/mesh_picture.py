@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....sharding.topology import Topology
+from ....sharding.topology import Axis, Topology
 
 MOST_GROUPS = 8
 """Groups of a kind that are written out; of more, the first ones and the last."""
@@ -39,31 +39,22 @@ def picture(
         columns -= 1
         grid = _grid(topology, gpus_per_node, num_experts, columns)
     lines += grid
-    starts = range(0, world, stage)
-    replicas = [range(start, start + ep) for start in range(0, world, ep)]
-    cp_group = [range(start + index, start + stage, ep) for start in starts for index in range(ep)]
     lines.append("")
     if pp > 1:
-        columns_of_pp = [range(index, world, stage) for index in range(stage)]
-        lines += _groups("pp", "layers' results, from each to the next", columns_of_pp, gpus_per_node, width)
+        lines += _groups("pp", "layers' results, from each to the next", topology, gpus_per_node, width)
         for index in _shown(range(len(layers)), MOST_GROUPS):
             ranks = "" if index is None else ranks_of(range(index * stage, (index + 1) * stage), most=1)
             lines.append("..." if index is None else f"pp {index}: layers {layers_of(layers[index])} on ranks {ranks}")
-    lines += _groups("ep", "all-to-all of tokens", replicas, gpus_per_node, width)
+    lines += _groups("ep", "all-to-all of tokens", topology, gpus_per_node, width)
     if tp > 1:
-        dividers = [range(start, start + tp) for start in range(0, world, tp)]
-        lines += _groups("tp", "heads, dense MLPs and the vocabulary divided", dividers, gpus_per_node, width)
+        lines += _groups("tp", "heads, dense MLPs and the vocabulary divided", topology, gpus_per_node, width)
     if cp > 1:
-        readers = [
-            range(start + index, start + sharing, tp) for start in range(0, world, sharing) for index in range(tp)
-        ]
-        lines += _groups("cp", "each sequence split over them, attention by heads", readers, gpus_per_node, width)
-    lines += _groups("dp", "the same experts, sharded over them", cp_group, gpus_per_node, width)
+        lines += _groups("cp", "each sequence split over them, attention by heads", topology, gpus_per_node, width)
+    lines += _groups("dp", "the same experts, sharded over them", topology, gpus_per_node, width)
     if topology.dense_shard == "hybrid":
         lines.append("non-expert parameters: sharded within each ep group, replicated over dp")
     else:
-        everyone = [range(start, start + stage) for start in starts]
-        lines += _groups("all", "non-expert parameters, sharded over them", everyone, gpus_per_node, width)
+        lines += _groups("dense", "non-expert parameters, sharded over them", topology, gpus_per_node, width)
     return lines
 
 
@@ -110,13 +101,14 @@ def experts_of(ep_index: int, here: int) -> str:
     return str(first) if here == 1 else f"{first}-{first + here - 1}"
 
 
-def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: int, width: int | None) -> list[str]:
+def _groups(axis: Axis, what_for: str, topology: Topology, gpus_per_node: int, width: int | None) -> list[str]:
+    groups = topology.groups(axis)
     crossing = sum(spans_nodes(group, gpus_per_node) for group in groups)
     where = "all within a node" if crossing == 0 else f"{crossing} of them cross nodes"
     if len(groups) == 1:
         where = "crosses nodes" if crossing else "within a node"
     each = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}"
-    lines = [f"{name}: {each} ({what_for}), {where}"]
+    lines = [f"{axis}: {each} ({what_for}), {where}"]
     for index in _shown(range(len(groups)), MOST_GROUPS):
         if index is None:
             lines.append("  ...")

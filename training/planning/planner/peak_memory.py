@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....sharding.pipeline.schedule import Kind
+from ....sharding.topology import Axis
 from ..memory import Communicator, Memory, slack
-from .measured import LayerGroup, Measured, MeasuredSpan
+from .measured import Measured, MeasuredSpan
 from .pipelines import beside_actions, queued_bytes
 from .step_order import Act, Name, PlannedRun
-from .traffic import group_ranks
 from .units import Unit, unit
 
 
@@ -380,29 +380,31 @@ def communicators(run: PlannedRun) -> list[Communicator]:
     group, and of those in which it exchanges tokens and heads."""
     s = run.setting
     is_hybrid = s.dense_shard == "hybrid" and s.ep_size > 1
-    groups: dict[str, tuple[int, set[str]]] = {
-        "all ranks": (s.world_size, {"all-reduce"}),
-        "dp": (s.dp_size, {"all-gather"}),
-        "ep": (s.ep_size, {"all-to-all", "all-gather"} if is_hybrid else {"all-to-all"}),
-        "cp": (s.cp_size, {"all-to-all"}),
+    axes: dict[Axis, set[str]] = {
+        "world": {"all-reduce"},
+        "dp": {"all-gather"},
+        "ep": {"all-to-all", "all-gather"} if is_hybrid else {"all-to-all"},
+        "cp": {"all-to-all"},
     }
-    if s.tp_size > 1:
-        groups["one tp"] = s.dense_ranks // s.tp_size, {"all-gather"}
-        groups["replicas of one tp"] = s.ranks_per_stage // s.dense_ranks, {"all-reduce"}
-    in_layers: defaultdict[LayerGroup, set[str]] = defaultdict(set)
+    in_layers: defaultdict[Axis, set[str]] = defaultdict(set)
     for each in run.measured.kinds:
         for span in (*each.forward, *each.backward):
             for stretch in span.stretches:
                 in_layers[stretch.group].add(stretch.exchange)
-    groups |= {name: (len(group_ranks(name, s)), in_layers[name]) for name in ("tp", "sequences") if in_layers[name]}
-    workload = s.workload(run.model)
-    if workload.dispatch == "node":
-        groups["ep across"] = s.ep_size // workload.ranks_per_node, {"all-to-all"}
-        groups["ep inside"] = workload.ranks_per_node, {"all-to-all"}
+    of_sequences: tuple[Axis, ...] = ("tp", "sequences")
+    axes |= {axis: in_layers[axis] for axis in of_sequences if in_layers[axis]}
+    if s.tp_size > 1:
+        axes["dense of tp"] = {"all-gather"}
+    if s.workload(run.model).dispatch == "node":
+        axes |= {"ep across nodes": {"all-to-all"}, "ep inside node": {"all-to-all"}}
     if s.pp_size > 1:
-        groups["stage"] = s.ranks_per_stage, {"all-gather"}
+        axes["stage"] = {"all-gather"}
+    groups = {str(axis): (len(s.group(axis)), kinds) for axis, kinds in axes.items()}
+    if s.tp_size > 1:
+        groups["dp (divided by tp)"] = s.ranks_per_stage // s.dense_ranks, {"all-reduce"}
+    if s.pp_size > 1:
         # with a neighbour on either side
-        groups |= {"pp, forward": (3, {"send", "receive"}), "pp, backward": (3, {"send", "receive"})}
+        groups |= {"pp (forward)": (3, {"send", "receive"}), "pp (backward)": (3, {"send", "receive"})}
     return [Communicator.of(name, ranks, kinds) for name, (ranks, kinds) in groups.items() if ranks > 1]
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ....sharding.parallelize.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
 from ....sharding.pipeline.schedule import ScheduleName
-from ....sharding.topology import DenseShard, Topology
+from ....sharding.topology import Axis, DenseShard, Topology
 from ..rates import rank_imbalance
 from .measured import ModelParameters, Workload
 
@@ -82,10 +82,14 @@ class Setting:
         """The ranks of one pp index."""
         return self.topology.ranks_per_stage
 
+    def group(self, axis: Axis) -> range:
+        """The ranks of rank 0's group of an axis."""
+        return self.topology.group(axis, 0, self.ranks_per_node)
+
     @property
     def dense_ranks(self) -> int:
         """Ranks over which non-expert parameters are sharded."""
-        return self.ep_size if self.dense_shard == "hybrid" else self.ranks_per_stage
+        return len(self.group("dense"))
 
     @property
     def tokens(self) -> int:
@@ -132,7 +136,7 @@ class Setting:
     @property
     def ranks_of_ep(self) -> int:
         """The ranks of an ep group on a node."""
-        return min(self.ranks_per_node, self.ep_size)
+        return len(self.group("ep inside node"))
 
     def rows_received(self, num_experts: int, top_k: int) -> int:
         """Rows that the busiest rank's experts receive (see `rank_imbalance`): where all experts are equally busy, as

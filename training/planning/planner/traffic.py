@@ -14,28 +14,25 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from ....sharding.topology import Axis
 from .setting import Setting
 from .step_order import Act, Name, PlannedRun
 from .units import Unit, unit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-GroupName = Literal[
-    "dp", "ep", "ep across", "ep inside", "ep, one tp", "cp", "tp", "sequences", "pp", "all", "all, one tp", "world"
-]
-"""all: the ranks of a pp index. world: of all of them. sequences: those that share sequences. Of an ep group also the
-ranks of equal place on its nodes, and those of a node. one tp: of these, those that have one tp index."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Collectives of one kind that a step has.
 
-    what: that is sent. group: over which it goes. times: how often. sent: bytes that one rank sends, each time.
+    what: that is sent. group: the axis over which it goes. times: how often. sent: bytes that one rank sends, each
+    time.
     """
 
     what: str
     kind: Kind
-    group: GroupName
+    group: Axis
     times: int
     sent: float
 
@@ -57,13 +54,11 @@ def all_reduce(ranks: int, size: float) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-def group_of(name: Name, setting: Setting) -> GroupName:
-    """The group over which a unit is sharded."""
+def axis_of(name: Name) -> Axis:
+    """The ranks over which a unit is sharded."""
     if name.kind == "experts":
         return "dp"
-    if name.kind == "region":
-        return "ep, one tp" if setting.dense_shard == "hybrid" else "all, one tp"
-    return "ep" if setting.dense_shard == "hybrid" else "all"
+    return "dense of tp" if name.kind == "region" else "dense"
 
 
 def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
@@ -73,7 +68,6 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
         balance: whether there is a balancing loss, pooled over layers, whose counts are added up over all ranks.
     """
     forwards, world = run.setting.accumulation, run.setting.world_size
-    everyone: GroupName = "all" if run.setting.pp_size == 1 else "world"
     times: Counter[Traffic] = Counter()
     for act in run.acts:
         for traffic in _of_act(act, run):
@@ -83,12 +77,12 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
     if (tp_size := run.setting.tp_size) > 1:
         once = run.measured.in_common * (1 - 1 / tp_size)
         times[Traffic("positions", "all-gather", "tp", 1, once)] = forwards * len(run.stages)
-    times[Traffic("token counts", "all-reduce", everyone, 1, all_reduce(world, forwards * 3 * 8))] = 1
-    times[Traffic("losses", "all-reduce", everyone, 1, all_reduce(world, 3 * 8))] = 1
-    times[Traffic("gradient norm", "all-reduce", everyone, 1, all_reduce(world, 2 * 8))] = 1
+    times[Traffic("token counts", "all-reduce", "world", 1, all_reduce(world, forwards * 3 * 8))] = 1
+    times[Traffic("losses", "all-reduce", "world", 1, all_reduce(world, 3 * 8))] = 1
+    times[Traffic("gradient norm", "all-reduce", "world", 1, all_reduce(world, 2 * 8))] = 1
     if balance:
         counts = all_reduce(run.setting.ranks_per_stage, run.model.num_experts * 8)
-        times[Traffic("expert counts", "all-reduce", "all", 1, counts)] = forwards
+        times[Traffic("expert counts", "all-reduce", "stage", 1, counts)] = forwards
     return [replace(traffic, times=often) for traffic, often in times.items() if traffic.sent > 0 and often > 0]
 
 
@@ -120,7 +114,7 @@ def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
     what = {"layer": "layers", "experts": "experts", "region": "heads, dense MLPs"}.get(act.unit.kind)
     if what is None or act.unit.layer < 0:
         what = "embedding, LM head"
-    unit, group = run.units[act.unit], group_of(act.unit, run.setting)
+    unit, group = run.units[act.unit], axis_of(act.unit)
     if act.doing == "gather":
         yield Traffic(what, "all-gather", group, 1, all_gather(unit))
     elif act.doing == "reduce":
@@ -139,27 +133,6 @@ _IN_LAYERS = {"cp": "heads", "tp": "activations", "sequences": "sequences"}
 """What is sent within layers, over groups other than an ep group."""
 
 
-def group_ranks(group: GroupName, setting: Setting) -> range:
-    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep or tp group neighbours, of a cp group every
-    tp_size-th, of a pp group every `ranks_per_stage`-th (see `Topology`)."""
-    if group == "world":
-        return range(setting.world_size)
-    if group == "all":
-        return range(setting.ranks_per_stage)
-    if group == "pp":
-        return range(0, setting.world_size, setting.ranks_per_stage)
-    if group in ("cp", "tp", "sequences"):
-        sharing, tp_size = setting.topology.ranks_per_sequence, setting.tp_size
-        return range(tp_size) if group == "tp" else range(0, sharing, tp_size if group == "cp" else 1)
-    if group.endswith("one tp"):
-        return range(0, setting.dense_ranks, setting.tp_size)
-    if group == "ep across":
-        return range(0, setting.ep_size, setting.ranks_of_ep)
-    if group == "ep inside":
-        return range(setting.ranks_of_ep)
-    return range(setting.ep_size) if group == "ep" else range(0, setting.ranks_per_stage, setting.ep_size)
-
-
 @cache
 def ranks_a_node(ranks: Sequence[int], gpus_per_node: int) -> int:
     """How many of a group's ranks share a node, where they are fewest."""
@@ -168,7 +141,7 @@ def ranks_a_node(ranks: Sequence[int], gpus_per_node: int) -> int:
 
 def between_nodes(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
     """The fraction of it that leaves the node."""
-    return share_away(traffic.kind, group_ranks(traffic.group, setting), gpus_per_node)
+    return share_away(traffic.kind, setting.group(traffic.group), gpus_per_node)
 
 
 def share_away(kind: str, ranks: Sequence[int], gpus_per_node: int) -> float:

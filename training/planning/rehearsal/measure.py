@@ -46,7 +46,7 @@ from ....sharding.parallelize.tensor_parallel import give_group
 from ....sharding.pipeline.survey import survey
 from ....sharding.stages import Stages
 from ....sharding.state import divided_of, parameters_of
-from ....sharding.topology import rows_of
+from ....sharding.topology import Axis, rows_of
 from ... import tensor_parallel
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch
@@ -58,7 +58,6 @@ from ...tensor_parallel import Within
 from ..planner.measured import (
     BlockUpdate,
     LayerExchange,
-    LayerGroup,
     LayerParameters,
     Mark,
     MeasuredModel,
@@ -262,13 +261,13 @@ class _Measurement:
         w, num_experts = self.workload, self.of.num_experts
         if w.ep_size == 1:
             return LocalDispatcher(num_experts)
-        group: Any = _Group(w.ep_size, "ep")
+        group: Any = _Group.of(w, "ep")
         if w.dispatch == "plain":
             return AllToAllDispatcher(num_experts, group, w.overlap_chunks)
         nodes = None
         if w.dispatch == "node":
-            across: Any = _Group(w.ep_size // w.ranks_per_node, "ep across")
-            inside: Any = _Group(w.ranks_per_node, "ep inside")
+            across: Any = _Group.of(w, "ep across nodes")
+            inside: Any = _Group.of(w, "ep inside node")
             nodes = NodeGroups(across, inside)
         return OnceDispatcher(num_experts, group, w.overlap_chunks, nodes, torch.float32 if w.sums_in_fp32 else None)
 
@@ -857,7 +856,11 @@ class _Group:
     """Stands in for a process group, of which no more is needed."""
 
     ranks: int
-    group_name: LayerGroup
+    group_name: Axis
+
+    @staticmethod
+    def of(workload: Workload, axis: Axis) -> "_Group":
+        return _Group(workload.ranks(axis), axis)
 
     def size(self) -> int:
         return self.ranks
@@ -876,12 +879,11 @@ def _checkpoint(model: Any, workload: Workload) -> None:
 
 
 def _batch(workload: Workload, tp: TPGroup | None) -> Batch:
-    group: Any = _Group(workload.cp_size, "cp")
+    group: Any = _Group.of(workload, "cp")
     cp_group = CPGroup(workload.cp_size, 0, group) if workload.cp_size > 1 else None
     if tp is not None:
-        size = workload.cp_size * tp.size
-        sharing: Any = _Group(size, "sequences")
-        cp_group = CPGroup(size, 0, sharing, tp, cp_group)
+        sharing: Any = _Group.of(workload, "sequences")
+        cp_group = CPGroup(sharing.size(), 0, sharing, tp, cp_group)
     return batch_of(workload.micro_batch, workload.length, workload.targets, cp_group)
 
 

@@ -99,7 +99,7 @@ def account_of(
 
 
 def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Communicator]:
-    """A rank's communicators with more than one rank. groups: the purpose of each process group, by its name."""
+    """A rank's communicators with more than one rank. groups: what each process group is called, by torch's name."""
     ranks: defaultdict[str, set[int]] = defaultdict(set)
     kinds: defaultdict[str, set[str]] = defaultdict(set)
     for event in events:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ....sharding.topology import Axis
 from ..planner.measured import Measured, MeasuredRange, MeasuredSpan
 from ..rates import Work
 from .recorder import Event
@@ -122,7 +123,7 @@ def _stretches(events: Sequence[tuple[Any, ...]]) -> Iterator[MeasuredRange]:
     def ended(
         then: Literal["", "send", "arrive", "exchange"],
         sent: float = 0.0,
-        group: Any = "ep",
+        group: Axis = "ep",
         is_read: bool = False,
         exchange: Any = "all-to-all",
     ) -> MeasuredRange:

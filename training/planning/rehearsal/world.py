@@ -18,17 +18,18 @@ from torch import Tensor, nn
 
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.experts.lora import store_frozen
-from ....moe.experts.model_layers import moe_layers, moe_shape
+from ....moe.experts.model_layers import moe_shape
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
-from ....moe.torch_private import FakeStore, ShardingPropagator
+from ....moe.torch_private import FakeStore, ShardingPropagator, _resolve_process_group
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives.context_parallel import CPGroup
+from ....sharding.collectives.groups import group_name
 from ....sharding.collectives.node_groups import check_tp_groups
-from ....sharding.mesh import Mesh, build_mesh
+from ....sharding.mesh import build_mesh
 from ....sharding.parallelize.parallelize import materialize, parallelize
 from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import cut_into_stages, pipeline_of
@@ -59,8 +60,8 @@ from .triton_stand_in import import_kernels
 class Rehearsed:
     """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
     optimizer: whose step it was. memory: the most that a rank's tensors hold. counts: of its parameters. tokens,
-    targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name. told: what was given in
-    place of data. rows_over_mean: of this rank's experts, over all layers.
+    targets: of one micro-batch (see `Batch`). groups: process groups' names, by torch's. told: what was given in place
+    of data. rows_over_mean: of this rank's experts, over all layers.
     """
 
     step: WholeStep
@@ -173,43 +174,12 @@ def _rehearse(
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, casts, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
+    used = {event.group for event in step.events if event.collective is not None}
+    of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
+    groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
     rows_over_mean = told.shares[dist.get_rank() % config.ep_size] * config.ep_size if told.shares else 1.0
-    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, rows_over_mean)
+    figures = (batch.num_tokens, batch.num_targets, groups, told, rows_over_mean)
     return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
-
-
-def _groups(mesh: Mesh, model: Any) -> dict[str, str]:
-    """The purpose of each process group, by its name; of several purposes, the one that has the most ranks."""
-    groups = {
-        mesh.exchange: "ep, tokens",
-        mesh.dp.get_group(): "dp",
-        mesh.ep.get_group(): "ep",
-        mesh.all_ranks.get_group(): "all ranks" if mesh.pipeline is None else "stage",
-        dist.group.WORLD: "all ranks",
-    }
-    if mesh.pipeline is not None:
-        groups |= {mesh.pipeline.forward: "pp, forward", mesh.pipeline.backward: "pp, backward"}
-        groups |= dict.fromkeys(mesh.pipeline.sharing.values(), "pp, shared weights")
-    if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
-        groups |= _groups_of_sequences(mesh.cp_group)
-    if mesh.divided is not None:
-        *sharded, of_tp = mesh.divided.get_all_groups()
-        groups |= {of_tp: "tp, gradients", sharded[-1]: "one tp index"}
-        groups |= dict.fromkeys(sharded[:-1], "replicas of one tp index")
-    dispatchers = [layer.dispatcher for layer in moe_layers(model)]
-    for nodes in (each.nodes for each in dispatchers if isinstance(each, OnceDispatcher)):
-        if nodes is not None:
-            groups |= {nodes.across: "ep, tokens to nodes", nodes.inside: "ep, tokens inside"}
-    return {group.group_name: name for group, name in groups.items() if group is not None}
-
-
-def _groups_of_sequences(cp_group: CPGroup) -> dict[Any, str]:
-    if cp_group.tp is None:
-        return {cp_group.ranks: "cp, heads"}
-    groups = {cp_group.ranks: "cp x tp, sequences", cp_group.tp.ranks: "tp, activations"}
-    if cp_group.within_tp is not None:
-        groups[cp_group.within_tp.ranks] = "cp, heads"
-    return groups
 
 
 @contextmanager
