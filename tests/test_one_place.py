@@ -17,7 +17,11 @@ import torch.distributed as dist
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, TrainingArguments, default_data_collator
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, AutoTokenizer, TrainingArguments, default_data_collator
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import expertmesh
 from expertmesh import train_ep
@@ -31,8 +35,14 @@ from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKer
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.training import metrics
+from expertmesh.training.attention.by_sample import BySample, apply_packing
+from expertmesh.training.attention.complete_sequences import CompleteSequences
+from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
+from expertmesh.training.attention.layer_kinds import LAYER_KINDS, table_of_layer_kinds
+from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.config.train_config import parse_config
 from expertmesh.training.data import formats
+from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
@@ -43,14 +53,17 @@ from expertmesh.training.planning.cluster_commands import main as plan_or_rehear
 from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from tests.distributed.pool import RankPool
+from tests.distributed.reference import random_samples
 from tests.encoded import change_config
 from tests.families.configs import tiny_model as tiny_family
+from tests.families.test_context_parallel import all_ranks, losses_and_grads
 from tests.moe.test_experts import KINDS, check, random
-from tests.tiny import save_tokenizer, tiny_config
+from tests.tiny import relative_error, save_tokenizer, tiny_config, tiny_mixtral
 
 ROOT = Path(__file__).parents[1]
 DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
+ATTENTION_README = (ROOT / "training" / "attention" / "README.md").read_text(encoding="utf-8")
 CHECKPOINTS_README = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
 MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
 
@@ -562,3 +575,127 @@ def train_with_codes(argv: list[str]) -> int:
 
 def test_readme_lists_all_codes() -> None:
     assert table_of_codes() in CHECKPOINTS_README
+
+
+# Attention: a function, which transformers' registry takes, and a kind of layer, both those that the README shows.
+
+PACKED = [random_samples([9, 4, 6]), random_samples([11, 7])]
+SAMPLES = [sample for row in PACKED for sample in row]
+
+
+@pytest.fixture
+def no_attention_left() -> Iterator[None]:
+    """Undoes registrations."""
+    with attention_restored():
+        yield
+
+
+@contextmanager
+def attention_restored() -> Iterator[None]:
+    before, mappings = dict(LAYER_KINDS), (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    try:
+        yield
+    finally:
+        LAYER_KINDS.clear()
+        LAYER_KINDS.update(before)
+        for mapping in mappings:
+            mapping._global_mapping.pop("capped", None)
+
+
+def build_with(attention: str, changes: dict[str, Any], packing: bool, cp_size: int = 1) -> Any:
+    config = tiny_config(**changes)
+    model = build_model(config, choose_attention(attention, packing, config))
+    if packing:
+        apply_packing(model)
+    if cp_size > 1:
+        apply_context_parallel(model, cp_size, packing)
+    return model
+
+
+def shared_by_ranks(attention: str, changes: dict[str, Any]) -> tuple[float, dict[str, Tensor], int]:
+    """This rank's part of the loss and gradients of packed samples, and its modules with complete sequences."""
+    with attention_restored():
+        run_example(ATTENTION_README, "AttentionInterface")
+        run_example(ATTENTION_README, "register_layer_kind")
+        model = build_with(attention, changes, packing=True, cp_size=dist.get_world_size())
+        complete = [part for part in model.modules() if isinstance(part.forward, CompleteSequences)]
+        ((loss, grads),) = losses_and_grads(model, tiny_mixtral(seed=1, **changes), [collate(PACKED, all_ranks())])
+    return loss, grads, len(complete)
+
+
+def alone(attention: str, changes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of transformers' own model, by that attention: each sample by itself."""
+    model = tiny_mixtral(seed=1, **changes).eval()
+    model.set_attn_implementation(attention)
+    losses = []
+    for sample in SAMPLES:
+        tokens = torch.tensor([sample.tokens])
+        targets = tokens[0, 1:].masked_fill(~torch.tensor(sample.is_trained)[1:], -100)
+        losses.append(cross_entropy(model(input_ids=tokens).logits[0, :-1], targets, reduction="sum"))
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(loss.detach()), grads
+
+
+def check_attention(found: tuple[float, dict[str, Tensor]], want: tuple[float, dict[str, Tensor]]) -> None:
+    """Loss and the gradients of what is no expert's: those have another layout here."""
+    assert found[0] == pytest.approx(want[0], rel=1e-5)
+    # matrices that tensor parallelism would divide by columns are held transposed
+    grads = {name: grad.T if "o_proj" in name else grad for name, grad in want[1].items() if ".experts." not in name}
+    errors = {name: relative_error(found[1][name], grad) for name, grad in grads.items()}
+    assert not {name: error for name, error in errors.items() if error > 1e-5}
+
+
+@pytest.mark.usefixtures("no_attention_left")
+def test_an_attention_function(ranks: RankPool) -> None:
+    """Packed, and packed with sequences on two ranks, as by transformers with each sample alone."""
+    run_example(ATTENTION_README, "AttentionInterface")
+    want, other = alone("capped", {}), alone("eager", {})
+    assert abs(want[0] - other[0]) > 1e-4 * other[0], "it is another attention"
+    model = build_with("capped", {}, packing=True)
+    (found,) = losses_and_grads(model, tiny_mixtral(seed=1), [collate(PACKED)])
+    check_attention(found, want)
+    parts = ranks.run(shared_by_ranks, 2, "capped", {})
+    summed = {name: parts[0][1][name] + parts[1][1][name] for name in parts[0][1]}
+    check_attention((parts[0][0] + parts[1][0], summed), want)
+    assert [complete for *_, complete in parts] == [0, 0]
+
+    # without a mask nothing keeps samples apart in it
+    del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["capped"]
+    AttentionInterface.register("capped", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    model = build_with("capped", {}, packing=True)
+    assert sum(isinstance(part.forward, BySample) for part in model.modules()) == 2
+    (found,) = losses_and_grads(model, tiny_mixtral(seed=1), [collate(PACKED)])
+    check_attention(found, other)
+
+
+@pytest.mark.usefixtures("no_attention_left")
+def test_a_kind_of_attention(ranks: RankPool) -> None:
+    """Before it is known, its layers run sample by sample, and with complete sequences; then as any other's."""
+    changes = {"layers_block_type": ["capped_attention"] * 2}
+    want = alone("eager", {})
+
+    def check(by_sample: int, chosen: str) -> None:
+        config = tiny_config(**changes)
+        assert choose_attention("auto", True, config) == chosen
+        model = build_with("auto", changes, packing=True)
+        assert sum(isinstance(part.forward, BySample) for part in model.modules()) == by_sample
+        split = build_with("auto", changes, packing=True, cp_size=2)
+        assert sum(isinstance(part.forward, CompleteSequences) for part in split.modules()) == by_sample
+        (found,) = losses_and_grads(model, tiny_mixtral(seed=1), [collate(PACKED)])
+        check_attention(found, want)
+
+    check(2, "sdpa")
+    run_example(ATTENTION_README, "register_layer_kind")
+    check(0, OWN)
+    parts = ranks.run(shared_by_ranks, 2, "auto", changes)
+    summed = {name: parts[0][1][name] + parts[1][1][name] for name in parts[0][1]}
+    check_attention((parts[0][0] + parts[1][0], summed), want)
+    assert [complete for *_, complete in parts] == [0, 0]
+    with pytest.raises(ValueError, match="there are layers 'capped_attention' already"):
+        run_example(ATTENTION_README, "register_layer_kind")
+
+
+def test_readme_lists_all_kinds_of_layers() -> None:
+    assert table_of_layer_kinds() in ATTENTION_README

@@ -230,8 +230,8 @@ def _compiled(rows: Rows, packing: bool) -> tuple[bool, int, bool]:
     with torch.compiler.set_stance(force_backend="eager"):
         compiled, plain = (_split("qwen3_next", packing, {}) for _ in range(2))
         compile_layers(compiled)
-        batch = collate(rows, _all_ranks())
-        ((loss, grads),), ((want, wanted),) = (_figures(model, theirs, [batch]) for model in (compiled, plain))
+        batch = collate(rows, all_ranks())
+        ((loss, grads),), ((want, wanted),) = (losses_and_grads(model, theirs, [batch]) for model in (compiled, plain))
     mixers = [part for part in compiled.modules() if isinstance(part.forward, CompleteSequences)]
     assert mixers
     is_same = loss == want and all(torch.equal(grads[name], grad) for name, grad in wanted.items())
@@ -286,7 +286,7 @@ def _shared(
     family: str, cases: list[Rows], packing: bool, changes: dict[str, Any]
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """This rank's part of the loss and of the gradients, of each case."""
-    batches = [collate(rows, _all_ranks()) for rows in cases]
+    batches = [collate(rows, all_ranks()) for rows in cases]
     return _in_double(_split(family, packing, changes), family, changes, batches)
 
 
@@ -296,7 +296,7 @@ def _split(family: str, packing: bool, changes: dict[str, Any]) -> Any:
     return model
 
 
-def _all_ranks() -> CPGroup:
+def all_ranks() -> CPGroup:
     assert dist.group.WORLD is not None
     return CPGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
@@ -306,10 +306,10 @@ def _in_double(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     theirs = tiny_model(family, seed=1, **changes)
     with InDouble():
-        return _figures(model.double(), theirs.double(), batches)
+        return losses_and_grads(model.double(), theirs.double(), batches)
 
 
-def _figures(model: Any, theirs: Any, batches: list[Batch]) -> list[tuple[float, dict[str, Tensor]]]:
+def losses_and_grads(model: Any, theirs: Any, batches: list[Batch]) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss and gradients of each batch."""
     model = loaded(model, theirs).eval()
     attach_loss_head(model, "full")

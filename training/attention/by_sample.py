@@ -26,7 +26,8 @@ from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
-from .packed_attention import attention_arguments, kinds_by_layer, seen_by_mask, tells_window, told_whether_packed
+from .layer_kinds import kinds_by_layer, seen_by_mask
+from .packed_attention import attention_arguments, tells_window, told_whether_packed
 
 _ALIKE = 0.75
 """Samples that are at least this fraction as long as the longest are padded to its length."""

@@ -34,18 +34,14 @@ from ..data.samples import Sample
 from .by_heads import SplitFunctions, find_split_functions
 from .by_sample import BySample
 from .complete_sequences import CompleteSequences, mixers_of
+from .layer_kinds import kinds_by_layer, seen_by_mask, seen_in
 from .packed_attention import (
     CP_PREFIX,
     OWN,
     attention_arguments,
-    kinds_by_layer,
-    seen_by_mask,
     told_whether_packed,
     window_told,
 )
-
-_BY_ITSELF = frozenset({"mlp", "moe"})
-"""Kinds of layers that have no attention, as they look at each token by itself."""
 
 _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
@@ -247,7 +243,7 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
     return [
         layer
         for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
-        if kind not in _BY_ITSELF
+        if (kind is None or seen_in(kind) != "itself")
         and not any(part in modules or isinstance(part.forward, CompleteSequences) for part in layer.modules())
     ]
 

@@ -17,29 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
+from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from ...moe.experts.model_facts import facts_of
-from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
+from .layer_kinds import LAYER_KINDS, kinds_of_layers, seen_by_mask, seen_in
 
 OWN = "expertmesh"
 """Name of this attention among those of transformers."""
 
 CP_PREFIX = "expertmesh_shared_"
 """Prefix of the name of a context-parallel attention; the rest is the name of the attention within."""
-
-_SEE_ALL = frozenset({"attention", "full_attention", "sparse", "dense", "moe", "mlp"})
-"""Kinds of layers in which a token sees all before it, or itself alone."""
-_BY_MASK = _SEE_ALL | {"sliding_attention", "chunked_attention"}
-"""Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
-
-_WITHOUT_ATTENTION = frozenset({"linear_attention", "mamba", "conv"})
-"""Kinds of layers that see other tokens by a state or a convolution alone."""
 
 _NOT_FOR_ATTENTION = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"}
@@ -74,17 +66,17 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
 def _has_windows(text_config: Any) -> bool:
     """Whether any layer sees less than a token's full past."""
     kinds = kinds_of_layers(text_config)
-    return not kinds <= _SEE_ALL if kinds else getattr(text_config, "sliding_window", None) is not None
+    sees_less = not all(seen_in(kind) in ("itself", "past") for kind in kinds)
+    return sees_less if kinds else getattr(text_config, "sliding_window", None) is not None
 
 
 def _suits_own(config: Any, packing: bool) -> bool:
     """Whether what its layers see of a sequence is the past or a window of it, and their attention is told all else by
     arguments: as that of a family must be that has sdpa, or flash attention. Packed, layers without attention run
     sample by sample."""
-    kinds = kinds_of_layers(config.get_text_config())
     is_told = model_class(config)._supports_sdpa or model_class(config)._supports_flash_attn
-    suited = _SEE_ALL | {"sliding_attention"} | (_WITHOUT_ATTENTION if packing else frozenset())
-    return bool(is_told) and kinds <= suited
+    suited = ("itself", "past", "window", *(["state"] if packing else []))
+    return bool(is_told) and all(seen_in(kind) in suited for kind in kinds_of_layers(config.get_text_config()))
 
 
 def inner_attention(model: Any) -> str:
@@ -93,43 +85,22 @@ def inner_attention(model: Any) -> str:
     return name.removeprefix(CP_PREFIX)
 
 
-def kinds_of_layers(text_config: Any) -> set[str]:
-    """As a config names them; empty where all are alike."""
-    names = ("layer_types", "layers_block_type")
-    return {str(kind) for name in names for kind in getattr(text_config, name, None) or ()}
-
-
-def kinds_not_by_mask(config: Any) -> set[str]:
-    """Those that see other tokens otherwise than by attention under a mask."""
-    return kinds_of_layers(config.get_text_config()) - _BY_MASK
-
-
-def kinds_by_layer(model: Any) -> list[str | None]:
-    """The kind of each of a model's layers as its config names it; None where all are alike."""
-    text_config, num_layers = model.config.get_text_config(), len(decoder_layers(model))
-    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
-    return [str(kind) for kind in kinds[:num_layers]] if kinds else [None] * num_layers
-
-
-def seen_by_mask(kind: str | None) -> bool:
-    """Whether all that a token sees in layers of this kind, beside itself, it sees by attention under a mask."""
-    return kind is None or kind in _BY_MASK
-
-
 def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
+    kinds = kinds_of_layers(model.config.get_text_config())
     if batch.segments is None:
         # Causal attention hides padding behind sequences by itself, and a mask would only cost memory; layers that
         # carry a state need one.
-        if batch.is_token_BS is None or batch.split is not None or not kinds_not_by_mask(model.config):
+        if batch.is_token_BS is None or batch.split is not None or all(map(seen_by_mask, kinds)):
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:
         return {"segments": batch.segments}
-    if facts_of(model).masks_by_position or kinds_of_layers(model.config.get_text_config()) - _MASKS.keys():
+    masks = {kind: LAYER_KINDS[kind].mask if kind in LAYER_KINDS else None for kind in kinds}
+    if facts_of(model).masks_by_position or None in masks.values():
         # without a mask they run sample by sample, see `training.attention.by_sample`
         return {}
-    return {"attention_mask": _masks(model, batch)}
+    return {"attention_mask": _masks(model, batch, masks)}
 
 
 @contextmanager
@@ -144,17 +115,14 @@ def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
         yield
 
 
-_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
-
-def _masks(model: Any, batch: Batch) -> Any:
+def _masks(model: Any, batch: Batch, of_kinds: dict[str, Any]) -> Any:
     """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
     like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
-    text_config = model.config.get_text_config()
     # by their places: releases of transformers call the cache, which is the fourth, by other names
-    arguments = (text_config, like_BSD, None, None, batch.positions_BS)
-    kinds = kinds_of_layers(text_config)
-    return {kind: _MASKS[kind](*arguments) for kind in kinds} if kinds else create_causal_mask(*arguments)
+    arguments = (model.config.get_text_config(), like_BSD, None, None, batch.positions_BS)
+    if not of_kinds:
+        return create_causal_mask(*arguments)
+    return {kind: make(*arguments) for kind, make in of_kinds.items()}
 
 
 def own_attention(
