@@ -29,9 +29,9 @@ from expertmesh.training.planning.imbalance import add_imbalance_flags, read_imb
 from expertmesh.training.planning.planner.hardware import Hardware, products_in
 from expertmesh.training.planning.planner.hardware_flags import add_hardware_flags, chosen_hardware
 from expertmesh.training.planning.planner.model_config import read_config
-from expertmesh.training.planning.rehearsal.cost_breakdown import Ledger, ledger
 from expertmesh.training.planning.rehearsal.given_routing import Told
 from expertmesh.training.planning.rehearsal.peaks import PeakMemory
+from expertmesh.training.planning.rehearsal.rank_summary import Ledger, ledger
 from expertmesh.training.planning.rehearsal.world import rehearse
 
 

@@ -19,8 +19,8 @@ from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.planning.rehearsal import rank_summary as account
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.cached import CachedMeasure
-from expertmesh.training.planning.rehearsal.cost_breakdown import ledger
 from expertmesh.training.planning.rehearsal.measure import Measurer
+from expertmesh.training.planning.rehearsal.rank_summary import ledger
 from expertmesh.training.planning.rehearsal.run_setting import planned, setting_of
 from expertmesh.training.planning.rehearsal.world import Rehearsed, rehearse
 from tests.families.configs import tiny_config

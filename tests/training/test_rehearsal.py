@@ -14,9 +14,9 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.model_config import read_config
 from expertmesh.training.planning.rehearsal.attribution import StepPlace
-from expertmesh.training.planning.rehearsal.cost_breakdown import Ledger, PartCost, event_seconds, ledger
-from expertmesh.training.planning.rehearsal.layer_kinds import whole_stack
+from expertmesh.training.planning.rehearsal.rank_summary import Ledger, PartCost, event_seconds, ledger
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
+from expertmesh.training.planning.rehearsal.shortened import whole_stack
 from expertmesh.training.planning.rehearsal.world import Rehearsed, _fused_attention, rehearse
 from tests.published.models import CONFIGS
 

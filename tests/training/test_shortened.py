@@ -8,9 +8,9 @@ from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3Nex
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.planner.hardware import preset
-from expertmesh.training.planning.rehearsal.cost_breakdown import PartCost, ledger
-from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers, shortened_stack
+from expertmesh.training.planning.rehearsal.rank_summary import PartCost, ledger
 from expertmesh.training.planning.rehearsal.recorder import Event
+from expertmesh.training.planning.rehearsal.shortened import kinds_of_layers, shortened_stack
 from expertmesh.training.planning.rehearsal.world import Rehearsed, rehearse
 
 SIZES: dict[str, Any] = dict(

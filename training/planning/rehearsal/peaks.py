@@ -13,7 +13,7 @@ from ..memory import Memory, MemoryTerm
 from .attribution import FSDP, LASTING
 from .live_memory import LiveTensors
 from .recorder import Change, Event, Maker, Recorder
-from .repeated import WholeStep
+from .shortened import WholeStep
 
 Place = tuple[str, int | None, int | None]
 """Phase, number of the forward, layer."""

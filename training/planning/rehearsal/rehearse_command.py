@@ -101,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     # from here on torch is needed
     from ..tables import print_account
     from .collective_order import Call, calls, check_order
-    from .rank_summary import Account, account_of
-    from .stages import slowest_of_stages
+    from .rank_summary import Account, account_of, slowest_of_stages
     from .world import rehearse
 
     warnings.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ....moe.experts.model_layers import moe_shape
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
-from ....moe.torch_private import FakeStore, ShardingPropagator, _resolve_process_group
+from ....moe.torch_private import FakeStore, FakeTensorMode, ShardingPropagator, _resolve_process_group
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
@@ -32,7 +33,8 @@ from ....sharding.collectives.node_groups import check_tp_groups
 from ....sharding.mesh import build_mesh
 from ....sharding.parallelize.parallelize import materialize, parallelize
 from ....sharding.parallelize.recompute import keep_products
-from ....sharding.pipeline.pipeline import cut_into_stages, pipeline_of
+from ....sharding.pipeline.pipeline import Pipeline, cut_into_stages, pipeline_of
+from ....sharding.pipeline.schedule import Action, make_schedule
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch, SplitSequences
@@ -44,16 +46,15 @@ from ...step import train_step
 from .attribution import Parts
 from .building import build_rehearsed
 from .dispatched import expected_rows, split, telling_rows
-from .fake import FakeTensors
 from .given_routing import EVEN, Told
-from .layer_kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from .live_memory import LiveTensors
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_roots
-from .repeated import WholeStep, whole_step
-from .shortened import Shortened
-from .stages import micro_batches_to_run
+from .shortened import Shortened, Stack, WholeStep, kinds_of_layers, shortened_stack, whole_stack, whole_step
 from .triton_stand_in import import_kernels
+
+ALIKE = 2
+"""So many micro-batches are run where there is no pipeline: all after the first are alike."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,64 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
     paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
     return f", in {paths[-1]}" if paths else ""
+
+
+class FakeTensors(FakeTensorMode):
+    """Within it tensors hold no memory. torch knows the shape of `grouped_mm`'s result in bf16 alone, and computes it
+    in fp32 too: that shape is given here. Every element counts as non-zero: the most that there could be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # of an operator that fails it logs a traceback, besides raising what its caller tells in a line
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            return args[0].new_empty(_grouped_shape(args[0], args[1], kwargs["offs"] if kwargs else args[2]))
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_shape(a: Tensor, b: Tensor, ends_e: Tensor) -> tuple[int, ...]:
+    """Shape of a grouped GEMM: each expert's rows times its matrix; or, for two matrices, one product per expert,
+    summed over its rows."""
+    return (a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(ends_e), a.shape[0], b.shape[1])
+
+
+def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
+    """How many of a step's micro-batches show all that it does: in a pipeline a round more than those with which every
+    rank holds as much at once as with all of them."""
+    few = min(micro_batches, ALIKE)
+    if pipeline is None:
+        return few
+
+    def most(number: int) -> list[tuple[tuple[int, int], ...]]:
+        return list(map(_most_held, make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, number)))
+
+    of_all = most(micro_batches)
+    least = next(number for number in range(few, micro_batches + 1) if most(number) == of_all)
+    return min(least + pipeline.stages.pp_size, micro_batches)
+
+
+def _most_held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+    """What a rank holds at the most, in micro-batches of a stage, until all of its stages have gradients, and then: how
+    many in all, and how many of these wait for their weight gradients."""
+    stages, has_gradients = {action.stage for action in actions}, set[int]()
+    has_weights = any(action.kind == "weights" for action in actions)
+    in_flight = queued = 0
+    most, later = [(0, 0)], [(0, 0)]
+    for action in actions:
+        if action.kind == "forward":
+            in_flight += 1
+        elif action.kind == "weights":
+            queued, in_flight = queued - 1, in_flight - 1
+        else:
+            has_gradients.add(action.stage)
+            queued, in_flight = (queued + 1, in_flight) if has_weights else (queued, in_flight - 1)
+        (later if has_gradients == stages else most).append((in_flight, queued))
+    return tuple((max(n for n, _ in held), max(q for _, q in held)) for held in (most, later))
 
 
 def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: FakeTensors) -> Batch:
