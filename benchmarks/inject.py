@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expertmesh import train_ep
 from expertmesh.moe.util.command import run_command
-from expertmesh.sharding.pipeline.messages import Messages
+from expertmesh.sharding.pipeline.pipeline import Messages
 from expertmesh.sharding.stages import experts_here, layers_here
 from expertmesh.sharding.state import local_tensor
 

@@ -63,7 +63,7 @@ def open_origin(path: Path, base: Path | None, names: Names) -> Checkpoint:
     Raises:
         ExpertMeshError: it is no longer there, or damaged.
     """
-    from .training_state.untrained_record import origin_of
+    from .training_state.marker import origin_of
 
     directory = origin_of(path) if base is None else base
     return open_checkpoint(open_source(directory), names)

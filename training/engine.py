@@ -24,10 +24,9 @@ from ..checkpoints.files.directories import write_errors
 from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.source import Checkpoint, ModelSource
 from ..checkpoints.load import load_model, shard_and_load
-from ..checkpoints.training_state.marker import is_complete
+from ..checkpoints.training_state.marker import check_carried, is_complete
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
-from ..checkpoints.training_state.untrained_record import check_carried
 from ..moe.experts.lora import store_frozen, to_quantize
 from ..moe.experts.model_layers import moe_shape
 from ..moe.experts.router_stats import Routing

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..sharding.mesh import Mesh
+from ..sharding.parallelize.parallelize import free_gathered
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch, Padding, collate
 from .data.sequences import Rows, share_out
-from .inference import inference
 from .micro_batch import token_loss_sum
 from .pipelined import pipelined_loss_sum
 
@@ -108,3 +109,22 @@ class Best:
         """For a checkpoint; `Best(**state)` brings it back."""
         # JSON has no infinity
         return {} if math.isinf(self.loss) else asdict(self)
+
+
+@contextmanager
+def inference(model: Any) -> Iterator[None]:
+    """No gradients, dropout, jitter, activation checkpointing or compiled code; afterwards the model is as it was.
+
+    Call it where no forward waits for its backward, and run at least one forward in it.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        # compiled code would be compiled anew for this mode and, as generations grow, for KV caches
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(was_training)
+        # without a backward the root, and with --no-reshard-after-forward every unit, keeps its gathered parameters,
+        # which would outlive the next update of their shards
+        free_gathered(model)

@@ -5,7 +5,7 @@ Shape suffixes: B prompts on this rank, S positions.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.pipeline.pipeline import pipeline_of
 from ..sharding.runtime.process import Ranks
-from .inference import inference
+from .evaluate import inference
 from .pipelined import through_stages
 
 
@@ -64,7 +64,8 @@ def generate(
         # a KV cache tells its length by the first layer, which other stages have not
         use_cache=pipeline is None,
     )
-    with inference(model), _generation_config(model, settings), through_stages(model):
+    stages = nullcontext() if pipeline is None else through_stages(model, pipeline)
+    with inference(model), _generation_config(model, settings), stages:
         out_BS = model.generate(
             tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
         )

@@ -40,7 +40,7 @@ from .config.train_config import TrainConfig
 from .data.batch import IGNORED, Batch
 from .data.chat import answer_ends
 from .engine import Engine
-from .inference import inference
+from .evaluate import inference
 from .loss.balance import choose_balance
 from .micro_batch import StepCounts, count_step
 from .monitoring.meter import Meter

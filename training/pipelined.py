@@ -24,8 +24,7 @@ from ..moe.experts.router_stats import RouterStats, Routing, routing_of
 from ..sharding.parallelize.parallelize import forget_forwards
 from ..sharding.parallelize.weight_gradients import weight_gradients
 from ..sharding.pipeline.cut import StageForward
-from ..sharding.pipeline.messages import Messages, Shapes
-from ..sharding.pipeline.pipeline import Pipeline, pipeline_of
+from ..sharding.pipeline.pipeline import Messages, Pipeline, Shapes, adding_to_shared, pipeline_of
 from ..sharding.pipeline.schedule import (
     Action,
     Event,
@@ -35,7 +34,6 @@ from ..sharding.pipeline.schedule import (
     forward_schedule,
     make_schedule,
 )
-from ..sharding.pipeline.shared import adding_to_shared
 from ..sharding.pipeline.survey import Size
 from ..sharding.stages import Stages
 from ..sharding.state import parameters_of
@@ -92,13 +90,9 @@ def _forward_events(pp_size: int, chunks: int, micro_batches: int) -> tuple[tupl
 
 
 @contextmanager
-def through_stages(model: Any) -> Iterator[None]:
+def through_stages(model: Any, pipeline: Pipeline) -> Iterator[None]:
     """Within it, a call of a model that is cut, on all pp indices together, runs all of its stages, and gives each of
-    them the logits of the last position, (B, 1, V) fp32. Without gradients. Of one that is not cut, nothing changes."""
-    pipeline = pipeline_of(model)
-    if pipeline is None:
-        yield
-        return
+    them the logits of the last position, (B, 1, V) fp32. Without gradients."""
     run_stage = model.forward
 
     @wraps(run_stage)

@@ -14,9 +14,8 @@ from ..files.encodings import TensorInfo
 from ..files.file_layout import DiskTensor, Region
 from ..hf.reader import Piece
 from ..hf.source import Checkpoint, open_source, well_formed
-from .marker import MARKER, check_file, read_marker, recorded_transposed
+from .marker import MARKER, check_file, read_marker, recorded_transposed, with_carried
 from .state_table import StateReader, load_state
-from .untrained_record import with_carried
 
 
 class TrainingReader:

@@ -29,9 +29,8 @@ from ..files.checksums import file_checksum, seal
 from ..files.directories import finish_replacement, replace_directory, temporary_beside
 from ..hf.side_files import copy_side_files
 from ..hf.source import Checkpoint
-from .marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
+from .marker import FORMAT, MARKER, VERSION, record, step_of, whole_checkpoints
 from .state_table import brief
-from .untrained_record import record
 
 BEST = "best"
 

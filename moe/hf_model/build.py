@@ -29,7 +29,6 @@ from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import keep, key_of, recall
 from .probe import answering_host, leaving_no_trace, probe, runs, unmet_by_text
-from .rope import forget_earlier_rows
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
@@ -60,7 +59,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
         facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
         keep(key, facts)
     _fill_buffers(model)
-    forget_earlier_rows(model)
+    _forget_earlier_rows(model)
     swap_experts(model, facts.experts)
     _check_alike(model)
     give_facts(model, facts)
@@ -324,6 +323,25 @@ def _with_models(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module
     yield owner, module
     for child in module.children():
         yield from _with_models(child, owner)
+
+
+def _forget_earlier_rows(model: Any) -> None:
+    """Have rotary embeddings of type `dynamic` depend on the current batch alone, in place: by default they depend on
+    the longest sequence so far, so a step would depend on the steps before it, and on evaluations between them."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind, rope_type in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
+            if rope_type == "dynamic":
+                module.register_forward_pre_hook(_ForgetRows(f"{kind}_" if kind else ""))
+
+
+class _ForgetRows:
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+
+    def __call__(self, rotary: Any, args: Any) -> None:
+        setattr(rotary, f"{self.prefix}inv_freq", getattr(rotary, f"{self.prefix}original_inv_freq"))
+        setattr(rotary, f"{self.prefix}max_seq_len_cached", rotary.original_max_seq_len)
 
 
 def swap_experts(model: nn.Module, seen: Mapping[str, SeenExperts]) -> None:

@@ -284,25 +284,6 @@ def check_rope(model: Any, scaling: RopeScaling) -> None:
         )
 
 
-def forget_earlier_rows(model: Any) -> None:
-    """Have rotary embeddings of type `dynamic` depend on the current batch alone, in place: by default they depend on
-    the longest sequence so far, so a step would depend on the steps before it, and on evaluations between them."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind, rope_type in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
-            if rope_type == "dynamic":
-                module.register_forward_pre_hook(_Forget(f"{kind}_" if kind else ""))
-
-
-class _Forget:
-    def __init__(self, prefix: str):
-        self.prefix = prefix
-
-    def __call__(self, rotary: Any, args: Any) -> None:
-        setattr(rotary, f"{self.prefix}inv_freq", getattr(rotary, f"{self.prefix}original_inv_freq"))
-        setattr(rotary, f"{self.prefix}max_seq_len_cached", rotary.original_max_seq_len)
-
-
 def _by_kind(scaling: RopeScaling, found: Mapping[str | None, Any]) -> dict[str | None, Mapping[str, Any]]:
     """The requested tables, by the kinds of layers that the config has."""
     names = ", ".join(str(kind) for kind in found)

@@ -3,9 +3,13 @@
 A rank that hangs cannot say so itself. A thread of each rank checks whether its main thread has made progress in
 --ddp-timeout seconds; if not, it writes down step, layer, collectives and the stacks of all threads, and ends the
 process. It acts just before the collective's own time limit, which over NCCL would end the process without a word.
+
+Of collectives it knows what torch's flight recorder does. That keeps the latest ones, over gloo as over NCCL, once
+TORCH_FR_BUFFER_SIZE is set: `start_process_group` sets it.
 """
 
 import faulthandler
+import json
 import math
 import os
 import sys
@@ -14,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,13 +26,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ...moe.experts.model_layers import decoder_layers
-from ...moe.torch_private import _current_graph_task_id
+from ...moe.torch_private import FLIGHT_RECORDERS, _current_graph_task_id, _distributed_c10d
 from ...moe.util.command import INTERRUPTED, end_at_once
 from ...moe.util.errors import ExpertMeshError
+from ..collectives.groups import group_name
 from ..stages import stages_of
 from ..torchrun import started_by_torchrun
 from .failures import Notice, Notices, end_as_cause, end_as_consequence, is_broken_collective, is_timeout, show
-from .flight_recorder import recorded_collectives
 from .process import Ranks
 
 STUCK = "stuck"
@@ -289,3 +294,44 @@ def _innermost_line(error: Exception | None) -> str:
 
 def _is_own(file: Path) -> bool:
     return file.is_relative_to(_ROOT) and "site-packages" not in file.parts
+
+
+@dataclass(frozen=True)
+class Collective:
+    """name: such as all_to_all. group: see `group_name`; or the group's number. sizes, dtypes: of the
+    inputs. began: seconds ago. state: scheduled, started or completed; empty over gloo, which does not update it."""
+
+    name: str
+    group: str
+    sizes: list[list[int]]
+    dtypes: list[str]
+    began: float
+    state: str
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{dtype} {size}" for size, dtype in zip(self.sizes, self.dtypes, strict=False))
+        state = f", {self.state}" if self.state else ""
+        return f"{self.name} over {self.group} of {what or 'nothing'}, called {self.began:.1f} s ago{state}"
+
+
+def recorded_collectives() -> list[Collective]:
+    """The latest collectives, oldest first; none where nothing is recorded."""
+    now = time.time_ns()
+    entries: list[dict[str, Any]] = []
+    for dump in FLIGHT_RECORDERS:
+        if hasattr(_distributed_c10d, dump):
+            entries += json.loads(getattr(_distributed_c10d, dump)()).get("entries", [])
+    return [_collective(entry, now) for entry in sorted(entries, key=lambda e: int(e["time_created_ns"]))]
+
+
+def _collective(entry: dict[str, Any], now: int) -> Collective:
+    number, description = entry["process_group"]
+    backend, _, name = entry["profiling_name"].partition(":")
+    return Collective(
+        name,
+        group_name(description) or f"group {number}",
+        entry["input_sizes"],
+        entry["input_dtypes"],
+        (now - int(entry["time_created_ns"])) / 1e9,
+        "" if backend == "gloo" else entry["state"],
+    )

@@ -126,8 +126,8 @@ def test_the_recorder_knows_collectives_over_nccl(ranks: RankPool) -> None:
 
 def _reduce_on_a_gpu() -> None:
     from expertmesh.sharding.mesh import build_mesh
-    from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
     from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+    from expertmesh.sharding.runtime.watchdog import recorded_collectives
 
     ranks = start_process_group(use_cpu=False, timeout_seconds=60)
     build_mesh("cuda", Topology(1, 1))
@@ -146,7 +146,7 @@ def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
 
 def _gather_over_ep() -> str:
     from expertmesh.sharding.mesh import build_mesh
-    from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
+    from expertmesh.sharding.runtime.watchdog import recorded_collectives
 
     mesh = build_mesh("cpu", Topology(4, 2))
     dist.all_gather([torch.empty(2), torch.empty(2)], torch.zeros(2), group=mesh.ep.get_group())

@@ -19,7 +19,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import Mesh, build_mesh
 from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.parallelize.dispatchers import choose_dispatcher
-from expertmesh.sharding.runtime.flight_recorder import recorded_collectives
+from expertmesh.sharding.runtime.watchdog import recorded_collectives
 from expertmesh.sharding.topology import Axis, DenseShard, Topology, check_sizes
 from tests.distributed.pool import RankPool
 

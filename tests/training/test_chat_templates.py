@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.data import message_spans as spans
+from expertmesh.training.data import chat as spans
 from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.samples import DataOptions, load_samples

@@ -14,7 +14,7 @@ from expertmesh.training.attention.context_parallel_attention import apply_conte
 from expertmesh.training.attention.packed_attention import OWN
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.inference import inference
+from expertmesh.training.evaluate import inference
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compile_layers

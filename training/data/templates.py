@@ -336,10 +336,11 @@ TEMPLATES = {
     "olmoe": _OLMOE,
 }
 
-# a token that only vocabularies made for the template have
-_MARKS = {"chatml": "<|im_start|>", "harmony": "<|channel|>", "deepseek": "<｜Assistant｜>", "glm": "<|observation|>"}
-
-
-def template_for(vocabulary: dict[str, int]) -> str:
-    """Name of the built-in template whose own token is in the vocabulary; mistral, which has none, for all others."""
-    return next((name for name, mark in _MARKS.items() if mark in vocabulary), "mistral")
+OWN_TOKENS = {
+    "chatml": "<|im_start|>",
+    "harmony": "<|channel|>",
+    "deepseek": "<｜Assistant｜>",
+    "glm": "<|observation|>",
+}
+"""A token that only vocabularies made for the template have, which is the one for them. Mistral has no such token:
+it is for all others."""
