@@ -148,6 +148,10 @@ class Routing:
         )
 
 
+NO_ROUTING = Routing(torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.float64), torch.empty(0))
+"""In the place of one that is kept elsewhere."""
+
+
 def routing_of(stats: Sequence[RouterStats]) -> Routing:
     """This rank's part in one forward, on its device."""
     counts_LE = torch.stack([s.counts_E for s in stats])

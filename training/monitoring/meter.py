@@ -5,14 +5,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ...moe.experts.router_stats import Routing, over_ranks
+from ...moe.experts.router_stats import NO_ROUTING, Routing, over_ranks
 from ...moe.hf_model.counts import ParameterCounts, training_flops
 from ..loss.balance import LossWeights
 from ..metrics import METRICS, Metric
@@ -153,7 +153,8 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         """One step more."""
-        self.steps.append(result)
+        # where the routing went is added up: each step's own would fill a device that logs seldom
+        self.steps.append(replace(result, routing=NO_ROUTING))
         if result.is_finite:
             self.routing = result.routing if self.routing is None else self.routing + result.routing
 
