@@ -93,7 +93,7 @@ def test_what_does_not_belong_together_is_refused(
     assert "had --adapter lora, this one has none" in refused("--resume", saved, "--adapter", "none")
     assert "--lora-targets shared-experts: this model has none" in refused("--lora-targets", "shared-experts")
     assert "did you mean q_proj" in refused("--lora-targets", "q_prj")
-    assert "neither one of" in refused("--lora-targets", "layers.(0")
+    assert "neither a group (" in refused("--lora-targets", "layers.(0")
     assert "leave out --freeze" in refused("--freeze", "router")
     assert "--optim muon" in refused("--optim", "muon")
     assert "have no router bias" in refused("--router-bias-update-rate", "0.001")

@@ -85,7 +85,7 @@ def test_what_is_not_quantized_is_told() -> None:
     [
         (["shared-experts"], "this model has none; it has attention, experts, router"),
         (["q_prj"], "no linear layer has that in its name; did you mean q_proj"),
-        (["("], "neither one of experts, router, attention"),
+        (["("], r"neither a group \(experts, router, attention"),
         (["lm_head"], "no linear layer has that in its name"),
     ],
 )

@@ -4,9 +4,8 @@ A frozen parameter has no gradient, so that nothing is reduced for it, and no op
 and saved like the others.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers, layer_prefixes, router_prefixes
 from ...moe.util.errors import ExpertMeshError
+from .selection import select
 
 _Names = dict[str, nn.Parameter]
 
@@ -50,7 +50,9 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     names: _Names = dict(model.named_parameters(remove_duplicate=False))
     groups = groups_of(model)
     for entry in entries:
-        found = groups[entry] if entry in groups else _by_pattern(entry, names, groups)
+        found = groups.get(entry)
+        if found is None:
+            found = {name: names[name] for name in select("--freeze", entry, names, "parameter", groups, names)}
         if not found:
             raise ExpertMeshError(
                 f"--freeze {entry}: this model has none; it has {', '.join(name for name in groups if groups[name])}"
@@ -63,23 +65,6 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     if frozen == total:
         raise ExpertMeshError(f"--freeze {' '.join(entries)}: leaves nothing to train")
     return Frozen(tuple(entries), frozen, total)
-
-
-def _by_pattern(entry: str, names: _Names, groups: Mapping[str, _Names]) -> _Names:
-    try:
-        pattern = re.compile(entry)
-    except re.error as error:
-        raise ExpertMeshError(
-            f"--freeze {entry}: neither a group ({', '.join(groups)}) nor a regular expression: {error}"
-        ) from error
-    found = {name: parameter for name, parameter in names.items() if pattern.search(name)}
-    if not found:
-        near = difflib.get_close_matches(entry, [*groups, *names], n=3, cutoff=0.4)
-        raise ExpertMeshError(
-            f"--freeze {entry}: no parameter has that in its name; "
-            + (f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(groups)}")
-        )
-    return found
 
 
 def groups_of(model: Any) -> dict[str, _Names]:

@@ -1,8 +1,6 @@
 """Which modules get adapters: --adapter and --lora-targets."""
 
-import difflib
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefi
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from .freezing import groups_of
+from .selection import select
 
 
 @dataclass(frozen=True)
@@ -122,24 +121,9 @@ def _targets_by_name(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, s
     return found
 
 
-def _by_pattern(
-    target: str, named: Mapping[str, set[str]], linear: Mapping[str, nn.Module], routers: set[str]
-) -> set[str]:
+def _by_pattern(target: str, named: Iterable[str], linear: Iterable[str], routers: Iterable[str]) -> set[str]:
     """Linear layers with that in their names; where there are none, routers."""
-    names = ["experts", "router", *named]
-    try:
-        pattern = re.compile(target)
-    except re.error as error:
-        raise ExpertMeshError(
-            f"--lora-targets {target}: neither one of {', '.join(names)} nor a regular expression: {error}"
-        ) from error
-    found = {path for path in linear if pattern.search(path)} or {path for path in routers if pattern.search(path)}
-    if not found:
-        near = difflib.get_close_matches(
-            target, [*names, *{path.rpartition(".")[2] for path in linear}], n=3, cutoff=0.4
-        )
-        raise ExpertMeshError(
-            f"--lora-targets {target}: no linear layer has that in its name; "
-            + (f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}")
-        )
-    return found
+    groups = ("experts", "router", *named)
+    last_names = sorted({path.rpartition(".")[2] for path in linear})
+    found = select("--lora-targets", target, (*linear, *routers), "linear layer", groups, last_names)
+    return found & set(linear) or found
