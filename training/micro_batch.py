@@ -20,7 +20,7 @@ from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ..moe.hf_model.counts import seen_pairs
 from ..sharding.pipeline.pipeline import stage_group
-from .attention.packed_attention import attention_arguments, told_whether_packed
+from .attention.packed_attention import run_model
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
@@ -144,15 +144,3 @@ def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> 
     forward = forward or forward_of(batch)
     assert forward.targets is not None
     return loss_head(model).loss_of(run_model(model, batch, forward).logits, forward.targets)
-
-
-def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
-    """What a call of the model gives for a micro-batch."""
-    # masks are made before the model is called
-    with forward, told_whether_packed(model, batch):
-        return model(
-            **attention_arguments(model, batch),
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            use_cache=False,
-        )

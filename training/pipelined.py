@@ -37,10 +37,11 @@ from ..sharding.pipeline.schedule import (
 from ..sharding.pipeline.survey import Size
 from ..sharding.stages import Stages
 from ..sharding.state import parameters_of
+from .attention.packed_attention import run_model
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
-from .micro_batch import StepCounts, forward_of, run_model, weigh_losses
+from .micro_batch import StepCounts, forward_of, weigh_losses
 
 
 def pipelined_gradients(

@@ -12,7 +12,7 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import RouterStats
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
+from expertmesh.training.attention.packed_attention import OWN, run_model
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import pack
@@ -86,13 +86,8 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 @torch.no_grad()
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
-    with Forward(batch.is_token_BS) as forward, told_whether_packed(model, batch):
-        out = model(
-            **attention_arguments(model, batch),
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            use_cache=False,
-        )
+    forward = Forward(batch.is_token_BS)
+    out = run_model(model, batch, forward)
     losses = F.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
     )

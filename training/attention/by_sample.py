@@ -27,7 +27,7 @@ from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
 from .layer_kinds import kinds_by_layer, seen_by_mask
-from .packed_attention import attention_arguments, tells_window, told_whether_packed
+from .packed_attention import run_model, tells_window
 
 _ALIKE = 0.75
 """Samples that are at least this fraction as long as the longest are padded to its length."""
@@ -310,14 +310,7 @@ def _run(model: Any, batch: Batch) -> Tensor:
 
     for layer, form in zip(decoder_layers(model), _forms(model), strict=True):
         layer.forward = once(layer.forward, form)
-    with told_whether_packed(model, batch), Forward(batch.is_token_BS, segments=batch.segments):
-        output = model(
-            **attention_arguments(model, batch),
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            use_cache=False,
-        )
-    logits_BSV: Tensor = output.logits
+    logits_BSV: Tensor = run_model(model, batch, Forward(batch.is_token_BS, segments=batch.segments)).logits
     return logits_BSV
 
 

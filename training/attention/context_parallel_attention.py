@@ -35,13 +35,7 @@ from .by_heads import SplitFunctions, find_split_functions
 from .by_sample import BySample
 from .complete_sequences import CompleteSequences, mixers_of
 from .layer_kinds import kinds_by_layer, seen_by_mask, seen_in
-from .packed_attention import (
-    CP_PREFIX,
-    OWN,
-    attention_arguments,
-    told_whether_packed,
-    window_told,
-)
+from .packed_attention import CP_PREFIX, OWN, run_model, window_told
 
 _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
@@ -215,16 +209,10 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
 
     samples = [Sample.of_prompt([0] * _unlike_sizes(model, size) * size, 1)] * 2
     batch = collate([samples if packing else samples[:1]] * 3, cp_group).to(torch.device("meta"))
-    with (
-        without_computing(model),
-        told_whether_packed(model, batch),
-        Forward(split=batch.split, segments=batch.segments),
-    ):
+    with without_computing(model):
         AttentionInterface.register(CP_PREFIX + inner, remembered)
         try:
-            arguments = attention_arguments(model, batch)
-            tokens_BS, positions_BS = batch.tokens_BS, batch.positions_BS
-            model(**arguments, input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+            run_model(model, batch, Forward(split=batch.split, segments=batch.segments))
         except ExpertMeshError:
             raise
         except Exception as error:
