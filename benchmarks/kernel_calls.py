@@ -88,8 +88,8 @@ def _permute(dtype: torch.dtype) -> None:
     fused_combine_backward(tokens, rows, weights, position, is_kept)
 
 
-def _widening(dtype: torch.dtype) -> None:
-    from expertmesh.moe.linear.widen_triton import fused_fp8, fused_nf4
+def _dequantizing(dtype: torch.dtype) -> None:
+    from expertmesh.moe.linear.dequantize_triton import fused_fp8, fused_nf4
 
     fused_fp8(_empty(torch.uint8, F, D), _empty(torch.float32, F, 1), dtype)
     pairs = _empty(torch.float32, 256, 2)
@@ -182,7 +182,7 @@ EXAMPLES = [
     Example(_permute, torch.float32, CHOICES),
     Example(_norms, torch.bfloat16, NORMS),
     Example(_rotary, torch.bfloat16),
-    Example(_widening, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
+    Example(_dequantizing, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
     Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(_divided_cross_entropy, torch.bfloat16, dict.fromkeys(("targets", *ROW_FIGURES), ONE)),

@@ -160,9 +160,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     source, how = _resolve(arguments.source, "convert"), _how(arguments)
     read_ahead(source, READ_AHEAD)
-    widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
-    if widened:
-        print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(widened)}"))
+    dequantized = convert(source, arguments.out, arguments.ep_size, dtype, how)
+    if dequantized:
+        print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(dequantized)}"))
     _tell(f"wrote EP shards, ep {arguments.ep_size}: {_written(arguments.out)}")
     return 0
 

@@ -34,7 +34,7 @@ from .files.directories import (
     write_errors,
 )
 from .files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
-from .files.encodings import WIDE, Encoding, pack, scale_values, widen
+from .files.encodings import WIDE, Encoding, dequantize, pack, scale_values
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, Region, hf_index, plan_hf_files
 from .hf.reader import ParameterReader, SafetensorsReader, gather, kept_encodings, tied_copies_that_differ
 from .hf.side_files import copy_side_files, side_files
@@ -445,7 +445,7 @@ def _encoded_blocks(output: OutputTensor, encoding: Encoding, reader: ParameterR
             yield contiguous(stored), 0
             continue
         codes = reader.codes(region.parameter, rows)
-        wide = widen(codes, scale_values(stored, encoding.scale_dtype), encoding, (0, 0))
+        wide = dequantize(codes, scale_values(stored, encoding.scale_dtype), encoding, (0, 0))
         yield contiguous(pack(codes, encoding)), row_sum(wide, rows.start - region.rows.start)
 
 

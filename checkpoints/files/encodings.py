@@ -297,7 +297,7 @@ def scale_values(stored: Array, dtype: str) -> Any:
     return scales.view(torch_dtype(dtype)).float()
 
 
-def widen(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int]) -> Array:
+def dequantize(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int]) -> Array:
     """Dequantize: values, in bfloat16's bits, from codes, one per byte.
 
     Args:

@@ -22,7 +22,7 @@ from ..files.dtypes import (
     same_values,
     wider,
 )
-from ..files.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
+from ..files.encodings import WIDE, Encoding, TensorInfo, dequantize, scale_values, strips, unpack
 from ..files.file_layout import DiskTensor, Region, overlap
 from ..files.paths import fill_from
 
@@ -208,7 +208,7 @@ class SafetensorsReader:
         matrix, place = tensor.matrix(region), region.on_disk(rows)
         run = range(place.start, place.stop)
         if info.encoding is not None:
-            data = self._widened(tensor, region, *((range(matrix[0]), run) if region.transposed else (run, None)))
+            data = self._dequantized(tensor, region, *((range(matrix[0]), run) if region.transposed else (run, None)))
             return data[:, :: region.step] if region.transposed else data[:: region.step]
         item = DTYPE_BYTES[info.dtype]
         row_bytes = prod(matrix[1:]) * item
@@ -220,7 +220,7 @@ class SafetensorsReader:
         data = self._box(info.file, offset, row_bytes, range(matrix[0]), columns)
         return data.view(ARRAY_TYPES[info.dtype])[:, :: region.step]
 
-    def _widened(self, tensor: DiskTensor, region: Region, rows: range, columns: range | None) -> Array:
+    def _dequantized(self, tensor: DiskTensor, region: Region, rows: range, columns: range | None) -> Array:
         """A rectangle of an encoded matrix, in bfloat16's bits; None: all of its columns."""
         info = self.infos[tensor.name]
         encoding, _ = info.encoded
@@ -235,7 +235,7 @@ class SafetensorsReader:
                 strip.start // block - rows.start // block, (strip.stop - 1) // block + 1 - rows.start // block
             )
             codes = self._codes(info, region.index, strip, columns)
-            wide[strip.start - rows.start : strip.stop - rows.start] = widen(
+            wide[strip.start - rows.start : strip.stop - rows.start] = dequantize(
                 codes, scales[blocks], encoding, (strip.start, columns.start)
             )
         return wide.T if encoding.transposed else wide

@@ -22,7 +22,7 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ..files.codes import by_blocks, spread
 from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_tensor, contiguous
-from ..files.encodings import WIDE, Encoding, StoredForm, encode, pack, scale_values, widen
+from ..files.encodings import WIDE, Encoding, StoredForm, dequantize, encode, pack, scale_values
 from ..files.file_layout import DiskTensor, OutputTensor, Region
 from .reader import SafetensorsReader
 
@@ -265,7 +265,7 @@ def requantize(
     rows, columns = encoding.num_scales(values.shape)
     kept_rc = torch.zeros(rows, columns, dtype=torch.bool)
     if original is not None:
-        stood_for = widen(original[0], scale_values(original[1], encoding.scale_dtype), encoding, (0, 0))
+        stood_for = dequantize(original[0], scale_values(original[1], encoding.scale_dtype), encoding, (0, 0))
         differs_RC = as_tensor(stood_for, WIDE).float() != values_RC
         kept_rc = ~by_blocks(differs_RC, encoding.block).any(dim=3).any(dim=1)
         if kept_rc.all():
@@ -282,7 +282,7 @@ def requantize(
 def _errors(
     values_RC: torch.Tensor, codes: Array, scales: Array, encoding: Encoding, encoded_rc: torch.Tensor
 ) -> Errors:
-    found = as_tensor(widen(codes, scale_values(scales, encoding.scale_dtype), encoding, (0, 0)), WIDE).float()
+    found = as_tensor(dequantize(codes, scale_values(scales, encoding.scale_dtype), encoding, (0, 0)), WIDE).float()
     encoded_RC = spread(encoded_rc, encoding.block, values_RC.shape)
     off_RC, values_RC = (found - values_RC).abs() * encoded_RC, values_RC.abs() * encoded_RC
     largest_rc = by_blocks(values_RC, encoding.block).amax(dim=(1, 3))

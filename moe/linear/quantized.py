@@ -105,11 +105,11 @@ def fill(codes: Tensor, scales: Tensor, rows: Tensor, storage: Storage) -> None:
     step = max(1, _STRIP // storage.columns)
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
-        new_codes, new_scales = quantise(rows[part].to(codes.device), storage)
+        new_codes, new_scales = quantize(rows[part].to(codes.device), storage)
         codes[part], scales[part] = new_codes, new_scales
 
 
-def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
+def quantize(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     """Quantize rows: (codes, scales)."""
     values = rows.float()
     if storage.kind == "fp8":
@@ -125,14 +125,14 @@ def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     return nearest[:, 0::2] | (nearest[:, 1::2] << 4), scales.contiguous().view(torch.uint8)
 
 
-def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
     """Dequantize: the rows that codes and scales stand for, multiplied in fp32, rounded once. In one Triton kernel on a
     GPU; some at a time on a CPU."""
     codes = codes.view(torch.uint8)
     if storage.kind == "fp8":
         codes = codes[:, : storage.columns]
     if takes_triton(codes):
-        from .widen_triton import fused_fp8, fused_nf4
+        from .dequantize_triton import fused_fp8, fused_nf4
 
         factors = scales.contiguous().view(torch.float32)
         if storage.kind == "fp8":
@@ -171,14 +171,14 @@ class _StoredLinear(torch.autograd.Function):
     def forward(ctx: Any, x_MI: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.storage, ctx.is_transposed = storage, is_transposed
-        weight = widen(codes, scales, storage, x_MI.dtype)
+        weight = dequantize(codes, scales, storage, x_MI.dtype)
         return padded_matmul(x_MI, weight if is_transposed else weight.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales = ctx.saved_tensors
-        weight = widen(codes, scales, ctx.storage, grad_MO.dtype)
+        weight = dequantize(codes, scales, ctx.storage, grad_MO.dtype)
         product = matmul(pad_rows(grad_MO), weight.t() if ctx.is_transposed else weight)
         return product[: len(grad_MO)], *(None,) * 4
 
@@ -281,7 +281,7 @@ def _by_few(
     for first in range(0, num_experts, few):
         last = min(first + few, num_experts)
         rows = slice(first * rows_an_expert, last * rows_an_expert)
-        weight = widen(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
+        weight = dequantize(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
         x = x_RI[places[first].start : places[last - 1].stop] if places else x_RI
         outputs.append(product(x, counts_e[first:last], weight.transpose(1, 2) if is_transposed else weight))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

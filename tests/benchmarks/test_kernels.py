@@ -147,8 +147,8 @@ def test_no_kernel_is_compiled_anew_for_another_number_of_rows() -> None:
     compiled = json.loads(done.stdout)
     assert {f"{module}.{name}" for module, name in launched_kernels()} - compiled.keys() == {
         # these see parameters, whose shapes stay
-        "expertmesh.moe.linear.widen_triton._fp8_kernel",
-        "expertmesh.moe.linear.widen_triton._nf4_kernel",
+        "expertmesh.moe.linear.dequantize_triton._fp8_kernel",
+        "expertmesh.moe.linear.dequantize_triton._nf4_kernel",
         "expertmesh.training.optim.low_bit_triton._8bit_kernel",
         "expertmesh.training.optim.low_bit_triton._bf16_kernel",
         "expertmesh.training.optim.low_bit_triton._fp32_kernel",

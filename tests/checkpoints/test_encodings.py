@@ -19,7 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.files.dtypes import as_tensor
-from expertmesh.checkpoints.files.encodings import Encoding, pack, scale_values, unpack, widen
+from expertmesh.checkpoints.files.encodings import Encoding, dequantize, pack, scale_values, unpack
 from expertmesh.checkpoints.hf.reader import gather
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -103,8 +103,8 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_export_is_what_transformers_widens(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """Every bit, in bf16, and a config that no longer says that anything is quantised."""
+def test_export_is_what_transformers_dequantizes(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Every bit, in bf16, and a config that no longer says that anything is quantized."""
     assert run("export", sources[name], tmp_path / "hf") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -129,7 +129,7 @@ def test_any_code_times_any_scale(codes: Any, scale_dtype: str) -> None:
         values = scales.float()
     raw = scales.view(torch.uint8).reshape(4, -1).numpy()
     encoding = Encoding(codes, BLOCK, scale_dtype)
-    found = as_tensor(widen(stored.numpy(), scale_values(raw, scale_dtype), encoding, (0, 0)), "BF16")
+    found = as_tensor(dequantize(stored.numpy(), scale_values(raw, scale_dtype), encoding, (0, 0)), "BF16")
     want = from_fp8(stored.view(dtype), values)
     assert torch.equal(found.view(torch.int16), want.view(torch.int16)), "NaNs too"
 
@@ -139,7 +139,7 @@ def test_every_byte_and_exponent_of_mxfp4() -> None:
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
     want = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)[0]
     codes = unpack(blocks.view(255, 256).numpy(), MXFP4)
-    found = as_tensor(widen(codes, scale_values(scales[0].numpy(), "U8"), MXFP4, (0, 0)), "BF16")
+    found = as_tensor(dequantize(codes, scale_values(scales[0].numpy(), "U8"), MXFP4, (0, 0)), "BF16")
     assert torch.equal(found.view(torch.int16), want.contiguous().view(torch.int16))
     assert (pack(codes, MXFP4) == blocks.view(255, 256).numpy()).all()
 
@@ -153,7 +153,7 @@ def test_any_rectangle() -> None:
         for columns in (range(29), range(1, 3), range(7, 25), range(28, 29)):
             down, across = (slice(run.start // 8, (run.stop - 1) // 8 + 1) for run in (rows, columns))
             box = codes.view(torch.uint8)[rows.start : rows.stop, columns.start : columns.stop].numpy()
-            wide = widen(box, scales[down, across], FP8, (rows.start, columns.start))
+            wide = dequantize(box, scales[down, across], FP8, (rows.start, columns.start))
             assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
 
 
@@ -182,7 +182,7 @@ def test_shards_keep_the_encoding(
     assert "bitwise equal" in capsys.readouterr().out
 
 
-def test_blocks_of_two_experts_are_widened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_of_two_experts_are_dequantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """12 rows an expert, a scale for 8: row by row they cannot stay as they are."""
     save_fp8(tiny_model("deepseek_v3", seed=1, moe_intermediate_size=12), tmp_path / "model")
     assert run("convert", tmp_path / "model", tmp_path / "ep2", "--ep-size", 2) == 0

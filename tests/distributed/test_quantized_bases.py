@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts.bf16_copies import local_part
-from expertmesh.moe.linear.quantized import SCALES, Kind, Storage, quantise, storages_of
+from expertmesh.moe.linear.quantized import SCALES, Kind, Storage, quantize, storages_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
@@ -56,7 +56,7 @@ def test_codes_are_never_cast(
     assert sum(".mlp.experts." in name for name in found) == 3 * len(theirs.model.layers)
     assert any("q_proj" in name for name in found)
     for name, parts in found.items():
-        expected = quantise(weights[name], Storage(kind, weights[name].shape[1]))
+        expected = quantize(weights[name], Storage(kind, weights[name].shape[1]))
         for part, whole in zip(parts, expected, strict=True):
             assert torch.equal(part, whole[: len(part)]), name
             assert len(part) == len(whole) // (topology.ep_size if ".mlp.experts." in name else 1)

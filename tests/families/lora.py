@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from expertmesh.moe.experts.lora import first_values, store_frozen
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.linear.quantized import quantise, widen
+from expertmesh.moe.linear.quantized import dequantize, quantize
 from expertmesh.sharding.state import adapters_of, state_of
 from expertmesh.training.data.batch import collate
 from expertmesh.training.model_setup.lora_targets import adapt
@@ -84,12 +84,12 @@ def round_weights(model: Any, kind: Any) -> None:
             continue
         if part.expert is None:
             rows = theirs[name].t() if part.transposed else theirs[name]
-            rows.copy_(widen(*quantise(rows, part.storage), part.storage, torch.float32))
+            rows.copy_(dequantize(*quantize(rows, part.storage), part.storage, torch.float32))
             continue
         place = part.expert.place
         whole = theirs[f"{name.rpartition('.mlp.')[0]}.{place.tensor}"]
         rows = our_rows(part.expert, whole)
-        rounded = widen(*quantise(rows, part.storage), part.storage, torch.float32)
+        rounded = dequantize(*quantize(rows, part.storage), part.storage, torch.float32)
         index = torch.arange(part.expert.rows_an_expert) * place.step + place.first
         whole.movedim(place.dim, 1).index_copy_(1, index, rounded.unflatten(0, (whole.shape[0], -1)))
 

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 4, "hybrid")], ids=str)
 @pytest.mark.parametrize("family", SAVE)
-def test_ranks_read_what_transformers_widens(
+def test_ranks_read_what_transformers_dequantizes(
     ranks: RankPool, models: dict[str, Path], family: str, topology: Topology
 ) -> None:
     """Each its own rows, from within blocks too, with the bits that one process gives."""
@@ -70,7 +70,7 @@ def _logits(path: Path, topology: Topology, family: str) -> tuple[torch.Tensor, 
 def test_trained_and_exported(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str
 ) -> None:
-    """The export is bf16, its config no longer says that it is quantised, and in transformers it gives the logits of
+    """The export is bf16, its config no longer says that it is quantized, and in transformers it gives the logits of
     the sharded model that it was written from."""
     argv = ["--model", str(models[family]), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
     argv += ["--max-steps", "2", "--save-steps", "2", "--learning-rate", "1e-3", "--ep-size", "4", *FIXED_PRODUCTS]

@@ -16,13 +16,13 @@ from expertmesh.moe.linear.quantized import (
     NF4,
     Kind,
     Storage,
+    dequantize,
     fill,
     nf4_pairs,
     places_of_few,
-    quantise,
+    quantize,
     stored_linear,
     stored_product,
-    widen,
 )
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
@@ -34,7 +34,7 @@ KINDS: list[Any] = ["fp8", "nf4"]
 
 def stored(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor, Storage]:
     storage = Storage(kind, weight.shape[1])
-    return *quantise(weight, storage), storage
+    return *quantize(weight, storage), storage
 
 
 @pytest.mark.parametrize("columns", [64, 128, 40, 73])
@@ -44,7 +44,7 @@ def test_error_is_bounded(kind: Any, columns: int) -> None:
     weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 7).unsqueeze(1)
     codes, scales, storage = stored(weight, kind)
     assert (codes.shape, scales.shape) == ((7, storage.code_bytes), (7, storage.scale_bytes))
-    wide = widen(codes, scales, storage, torch.float32)
+    wide = dequantize(codes, scales, storage, torch.float32)
     assert wide.shape == weight.shape
     if kind == "fp8":
         largest, step = weight.abs().amax(dim=1, keepdim=True), 2**-4
@@ -59,7 +59,7 @@ def test_error_is_bounded(kind: Any, columns: int) -> None:
 
 def test_nf4_keeps_its_own_values() -> None:
     weight = torch.tensor(NF4).repeat(3, 4) * torch.tensor([[1.0], [0.5], [3.0]])
-    assert torch.equal(widen(*stored(weight, "nf4"), torch.float32), weight)
+    assert torch.equal(dequantize(*stored(weight, "nf4"), torch.float32), weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,9 +68,9 @@ def test_zeros_and_rows_by_themselves(kind: Any) -> None:
     weight = torch.randn(9, 72, generator=torch.Generator().manual_seed(0))
     weight[4] = 0
     codes, scales, storage = stored(weight, kind)
-    assert not widen(codes, scales, storage, torch.float32)[4].any()
+    assert not dequantize(codes, scales, storage, torch.float32)[4].any()
     for rows in (slice(0, 2), slice(3, 8)):
-        alone = quantise(weight[rows], storage)
+        alone = quantize(weight[rows], storage)
         assert torch.equal(alone[0], codes[rows])
         assert torch.equal(alone[1], scales[rows])
     filled = torch.empty_like(codes), torch.empty_like(scales)
@@ -81,13 +81,13 @@ def test_zeros_and_rows_by_themselves(kind: Any) -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_widened_weight(kind: Any, is_transposed: bool) -> None:
+def test_products_are_those_of_the_dequantized_weight(kind: Any, is_transposed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 72, generator=generator), torch.randn(2, 5, 72, generator=generator)
     if is_transposed:
         x = x[..., :24].contiguous()
     codes, scales, storage = stored(weight, kind)
-    wide = widen(codes, scales, storage, torch.float32)
+    wide = dequantize(codes, scales, storage, torch.float32)
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
     out = stored_linear(x_1, codes, scales, storage, is_transposed)
     want = torch.nn.functional.linear(x_2, wide.t() if is_transposed else wide)
@@ -111,7 +111,7 @@ def test_experts_a_few_at_a_time(
     counts_e = torch.tensor([0, 3, 4, 0, 2])
     weight = torch.randn(5 * 16, 64, generator=generator)
     codes, scales, storage = stored(weight, kind)
-    weight_eOI = widen(codes, scales, storage, torch.float32).unflatten(0, (5, -1))
+    weight_eOI = dequantize(codes, scales, storage, torch.float32).unflatten(0, (5, -1))
     if is_transposed:
         weight_eOI = weight_eOI.transpose(1, 2)
     x = torch.randn(9, weight_eOI.shape[2], generator=generator)
@@ -189,21 +189,21 @@ def test_a_gradient_with_gaps(is_transposed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
 @pytest.mark.parametrize(("num_rows", "columns"), [(3, 64), (2, 100), (5, 4160), (1, 9001)])
-def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
+def test_dequantizing_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
     """Every number as torch's own operators make it, also the smallest, and of rows of zeros."""
-    from expertmesh.moe.linear.widen_triton import fused_fp8, fused_nf4
+    from expertmesh.moe.linear.dequantize_triton import fused_fp8, fused_nf4
 
     torch.manual_seed(0)
     storage = Storage(kind, columns)
     values = torch.randn(num_rows, columns) * torch.logspace(-3, 0, columns)
     values[1:2] = 0
-    codes, scales = quantise(values, storage)
+    codes, scales = quantize(values, storage)
     factors = scales.contiguous().view(torch.float32)
     if kind == "fp8":
         found = fused_fp8(codes[:, :columns].contiguous(), factors, dtype)
     else:
         found = fused_nf4(codes.contiguous(), factors, nf4_pairs(codes.device), columns, dtype)
-    expected = widen(codes, scales, storage, dtype)
+    expected = dequantize(codes, scales, storage, dtype)
     # the interpreter cuts off what half precision has no room for
     rtol = 0.0 if dtype == torch.float32 else 2**-10
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0 if dtype == torch.float32 else 1e-7)
@@ -211,7 +211,7 @@ def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns
 
 @interpreted
 def test_every_code_of_fp8() -> None:
-    from expertmesh.moe.linear.widen_triton import fused_fp8
+    from expertmesh.moe.linear.dequantize_triton import fused_fp8
 
     codes = torch.arange(256, dtype=torch.uint8).unsqueeze(0)
     found = fused_fp8(codes, torch.ones(1, 1), torch.float32)
@@ -223,8 +223,8 @@ def test_every_code_of_fp8() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
-def test_widening_on_a_gpu(kind: Kind) -> None:
+def test_dequantizing_on_a_gpu(kind: Kind) -> None:
     storage = Storage(kind, 4160)
-    codes, scales = quantise(torch.randn(64, 4160), storage)
-    expected = widen(codes, scales, storage, torch.bfloat16)
-    assert torch.equal(widen(codes.cuda(), scales.cuda(), storage, torch.bfloat16).cpu(), expected)
+    codes, scales = quantize(torch.randn(64, 4160), storage)
+    expected = dequantize(codes, scales, storage, torch.bfloat16)
+    assert torch.equal(dequantize(codes.cuda(), scales.cuda(), storage, torch.bfloat16).cpu(), expected)

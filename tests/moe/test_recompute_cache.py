@@ -14,7 +14,7 @@ from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, expert_or
 from expertmesh.moe.kernels.expert_kernels import FP8
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.kernel_registry import KERNELS
-from expertmesh.moe.linear.quantized import Storage, quantise, stored_product
+from expertmesh.moe.linear.quantized import Storage, quantize, stored_product
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import COUNTS, CPU_KERNELS, JOINED, fused
 from tests.moe.test_kernels import inputs as swiglu_inputs
@@ -127,7 +127,7 @@ def test_product(kernel: str, counts: list[int], is_transposed: bool) -> None:
 def test_stored_product(is_transposed: bool) -> None:
     torch.manual_seed(0)
     storage = Storage("fp8", 16)
-    codes, scales = quantise(torch.randn(3 * 24, 16), storage)
+    codes, scales = quantize(torch.randn(3 * 24, 16), storage)
     x_RI = torch.randn(7, 24 if is_transposed else 16, requires_grad=True)
     product, counts_e = KERNELS.get("loop").product, torch.tensor([4, 0, 3])
     assert product is not None

@@ -13,7 +13,7 @@ from expertmesh.moe.hf_model import build
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.tensor_plan import regions_of
 from expertmesh.moe.linear.fp8 import FP8Linear
-from expertmesh.moe.linear.quantized import Storage, quantise, stored_linear
+from expertmesh.moe.linear.quantized import Storage, quantize, stored_linear
 from expertmesh.moe.linear.rowwise import RowwiseLinear
 from expertmesh.sharding.state import state_of
 from tests.families.configs import is_older, tiny_config
@@ -68,7 +68,7 @@ def clamping(kind: str) -> Any:
         layer.bfloat16()
     else:
         storage = Storage(kind, 64)  # type: ignore[arg-type]
-        codes, scales = quantise(layer.weight.detach(), storage)
+        codes, scales = quantize(layer.weight.detach(), storage)
         return lambda x: stored_linear(x, codes, scales, storage)
     return layer
 

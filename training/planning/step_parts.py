@@ -115,12 +115,12 @@ STEP_PARTS: dict[str, StepModule] = {
         },
     ),
     "expertmesh.moe.kernels.weight_gradients": StepModule(None),
+    "expertmesh.moe.linear.dequantize_triton": StepModule(
+        "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}
+    ),
     "expertmesh.moe.linear.fp8": StepModule(None),
     "expertmesh.moe.linear.quantized": StepModule("dequantization"),
     "expertmesh.moe.linear.rowwise": StepModule(None),
-    "expertmesh.moe.linear.widen_triton": StepModule(
-        "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}
-    ),
     "expertmesh.moe.util.recompute_cache": StepModule(None),
     "expertmesh.sharding.clipping": StepModule("clipping"),
     "expertmesh.sharding.collectives.context_parallel": StepModule(None),
