@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..cpu.matmul import Linear
 from ..experts.model_layers import moe_layers
 from ..linear.rowwise import RowwiseLinear
+from ..util.gpu import computing_values
 from .probe import leaving_no_trace
 
 _LARGE = 2**16
@@ -27,7 +28,14 @@ _LARGE = 2**16
 @contextmanager
 def standing_in_for_weights(model: Any) -> Iterator[None]:
     """Within it, a model on the meta device computes on the CPU, in fp32, with stand-ins for its weights."""
-    with _on_one_thread(), torch.device("cpu"), torch.no_grad(), leaving_no_trace(model), _WithoutWeights():
+    with (
+        computing_values(),
+        _on_one_thread(),
+        torch.device("cpu"),
+        torch.no_grad(),
+        leaving_no_trace(model),
+        _WithoutWeights(),
+    ):
         for module in model.modules():
             module.training = False
             module._parameters = {

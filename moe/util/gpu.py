@@ -40,6 +40,17 @@ def rehearsing_gpu() -> Iterator[None]:
         _rehearsed = False
 
 
+@contextmanager
+def computing_values() -> Iterator[None]:
+    """Within it, also in a dry run of a GPU, tensors on the CPU have values and take a CPU's code paths."""
+    global _rehearsed
+    was_rehearsed, _rehearsed = _rehearsed, False
+    try:
+        yield
+    finally:
+        _rehearsed = was_rehearsed
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

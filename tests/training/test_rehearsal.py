@@ -1,8 +1,10 @@
 """A dry run of a step, and its cost breakdown."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,11 @@ from expertmesh.training.planning.rehearsal.attribution import StepPlace
 from expertmesh.training.planning.rehearsal.rank_summary import Ledger, PartCost, event_seconds, ledger
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
 from expertmesh.training.planning.rehearsal.shortened import whole_stack
+from expertmesh.training.planning.rehearsal.triton_stand_in import kinds_of_kernels
 from expertmesh.training.planning.rehearsal.world import Rehearsed, _fused_attention, rehearse
+from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
+from tests.training.test_measure import flags_of
 
 TOKENS = 512
 HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0))
@@ -275,3 +280,14 @@ def test_kernels_run_beside_all_to_alls_that_travel() -> None:
     # one after the other over their network; who waits for the first does not wait for the second
     assert seconds(exchange, exchange, wait, kernel, wait) == (0.4, 0.1)
     assert seconds(exchange, exchange, wait, wait, kernel) == (0.5, 0.2)
+
+
+def test_a_dry_run_runs_no_kernel() -> None:
+    """Neither in its step nor where it tries, on the CPU, whether layers can be packed: there may be no GPU. The second
+    time the family's functions are replaced from the start."""
+    with ExitStack() as patches:
+        for kind in kinds_of_kernels():
+            patches.enter_context(mock.patch.object(kind, "run", side_effect=AssertionError("a kernel is run")))
+        for _ in range(2):
+            told = rehearse(flags_of(ep_size=4, packing=True), tiny_config("deepseek_v3"), 8)
+    assert "_rotate_kernel" in {event.name for event in told.recorder.events}
