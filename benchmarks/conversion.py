@@ -25,7 +25,7 @@ import expertmesh.checkpoints.ep_shards.manifest as manifest_module
 import expertmesh.checkpoints.hf.source as source_module
 from benchmarks.load_memory import make_checkpoint
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
-from expertmesh.checkpoints.files.dtypes import DTYPE_BYTES
+from expertmesh.checkpoints.files.dtype_names import DTYPE_BYTES
 from expertmesh.checkpoints.hf.reader import SafetensorsReader
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load

@@ -10,7 +10,7 @@ from typing import Any
 from ..moe.hf_model.counts import active_parameters
 from ..sharding.topology import divisors
 from .ep_shards.manifest import MANIFEST, is_shards, listed_tensors, read_manifest
-from .files.dtypes import ALL_NAMES, DTYPE_CODES
+from .files.dtype_names import ALL_NAMES, DTYPE_CODES
 from .files.encodings import TensorInfo, decoded
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json

@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..sharding.topology import rows_of
-from .files.dtypes import (
-    ALL_NAMES,
-    Array,
-    as_double,
-    cast,
-    same_bits,
-)
+from .files.dtype_names import ALL_NAMES
+from .files.dtypes import Array, as_double, cast, same_bits
 from .files.file_layout import OutputTensor, Region, overlap
 from .hf.reader import gather, tied_copies_that_differ
 from .hf.untrained_tensors import Carried

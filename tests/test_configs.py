@@ -24,7 +24,7 @@ from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
 from expertmesh.training.optim.low_bit import block_size
 from expertmesh.training.optim.update import LARGEST_BLOCK
-from expertmesh.training.planning import plan_command
+from expertmesh.training.planning import plan_flags
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import NEAR
 from expertmesh.training.planning.planner.hardware import preset
@@ -134,8 +134,8 @@ def test_forecasts_take_every_recipe(
     """`plan --config` with all that it says in the line that starts it, and `rehearse --config` as far as its flags."""
     gpus = 4 if name == "tiny" else gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--gpus", str(gpus), "--model", "m"]
-    arguments, rest = plan_command.build_parser().parse_known_args(flags)
-    asked = plan_command._asked(arguments, rest)
+    arguments, rest = plan_flags.build_parser().parse_known_args(flags)
+    asked = plan_flags.asked_by(arguments, rest)
     config = asked.config()
     assert_keeps(name, config)
     line = launch_line(config, gpus, 8, asked.given.file, asked.given.config)

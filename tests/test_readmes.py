@@ -104,9 +104,9 @@ TAKES_TRAINING_FLAGS = (
 
 HANDED_OVER = {"sharding": "training.planning.cluster_commands"}
 """What a command hands its flags to."""
-REHEARSE = "expertmesh.training.planning.rehearsal.rehearse_command"
+REHEARSE = "expertmesh.training.planning.rehearsal.rehearse_flags"
 """What `python -m expertmesh.sharding rehearse` hands its flags to."""
-PLAN = "expertmesh.training.planning.plan_command"
+PLAN = "expertmesh.training.planning.plan_flags"
 """And `plan`."""
 
 

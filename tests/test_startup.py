@@ -1,4 +1,5 @@
-"""Help, mistakes and looks at a checkpoint's heads import neither torch nor transformers, which take seconds to."""
+"""Help, mistakes and looks at a checkpoint's heads import neither torch nor transformers, which take seconds to; help
+not even numpy."""
 
 import os
 import re
@@ -12,48 +13,57 @@ import pytest
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from tests.distributed.test_train_ep import ROOT
 
+FOLDERS = ("moe", "sharding", "checkpoints", "training")
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "huggingface_hub", "pyarrow", "pandas"}
+HEAVY_FOR_HELP = HEAVY | {"numpy", "rich", "safetensors"}
 CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
 def imported(*command: str) -> tuple[int, str, set[str]]:
-    """(exit code, all that was said, which of HEAVY were imported) of `python COMMAND`."""
+    """(exit code, all that was said, which modules were imported) of `python COMMAND`."""
     python, environment = [sys.executable, "-X", "importtime"], {**os.environ, "COLUMNS": "80"}
     done = subprocess.run([*python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "argparse" in modules, done.stderr
-    return done.returncode, done.stdout + "\n".join(told), modules & HEAVY
+    return done.returncode, done.stdout + "\n".join(told), modules
+
+
+def commands() -> list[list[str]]:
+    """Every module of ours that runs as a command, and every console script."""
+    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for file in files
+        if '\nif __name__ == "__main__"' in file.read_text(encoding="utf-8")
+    ]
+    scripts = [entry.partition(":")[::2] for entry in CONSOLE_SCRIPTS.values()]
+    return [
+        ["train_ep.py"],
+        *(["-m", f"expertmesh.{module}"] for module in modules),
+        *(["-c", f"from {module} import {function}; {function}()"] for module, function in scripts),
+    ]
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train_ep.py", "--help"],
-        ["-m", "checkpoints", "--help"],
-        *(["-m", "checkpoints", name, "--help"] for name in ("convert", "export", "merge", "verify", "inspect")),
-        ["-m", "sharding", "--help"],
-        ["-m", "sharding", "plan", "--help"],
-        ["-m", "sharding", "mesh", "--help"],
-        ["-m", "sharding", "rehearse", "--help"],
-        ["-m", "training.report", "--help"],
-        ["-m", "moe", "--help"],
-        ["-m", "moe", "families", "--help"],
-        *(
-            ["-c", f"from {entry.partition(':')[0]} import {(name := entry.partition(':')[2])}; {name}()", "--help"]
-            for entry in CONSOLE_SCRIPTS.values()
-        ),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_help(command: list[str]) -> None:
-    code, told, heavy = imported(*command)
-    assert code == 0
-    assert "usage:" in told
+    """Also that of each command in it, as its own help lists them."""
+    told = _help(*command)
+    inner = re.findall(r"^    (\w+)(?: |$)", told.partition("COMMAND\n")[2], flags=re.MULTILINE)
+    assert bool(inner) == ("COMMAND" in told)
+    for name in inner:
+        assert f" {name} " in _help(*command, name).partition("\n")[0]
+
+
+def _help(*command: str) -> str:
+    code, told, modules = imported(*command, "--help")
+    assert code == 0, told
+    assert told.startswith("usage:")
     assert max(map(len, told.splitlines())) <= 80
     assert "_" not in "".join(re.findall(r"--[\w-]+", told))
-    assert not heavy
+    assert not modules & HEAVY_FOR_HELP
+    return told
 
 
 @pytest.mark.quick(5)
@@ -88,17 +98,17 @@ def test_help(command: list[str]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes(command: list[str], said: str) -> None:
-    code, told, heavy = imported(*command)
+    code, told, modules = imported(*command)
     assert code == 2
     assert said in told
-    assert not heavy
+    assert not modules & HEAVY
 
 
 def test_mesh() -> None:
-    code, told, heavy = imported("-m", "sharding", "mesh", "--world-size", "16", "--ep-size", "8")
+    code, told, modules = imported("-m", "sharding", "mesh", "--world-size", "16", "--ep-size", "8")
     assert code == 0
     assert "ep: 2 groups of 8" in told
-    assert not heavy
+    assert not modules & HEAVY
 
 
 @pytest.mark.complete
@@ -110,7 +120,7 @@ def test_a_plan_of_what_was_measured_before(tiny_model: Path) -> None:
     assert (first[0], again[0], another[0]) == (0, 0, 0), (first[1], again[1], another[1])
     assert _untimed(again[1]) == _untimed(first[1])
     assert "recommended" in again[1]
-    assert not again[2]
+    assert not again[2] & HEAVY
     assert {"torch", "transformers"} <= first[2] & another[2], "figures may depend on how positions are stretched"
 
 
@@ -124,7 +134,7 @@ def _untimed(said: str) -> str:
 def test_heads_of_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "ep4"), "--ep-size", "4"]) == 0
     for path, said in ((tiny_model, "Hugging Face directory"), (tmp_path / "ep4", "EP shards, ep 4")):
-        code, told, heavy = imported("-m", "checkpoints", "inspect", str(path), "--tensors")
+        code, told, modules = imported("-m", "checkpoints", "inspect", str(path), "--tensors")
         assert code == 0, told
         assert said in told
-        assert not heavy
+        assert not modules & HEAVY

@@ -33,7 +33,7 @@ from ...sharding.runtime.process import raise_together
 from ...sharding.state import ShardedParameter, adapters_of, sharded_parameters
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
-from ..files.dtypes import DTYPE_CODES, DTYPE_NAMES
+from ..files.dtype_names import DTYPE_CODES, DTYPE_NAMES
 from ..files.file_layout import DiskTensor, OutputFile, OutputTensor, Region
 from ..hf.class_names import ClassNames, class_names
 from ..hf.export import WRITER, Output, brought, replacing

@@ -23,7 +23,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
 from ..files.checksums import check_seal, file_checksum, seal
 from ..files.codes import CODES, SCALE_DTYPES
-from ..files.dtypes import DTYPE_NAMES
+from ..files.dtype_names import DTYPE_NAMES
 from ..files.encodings import (
     WIDE,
     Encoding,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .dtypes import CODE_NAMES, torch_dtype
+from .dtype_names import CODE_NAMES
+from .dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from .dtypes import DTYPE_BYTES, Array
+from .dtype_names import DTYPE_BYTES
+from .dtypes import Array
 from .encodings import Encoding
 
 if TYPE_CHECKING:

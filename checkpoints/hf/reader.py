@@ -13,15 +13,8 @@ import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
 from ..files.checksums import to_granule_end
-from ..files.dtypes import (
-    ARRAY_TYPES,
-    DTYPE_BYTES,
-    Array,
-    as_bytes,
-    cast,
-    same_values,
-    wider,
-)
+from ..files.dtype_names import DTYPE_BYTES
+from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, same_values, wider
 from ..files.encodings import WIDE, Encoding, TensorInfo, dequantize, scale_values, strips, unpack
 from ..files.file_layout import DiskTensor, Region, overlap
 from ..files.paths import fill_from

@@ -21,7 +21,8 @@ import torch
 
 from ...moe.util.errors import ExpertMeshError
 from ..files.codes import by_blocks, spread
-from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_tensor, contiguous
+from ..files.dtype_names import DTYPE_BYTES
+from ..files.dtypes import ARRAY_TYPES, Array, as_tensor, contiguous
 from ..files.encodings import WIDE, Encoding, StoredForm, dequantize, encode, pack, scale_values
 from ..files.file_layout import DiskTensor, OutputTensor, Region
 from .reader import SafetensorsReader

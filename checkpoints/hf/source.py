@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from ...moe.hf_model.config import check_config
 from ...moe.hf_model.rope import RopeScaling
 from ...moe.util.errors import ExpertMeshError
-from ..files.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS, wider
+from ..files.dtype_names import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from ..files.dtypes import wider
 from ..files.encodings import (
     StoredForm,
     TensorInfo,

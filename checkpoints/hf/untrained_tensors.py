@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 from ...moe.util.errors import ExpertMeshError
-from ..files.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, contiguous
+from ..files.dtype_names import DTYPE_BYTES
+from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, contiguous
 from ..files.encodings import TensorInfo
 from ..files.file_layout import DiskTensor, OutputTensor, Region
 from ..files.paths import check_regular, fill_from

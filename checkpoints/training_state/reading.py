@@ -9,7 +9,8 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
 from ..ep_shards.manifest import exported_from
-from ..files.dtypes import DTYPE_CODES, as_array, torch_dtype
+from ..files.dtype_names import DTYPE_CODES
+from ..files.dtypes import as_array, torch_dtype
 from ..files.encodings import TensorInfo
 from ..files.file_layout import DiskTensor, Region
 from ..hf.reader import Piece

@@ -16,7 +16,8 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import parse_config
 from expertmesh.training.planning import plan_command
-from expertmesh.training.planning.cluster_commands import _print_speeds, main
+from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.mesh_command import print_speeds
 from expertmesh.training.planning.planner.check import (
     GroupSpeed,
     check_groups,
@@ -645,7 +646,7 @@ def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) ->
     speeds = [GroupSpeed("dp", ranks, "all-reduce", sent, seconds, ranks[0] == 1) for ranks in groups]
     monkeypatch.setenv("COLUMNS", str(width))
     with contextlib.redirect_stdout(Terminal()) as terminal:
-        _print_speeds(speeds, 32768)
+        print_speeds(speeds, 32768)
     lines = terminal.lines
     assert max(map(len, lines)) <= width
     assert sum("123,456 us   234.500" in line for line in lines) == 2

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_config, parse_config
-from expertmesh.training.planning import plan_command
+from expertmesh.training.planning import plan_flags
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate")
 EXPERTS = ("model.layers.0.mlp.experts.3.w1", "model.layers.0.mlp.experts.base_layer", "model.layers.0.mlp.experts")
@@ -41,10 +41,10 @@ def by_file(directory: Path, given: dict[str, Any]) -> TrainConfig:
 
 
 def of_a_plan(directory: Path, given: dict[str, Any]) -> TrainConfig:
-    arguments, rest = plan_command.build_parser().parse_known_args(
+    arguments, rest = plan_flags.build_parser().parse_known_args(
         [word for name, value in given.items() for word in (f"--{name}", str(value))]
     )
-    return plan_command._asked(arguments, rest).config()
+    return plan_flags.asked_by(arguments, rest).config()
 
 
 WAYS = {"flags": by_flags, "file": by_file, "load": lambda _, given: make_config(given), "plan": of_a_plan}

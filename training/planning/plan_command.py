@@ -1,15 +1,14 @@
-"""Plan a run: `python -m expertmesh.sharding plan`.
+"""Plan a run: `python -m expertmesh.sharding plan`, whose flags are in `plan_flags.py`.
 
 From config.json alone: memory, traffic and speed of every parallel layout, best first, and the line that starts the
 first. Every flag of train_ep.py, and its `--config`, is a constraint: what is given is kept, and the rest is searched.
 """
 
 import json
-import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,166 +16,37 @@ from typing import Any
 from rich.text import Text
 
 from ...moe.util.errors import ExpertMeshError
-from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
+from ...moe.util.parser import flag_of
 from ...moe.util.terminal import folded
 from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
-from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
+from ..config.train_config import TrainConfig
 from .columns import open_console
-from .coverage import check_covered, not_modelled
-from .imbalance import add_imbalance_flags, imbalance_of, read_imbalance
+from .coverage import not_modelled
+from .imbalance import imbalance_of, read_imbalance
+from .plan_flags import Asked
 from .planner.hardware import GIB, products_in
-from .planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
+from .planner.hardware_flags import chosen_hardware
 from .planner.model_config import find_config
-from .planner.search import MICRO_BATCHES, Cluster, Plan, Tried, best_first, reckon, search, sequences_per_step
+from .planner.search import Cluster, Plan, best_first, reckon, search, sequences_per_step
 from .planner.setting import Setting
+from .planner.tried import Tried
 from .rehearsal.cached import CachedMeasure
 from .rehearsal.run_setting import config_of, setting_of
 from .tables import assumptions, launch_line, print_plans, summary
 
 TP_SIZES = (2, 4, 8)
 """Ranks of a tensor-parallel group that are tried beside none."""
-DEFAULTS: Mapping[str, Any] = {"bf16": True, "max_seq_length": 4096, "dataset": ["data.jsonl"]}
-"""What is planned where nothing was given, other than train_ep.py's own defaults."""
-BATCH = {"none": 256, "lora": 64}
-"""Sequences per step where none were asked for, of as many tokens as by default or fewer; by adapter."""
-ALIASES = {
-    "seq_length": "max_seq_length",
-    "micro_batch": "per_device_train_batch_size",
-    "optimizer": "optim",
-    "fp32": "bf16",
-}
-"""Other names of train_ep.py's flags."""
-GONE = {
-    "--sweep": "plan each number of GPUs by itself: --gpus 64",
-    "--plot": "draw what --json prints",
-}
 MOST_MORE_GPUS = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
 
-_EPILOG = """\
-All options of train_ep.py are taken, with --config too. Those of the layout
-and the batch are kept as given, and searched where they are not: --ep-size,
---dense-shard, --tp-size, --pp-size, --pipeline-chunks, --pipeline-schedule,
---gradient-checkpointing, --per-device-train-batch-size. Those that change no
-step are in the launch line alone. Defaults other than train_ep.py's: --bf16,
---max-seq-length 4096, and a global batch of 256 sequences (64 with --adapter
-lora), fewer where they are longer.
 
-examples:
-  python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora
-  python -m expertmesh.sharding plan --config configs/mixtral_8x7b.yaml --gpus 8"""
-
-
-def build_parser() -> Parser:
-    """The parser of the flags that train_ep.py lacks, or that take more here."""
-    parser = Parser(
-        prog="python -m expertmesh.sharding plan",
-        usage="%(prog)s --model DIR [options]",
-        description="Memory, traffic and speed of every parallel layout, from\nconfig.json alone; needs no weights.",
-        epilog=_EPILOG,
-    )
-    add_hardware_flags(parser)
-    parser.add_argument(
-        "--tp-size",
-        metavar="N,N...",
-        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and with one "
-        "sequence per group 2, 4 and 8. The model is measured for each until that is cached",
-    )
-    add_imbalance_flags(parser)
-    parser.add_argument("--top", type=int, default=12, help="lines of the table")
-    parser.add_argument("--json", action="store_true", help="print JSON: every layout, with the line that starts it")
-    parser.add_argument("--no-cache", action="store_true", help="measure again, and keep nothing of it")
-    parser.add_argument("--seq-length", metavar="N", help="another name of --max-seq-length")
-    parser.add_argument("--micro-batch", metavar="N", help="another name of --per-device-train-batch-size")
-    parser.add_argument("--optimizer", metavar="NAME", help="another name of --optim")
-    parser.add_argument("--fp32", action="store_true", help="another name of --bf16 false")
-    return parser
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be planned.
-
-    Attributes:
-        arguments: of the flags that train_ep.py lacks.
-        given: of train_ep.py's, with --tp-size where that is one number.
-        tp_sizes: that are to be tried; None: those that may pay.
-    """
-
-    arguments: Namespace
-    given: GivenSettings
-    tp_sizes: list[int] | None
-
-    @property
-    def world_size(self) -> int:
-        return int(self.arguments.gpus)
-
-    def config(self, tp_size: int = 1, **changes: Any) -> TrainConfig:
-        """The run, with what is searched at any value that goes with the rest.
-
-        Args:
-            changes: settings that are other ones than those given.
-
-        Raises:
-            ExpertMeshError: what was given does not go together, or has no forecast.
-        """
-        settings = {**DEFAULTS, **self.given.all, "tp_size": tp_size, **changes}
-        if not settings.get("model"):
-            raise ExpertMeshError("--model is missing: a directory, a config.json, or a hub id")
-        if settings.get("offload_activations") or settings.get("keep_expert_products"):
-            settings.setdefault("gradient_checkpointing", "selective")
-        if settings.get("tf32") and "bf16" not in self.given.all:
-            raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --bf16 false")
-        config = TrainConfig(**with_init_adapter(settings))
-        check_covered(config)
-        return config if self.has_batch else replace(config, global_batch_size=self._batch(config))
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether the size of a step was asked for."""
-        return not {"global_batch_size", "gradient_accumulation_steps"}.isdisjoint(self.given.all)
-
-    def _batch(self, config: TrainConfig) -> int:
-        """Sequences per step where nobody said: at least one per rank that reads its own, and a number that several
-        sizes of micro-batches divide."""
-        longer = max(1, config.max_seq_length // int(DEFAULTS["max_seq_length"]))
-        target = max(1, BATCH[config.adapter] // longer)
-        readers = self.world_size // (config.cp_size * config.tp_size * config.pp_size) or 1
-        unit = readers * max(MICRO_BATCHES)
-        while unit > target and unit > readers:
-            unit //= 2
-        return -(-target // unit) * unit
-
-    def tried(self, micro_batches: Sequence[int] | None = None) -> Tried:
-        """What the search tries, beside the sizes of tensor parallelism."""
-        given = self.given.all
-        size = given.get("per_device_train_batch_size")
-        # a pipeline is a choice where the batch is known, or something of it was asked for
-        is_open = self.has_batch or not {"pipeline_chunks", "pipeline_schedule"}.isdisjoint(given)
-        return Tried(
-            micro_batches or (MICRO_BATCHES if size is None else (size,)),
-            None,
-            given.get("pp_size", None if is_open else 1),
-            given.get("pipeline_chunks"),
-            given.get("pipeline_schedule"),
-            given.get("ep_size"),
-            given.get("dense_shard"),
-            given.get("gradient_checkpointing"),
-        )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0; 1 where nothing fits.
+def plan(asked: Asked) -> int:
+    """Print a plan; exit code 0, or 1 where nothing fits.
 
     Raises:
-        ExpertMeshError: a mistake in the flags, or a model that cannot be trained so.
+        ExpertMeshError: the settings do not go together, or the model cannot be trained so.
     """
-    parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    asked = _asked(arguments, rest, list(parser._option_string_actions))
-    if arguments.json:
-        tell_without_effect(parser, arguments, "with --json, which has every layout", "top")
-    tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
+    arguments = asked.arguments
     config = asked.config((asked.tp_sizes or [1])[0])
     hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
     cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
@@ -216,32 +86,6 @@ def main(argv: Sequence[str]) -> int:
     for line in _what_would_fit(asked, best, cluster):
         console.print(Text(folded(line)))
     return 1
-
-
-def _asked(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> Asked:
-    check_positive(arguments, "gpus", "gpus_per_node", "top")
-    refuse_gone(rest, GONE)
-    given = given_settings(rest, own)
-    flags = dict(given.flags)
-    for alias, name in ALIASES.items():
-        value = getattr(arguments, alias)
-        if value is None or value is False:
-            continue
-        told = given_settings([flag_of(name), "false" if value is True else value]).flags
-        if flags.setdefault(name, told[name]) != told[name]:
-            written = flag_of(alias) if value is True else f"{flag_of(alias)} {value}"
-            raise ExpertMeshError(
-                f"{written} and {flag_of(name)} {flags[name]} are one setting with two values; give one of them"
-            )
-    read_imbalance(arguments.imbalance)
-    sizes = arguments.tp_size
-    if sizes is None:
-        sizes = str(given.file.get("tp_size", "auto"))
-    if sizes == "auto":
-        return Asked(arguments, replace(given, flags=flags), None)
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", sizes):
-        raise ExpertMeshError(f"--tp-size {sizes}: must be a number, or several as in 1,2,4")
-    return Asked(arguments, replace(given, flags=flags), sorted({int(size) for size in sizes.split(",")}))
 
 
 @dataclass(frozen=True)

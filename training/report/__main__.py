@@ -8,7 +8,6 @@ from expertmesh.moe.util.command import run_command
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import Parser
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.training.report.page import write_report
 
 
 @ends_with_reader
@@ -20,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", type=Path, help="--output-dir of the run")
     try:
-        print(write_report(parser.parse_args(argv).output_dir))
+        output_dir = parser.parse_args(argv).output_dir
+        from expertmesh.training.report.page import write_report  # imports numpy, which --help does without
+
+        print(write_report(output_dir))
     except ExpertMeshError as error:
         print(f"training.report: error: {error}", file=sys.stderr)
         return 2

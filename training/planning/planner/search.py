@@ -1,6 +1,6 @@
 """Every way to run a model on a number of GPUs, best first."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ....moe.util.errors import ExpertMeshError
 from ....sharding.parallelize.choices import Checkpointing
-from ....sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from ....sharding.pipeline.schedule import schedule_without_queue
 from ....sharding.topology import DenseShard, divisors
 from ..memory import NEAR, Memory
 from .clock import StepTime
@@ -20,8 +20,8 @@ from .setting import Setting
 from .stage_costs import balanced
 from .step_order import PlannedRun, planned_run
 from .traffic import Traffic, by_link, step_traffic
+from .tried import Tried
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)
 """Stages of a pp index that are tried."""
 
@@ -180,29 +180,6 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
 def _without_queue(setting: Setting) -> Setting:
     """The same pipeline without queued weight gradients."""
     return replace(setting, schedule=schedule_without_queue(setting.chunks))
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What a search tries. Of what is None, it tries several.
-
-    Attributes:
-        micro_batches: sequences per micro-batch.
-        global_batch: sequences per step, of which each layout's number of micro-batches follows; None: that is the
-            base setting's.
-        pp_size, chunks, ep_size, dense_shard, checkpointing: as in `Setting`.
-        schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b, or interleaved with several
-            chunks.
-    """
-
-    micro_batches: Sequence[int]
-    global_batch: int | None = None
-    pp_size: int | None = 1
-    chunks: int | None = None
-    schedule: ScheduleName | None = None
-    ep_size: int | None = None
-    dense_shard: DenseShard | None = None
-    checkpointing: Checkpointing | None = None
 
 
 def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node: int) -> Iterable[Setting]:
