@@ -14,9 +14,8 @@ from ..sharding.topology import Topology
 from .attention.context_parallel_attention import complete_sequences_line
 from .attention.packed_attention import OWN, inner_attention
 from .config.train_config import TrainConfig
-from .data.cache import cache_directory, cached_bytes
 from .data.preview import describe, warnings_of
-from .data.samples import Origin
+from .data.samples import Origin, cache_directory, cached_bytes
 from .data.sequences import DataOrder
 from .engine import Engine
 from .inputs import Inputs

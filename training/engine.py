@@ -22,7 +22,8 @@ from ..checkpoints.adapters.merge import merge_adapter
 from ..checkpoints.convert import HowToWrite, encoded_as_source
 from ..checkpoints.files.directories import write_errors
 from ..checkpoints.hf.export import export_model
-from ..checkpoints.hf.source import Checkpoint, ModelSource
+from ..checkpoints.hf.side_files import side_files
+from ..checkpoints.hf.source import Checkpoint, ModelSource, open_source, resolve_model
 from ..checkpoints.load import load_model, shard_and_load
 from ..checkpoints.training_state.marker import check_carried, is_complete
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
@@ -67,6 +68,7 @@ from .inputs import load_tokenizer
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
 from .model_setup.compiling import compile_layers
+from .model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from .model_setup.dense_precision import multiply_in_fp8
 from .model_setup.freezing import freeze
 from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
@@ -789,6 +791,27 @@ class Engine:
     def _saved(self, tokenizer: Any) -> Any:
         """What is saved with the model; None: the source's own."""
         return self.tokenizer if tokenizer is None and self.config.tokenizer else tokenizer
+
+
+def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine, MatmulLibraries | None]:
+    """Open the model and make the engine, whose weights `Engine.place` reads. All ranks call it together.
+
+    Args:
+        tell: takes lines for the user, on rank 0.
+
+    Returns:
+        It, and the libraries that compute fp32 matmuls on a CPU; None on a GPU.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
+    """
+    with raise_together(patient=ranks):
+        source = open_source(resolve_model(config.model), config.rope)
+        side_files(source.path)  # what cannot go along is better told now than at the export
+    engine = Engine(config, source, ranks, tell)
+    if engine.changes:
+        engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
+    return engine, choose_matmul_libraries(engine.config, ranks)
 
 
 def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:

@@ -15,9 +15,9 @@ from ..sharding.runtime.watchdog import collectives_limit
 from .config.load_settings import LoadSettings
 from .config.train_config import TrainConfig, make_config
 from .consistency import start_facts
-from .engine import Engine
+from .engine import Engine, start_engine
 from .resume import find_resume
-from .start import prepare_process, start_engine
+from .start import prepare_process
 
 OF_THE_LOOP = frozenset(
     {

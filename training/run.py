@@ -17,7 +17,7 @@ from .banner import dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
 from .consistency import compare_data, start_facts
 from .data.preview import print_preview
-from .engine import Engine
+from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
 from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
@@ -28,7 +28,6 @@ from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
 from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
 from .resume import find_resume
-from .start import start_engine
 
 STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""

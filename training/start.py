@@ -1,24 +1,17 @@
-"""Start: from settings to an engine, as train_ep.py and `expertmesh.load` do it alike.
+"""What train_ep.py and `expertmesh.load` do before a process joins the others.
 
 What needs torch is imported where it is used: a model that is not there is told of before torch is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from .config.train_config import TrainConfig
 from .data.data_files import places_read
-
-if TYPE_CHECKING:
-    from ..sharding.runtime.process import Ranks
-    from .engine import Engine
-    from .model_setup.cpu_matmuls import MatmulLibraries
 
 
 def prepare_process(config: TrainConfig) -> None:
@@ -65,32 +58,3 @@ def check_apart(config: TrainConfig) -> None:
                     f"--output-dir {config.output_dir}: {'is' if output_dir == Path(name).resolve() else 'lies in'} "
                     f"{flag} {name}, which this run reads; choose a directory outside of it"
                 )
-
-
-def start_engine(
-    config: TrainConfig, ranks: Ranks, tell: Callable[[str], object]
-) -> tuple[Engine, MatmulLibraries | None]:
-    """Open the model and make the engine, whose weights `Engine.place` reads. All ranks call it together.
-
-    Args:
-        tell: takes lines for the user, on rank 0.
-
-    Returns:
-        It, and the libraries that compute fp32 matmuls on a CPU; None on a GPU.
-
-    Raises:
-        ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
-    """
-    from ..checkpoints.hf.side_files import side_files
-    from ..checkpoints.hf.source import open_source, resolve_model
-    from ..sharding.runtime.process import raise_together
-    from .engine import Engine
-    from .model_setup.cpu_matmuls import choose_matmul_libraries
-
-    with raise_together(patient=ranks):
-        source = open_source(resolve_model(config.model), config.rope)
-        side_files(source.path)  # what cannot go along is better told now than at the export
-    engine = Engine(config, source, ranks, tell)
-    if engine.changes:
-        engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
-    return engine, choose_matmul_libraries(engine.config, ranks)

@@ -21,11 +21,20 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.banner import _data
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import collate
-from expertmesh.training.data.cache import TokenizingProgress, cache_directory, cached_bytes, filling_cache
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, parse_datasets
 from expertmesh.training.data.formats import Columns, Conversation, PlainText, find_format, read_row
-from expertmesh.training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples
+from expertmesh.training.data.samples import (
+    DataOptions,
+    Sample,
+    Samples,
+    TokenizingProgress,
+    cache_directory,
+    cached_bytes,
+    filling_cache,
+    hold_out,
+    load_samples,
+)
 from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.inputs import Inputs, _read_samples
 from tests.tiers import diagonal
@@ -1148,7 +1157,7 @@ def stderr_appended_to(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_progress_is_told(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """While records are read and while they are tokenized, to who asked for it."""
-    monkeypatch.setattr("expertmesh.training.data.cache.SECONDS_IN_LOG", 0.001)
+    monkeypatch.setattr("expertmesh.training.data.samples.SECONDS_IN_LOG", 0.001)
     # capfd's file must not be read while another thread writes to it: what is written meanwhile may be lost
     told = tmp_path / "stderr.txt"
 
