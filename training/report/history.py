@@ -5,6 +5,7 @@ Shape suffixes: L MoE layers, E experts.
 
 import json
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -331,7 +332,8 @@ def _hundredths(tokens_LE: np.ndarray) -> np.ndarray:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    # an integer may be larger than any float
+    return value if isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _short(value: float) -> float | None:
