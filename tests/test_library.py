@@ -204,7 +204,7 @@ def test_figures_of_a_step(engine: Any) -> None:
         ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
         ({"warmup_steps": 3}, "no schedule without max_steps"),
-        ({"resume": "/nowhere"}, "not a complete training checkpoint"),
+        ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

@@ -73,12 +73,13 @@ def test_nothing_is_overwritten_unasked(
     (tmp_path / "out" / held).parent.mkdir(parents=True)
     (tmp_path / "out" / held).write_text("precious")
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "checkpoint.json").write_text("{}")  # which is read after this
     flags = [] if resume is None else ["--resume", str(tmp_path / resume)]
     ((code, errors),) = ranks.run(run_main, 1, [*arguments, str(tmp_path / "out"), *flags], join_group=False)
     assert code == 2
     assert "already contains" in errors
     assert "--overwrite-output-dir" in errors
-    assert tree(tmp_path) == {f"out/{held}": b"precious"}
+    assert tree(tmp_path) == {f"out/{held}": b"precious", "elsewhere/checkpoint.json": b"{}"}
 
 
 def test_exported_model_is_not_replaced_by_a_restart(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
