@@ -25,11 +25,10 @@ from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.planning.imbalance import add_imbalance_flags, read_imbalance
+from expertmesh.training.planning.imbalance import GivenRouting, add_imbalance_flags, read_imbalance
 from expertmesh.training.planning.planner.hardware import Hardware, products_in
 from expertmesh.training.planning.planner.hardware_flags import add_hardware_flags, chosen_hardware
 from expertmesh.training.planning.planner.model_config import read_config
-from expertmesh.training.planning.rehearsal.given_routing import Told
 from expertmesh.training.planning.rehearsal.peaks import PeakMemory
 from expertmesh.training.planning.rehearsal.rank_summary import Ledger, ledger
 from expertmesh.training.planning.rehearsal.world import rehearse
@@ -48,7 +47,7 @@ def main() -> int:
         config = replace(config, packing=False)
         hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
         started = time.time()
-        told = Told(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
+        told = GivenRouting(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
         rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank, told=told)
     except ExpertMeshError as error:
         print(f"benchmarks.ledger: error: {error}", file=sys.stderr)

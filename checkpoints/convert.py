@@ -104,8 +104,10 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         )
     check_all_bytes(source_path)
     _check_tied_copies(checkpoint)
-    found = checkpoint.parameter_dtypes
-    dtypes = {name: found[name] if dtype is None or name in names.buffers else dtype for name in names.parameters}
+    stored_dtypes = checkpoint.parameter_dtypes
+    dtypes = {
+        name: stored_dtypes[name] if dtype is None or name in names.buffers else dtype for name in names.parameters
+    }
     exported = [
         OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])
         for o in checkpoint.exported
@@ -194,20 +196,20 @@ def _tell_errors(records: Sequence[FileRecord], tell: Callable[[str], None]) -> 
 
     total: dict[str, Errors] = {}
     for record in records:
-        for kind, found in record.errors.items():
-            total.setdefault(kind, Errors()).add(Errors(**found))  # type: ignore[arg-type]
+        for kind, errors in record.errors.items():
+            total.setdefault(kind, Errors()).add(Errors(**errors))  # type: ignore[arg-type]
     for line in error_lines(total):
         tell(line)
 
 
 def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
     """A source with or without what is not trained, as was asked for."""
-    found = source.checkpoint
+    checkpoint = source.checkpoint
     if how.drop_untrained:
-        how.tell(f"dropped, as they are not trained: {found.carried_summary or 'no tensors'}")
-        return replace(source, checkpoint=found.dropping_untrained())
-    if found.carried:
-        how.tell(f"copied unchanged, as they are not trained: {found.carried_summary}")
+        how.tell(f"dropped, as they are not trained: {checkpoint.carried_summary or 'no tensors'}")
+        return replace(source, checkpoint=checkpoint.dropping_untrained())
+    if checkpoint.carried:
+        how.tell(f"copied unchanged, as they are not trained: {checkpoint.carried_summary}")
     return source
 
 
@@ -398,7 +400,7 @@ def _errors(file: OutputFile) -> dict[str, dict[str, float]]:
         return {}
     from .hf.requantized import errors_of  # needs torch
 
-    return {kind: asdict(found) for kind, found in errors_of(file.tensors).items()}
+    return {kind: asdict(errors) for kind, errors in errors_of(file.tensors).items()}
 
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
@@ -429,9 +431,9 @@ def _codes(made: "Requantized", reader: ParameterReader) -> Iterator[Array]:
     from .hf.requantized import codes_of
 
     def values(region: Region, rows: range) -> Array:
-        found = gather(reader, region.parameter, rows)
-        assert found is not None, region
-        return cast(*found, WIDE)
+        content = gather(reader, region.parameter, rows)
+        assert content is not None, region
+        return cast(*content, WIDE)
 
     yield from codes_of(made, values)
 
@@ -453,9 +455,9 @@ def _put_together(output: OutputTensor, block: tuple[Region, ...], reader: Param
     """A block of a tensor on disk out of the rows of all its regions."""
     parts = []
     for region in block:
-        found = gather(reader, region.parameter, region.rows)
-        assert found is not None, region
-        rows = cast(*found, output.dtype)
+        content = gather(reader, region.parameter, region.rows)
+        assert content is not None, region
+        rows = cast(*content, output.dtype)
         parts.append((region, rows.T if region.transposed else rows))
     if len(parts) == 1 and parts[0][1].shape == output.tensor.matrix(block[0]):
         return contiguous(parts[0][1])

@@ -28,8 +28,8 @@ class Evaluation:
     seconds: that it took.
 
     Example:
-        found = engine.evaluate(batches)
-        print(f"loss {found.loss:.4f}, perplexity {found.perplexity:.1f}")
+        evaluation = engine.evaluate(batches)
+        print(f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.1f}")
     """
 
     loss: float

@@ -250,10 +250,10 @@ def _resume(run: Run, path: Path) -> Best:
 
 def _nothing_to_train(step: int, run: Run) -> str:
     asked = "--max-steps" if run.config.max_steps >= 0 else "--num-train-epochs"
-    said = f"all {run.log.num_steps} steps of {asked} are done already: nothing is trained"
+    line = f"all {run.log.num_steps} steps of {asked} are done already: nothing is trained"
     if step > run.log.num_steps:
-        said = f"warning: the run is at step {step} already, beyond the {run.log.num_steps} of {asked}; it stays there"
-    return said + (f", and what is exported is the model of step {step}" if run.config.export else "")
+        line = f"warning: the run is at step {step} already, beyond the {run.log.num_steps} of {asked}; it stays there"
+    return line + (f", and what is exported is the model of step {step}" if run.config.export else "")
 
 
 def _had_enough(config: TrainConfig, best: Best) -> bool:
@@ -366,14 +366,14 @@ def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
     rows, per_device = run.inputs.evaluation, run.config.per_device_eval_batch_size
-    found = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding)
-    run.log.event({"step": done} | measured("evaluation", found, run.ranks.device), f"step {done}: {found}")
-    if not math.isfinite(found.loss):
-        why = "" if found.targets else f" ({NO_TARGETS})"
+    evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding)
+    run.log.event({"step": done} | measured("evaluation", evaluation, run.ranks.device), f"step {done}: {evaluation}")
+    if not math.isfinite(evaluation.loss):
+        why = "" if evaluation.targets else f" ({NO_TARGETS})"
         run.log.line(
-            f"warning: step {done}: the evaluation loss is {found.loss}{why}: it counts as not better than any"
+            f"warning: step {done}: the evaluation loss is {evaluation.loss}{why}: it counts as not better than any"
         )
-    return found.loss
+    return evaluation.loss
 
 
 def _generate(run: Run, done: int) -> None:
@@ -382,16 +382,16 @@ def _generate(run: Run, done: int) -> None:
     run.watchdog.at("sample generations")
     ends = run.engine.end_tokens(prompts.tokenizer)
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, ends, run.ranks)
-    samples, said = [], ""
+    samples, lines = [], ""
     for prompt, answer, reference in zip(prompts.texts, answers, prompts.references, strict=True):
         # special tokens are a part of it: the end, channels
         text = prompts.tokenizer.decode(answer)
         samples.append({"prompt": prompt, "text": text})
-        said += f"\n  {_short(prompt)!r} -> {_short(text)!r}"
+        lines += f"\n  {_short(prompt)!r} -> {_short(text)!r}"
         if reference is not None:
             samples[-1]["reference"] = reference
-            said += f", in the data {_short(reference)!r}"
-    run.log.event({"step": done, "generations": samples}, f"step {done}: sample generations{said}")
+            lines += f", in the data {_short(reference)!r}"
+    run.log.event({"step": done, "generations": samples}, f"step {done}: sample generations{lines}")
 
 
 def _short(text: str) -> str:

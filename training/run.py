@@ -103,8 +103,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     chosen = memory.chosen(config)
     config = engine.config = replace(config, **chosen)
     if ranks.rank == 0:
-        told = first_lines(engine, inputs, order, memory)
-        print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
+        lines = first_lines(engine, inputs, order, memory)
+        print(folded(lines), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
@@ -124,8 +124,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
         log.line(folded(line))
     ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
-    for said in filter(None, (engine.untrained, engine.encoding, *ends)):
-        log.line(said)
+    for line in filter(None, (engine.untrained, engine.encoding, *ends)):
+        log.line(line)
     with raise_together(patient=ranks), write_errors(output_dir):
         if ranks.rank == 0:
             clear_output(config, output_dir)

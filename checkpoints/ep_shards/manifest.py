@@ -171,10 +171,10 @@ def _open_forms(table: dict[str, Any], quantization: Any, transposed: bool) -> d
         shapes = {str(entry["name"]): tuple(int(size) for size in entry["shape"]) for entry in entries}
         dtypes = {str(entry["name"]): str(entry["dtype"]) for entry in entries}
         parts = {part: TensorInfo("", shape, dtypes[part]) for part, shape in shapes.items()}
-        found = decoded(parts, quantization, transposed)
-        if found.problems or found.infos.keys() != {name} or found.infos[name].encoding is None:
-            raise ValueError(next(iter(found.problems.values()), f"{name} is not made of {', '.join(parts)}"))
-        forms |= stored_forms(found.infos, parts)
+        read = decoded(parts, quantization, transposed)
+        if read.problems or read.infos.keys() != {name} or read.infos[name].encoding is None:
+            raise ValueError(next(iter(read.problems.values()), f"{name} is not made of {', '.join(parts)}"))
+        forms |= stored_forms(read.infos, parts)
     return forms
 
 
@@ -205,11 +205,11 @@ def _open_carried(
             raise ExpertMeshError(f"{path / files[missing]}: tensor {missing} is not as {MANIFEST} has it")
         stored = {part: headers[file][part] for part, file in files.items()}
         named = quantization if isinstance(quantization, dict) else {}
-        found = decoded(stored, {**named, "weight_block_size": entry["block"]}, transposed)
-        if found.problems or found.infos.keys() != {name}:
-            raise ValueError(next(iter(found.problems.values()), f"{name} is not made of {', '.join(stored)}"))
+        read = decoded(stored, {**named, "weight_block_size": entry["block"]}, transposed)
+        if read.problems or read.infos.keys() != {name}:
+            raise ValueError(next(iter(read.problems.values()), f"{name} is not made of {', '.join(stored)}"))
         sums = {str(part["name"]): int(part["sum"], 16) for part in entry["stored"]}
-        yield Carried(name, found.infos[name], stored, path, sums)
+        yield Carried(name, read.infos[name], stored, path, sums)
 
 
 def _wide_shape(output: OutputTensor) -> tuple[int, ...]:
@@ -231,13 +231,13 @@ def _encoding_of(entry: dict[str, Any]) -> Encoding | None:
     Raises:
         ValueError, LookupError, TypeError: it is none.
     """
-    said = entry.get("encoding")
-    if said is None:
+    encoding = entry.get("encoding")
+    if encoding is None:
         return None
-    rows, columns = said["block"]
-    if said["codes"] not in CODES or said["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
-        raise ValueError(f"{entry['name']}: {said} is no encoding")
-    return Encoding(said["codes"], (int(rows), int(columns)), said["scale_dtype"])
+    rows, columns = encoding["block"]
+    if encoding["codes"] not in CODES or encoding["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
+        raise ValueError(f"{entry['name']}: {encoding} is no encoding")
+    return Encoding(encoding["codes"], (int(rows), int(columns)), encoding["scale_dtype"])
 
 
 def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo]:
@@ -300,8 +300,8 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
     Raises:
         ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
     """
-    found = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
-    return found if source.rope_scaling is None else found.stretched(source.rope_scaling, names)
+    checkpoint = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
+    return checkpoint if source.rope_scaling is None else checkpoint.stretched(source.rope_scaling, names)
 
 
 def open_shards(source: ModelSource, names: Names) -> Checkpoint:
@@ -363,14 +363,14 @@ def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
 
 def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:
     """A listed tensor with its place in the file; None if the file's header has none like it."""
-    found, scales = header.get(name), header.get(name + SCALES)
+    codes, scales = header.get(name), header.get(name + SCALES)
     if info.encoding is None:
-        return found if found == info else None
-    if info.dtype != WIDE or not is_stored(info, found, scales):
+        return codes if codes == info else None
+    if info.dtype != WIDE or not is_stored(info, codes, scales):
         return None
-    assert found is not None
+    assert codes is not None
     assert scales is not None
-    return replace(info, offset=found.offset, scales=Scales(name + SCALES, scales.file, name, scales.offset))
+    return replace(info, offset=codes.offset, scales=Scales(name + SCALES, scales.file, name, scales.offset))
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:

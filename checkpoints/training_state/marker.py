@@ -26,8 +26,8 @@ METADATA = ".metadata"
 
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Those with a completion marker, newest first."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if is_complete(path)), key=step_of, reverse=True)
+    named = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in named if is_complete(path)), key=step_of, reverse=True)
 
 
 def is_complete(path: Path) -> bool:
@@ -203,14 +203,14 @@ def origin_of(path: Path) -> Path:
         ExpertMeshError: it is not known, or no longer there.
     """
     recorded = read_marker(path).get("carried")
-    said = recorded.get("path") if isinstance(recorded, dict) else None
-    if not isinstance(said, str) or not Path(said).is_dir():
+    directory = recorded.get("path") if isinstance(recorded, dict) else None
+    if not isinstance(directory, str) or not Path(directory).is_dir():
         raise ExpertMeshError(
             f"{path}: --export-encoding source takes the model that the run began with, which is "
-            + (f"no longer in {said}" if isinstance(said, str) else "not recorded")
+            + (f"no longer in {directory}" if isinstance(directory, str) else "not recorded")
             + "; say with --base where it is"
         )
-    return Path(said)
+    return Path(directory)
 
 
 def with_carried(
@@ -232,13 +232,13 @@ def with_carried(
     if not recorded["tensors"]:
         return checkpoint
     directory = Path(recorded["path"]) if base is None else base
-    found, problem = _find(checkpoint, recorded, path, directory)
+    carried, problem = _find(checkpoint, recorded, path, directory)
     if problem is None:
-        return replace(checkpoint, carried=found)
-    said = f"{path}: exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}"
+        return replace(checkpoint, carried=carried)
+    problem = f"{path}: exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}"
     if strict:
-        raise ExpertMeshError(f"{said}; say with --base where that model is now, or do without by --drop-untrained")
-    return replace(checkpoint, problems=[*checkpoint.problems, said])
+        raise ExpertMeshError(f"{problem}; say with --base where that model is now, or do without by --drop-untrained")
+    return replace(checkpoint, problems=[*checkpoint.problems, problem])
 
 
 def _find(
@@ -248,20 +248,20 @@ def _find(
     if not directory.is_dir():
         return [], f"the model that the run began with is no longer in {directory}"
     try:
-        found = open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
-        problem = _problem(recorded, found, path)
+        opened = open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
+        problem = _problem(recorded, opened, path)
     except ExpertMeshError as error:
         return [], str(error)
-    return [one for one in found.carried if one.name in recorded["tensors"]] if problem is None else [], problem
+    return [one for one in opened.carried if one.name in recorded["tensors"]] if problem is None else [], problem
 
 
-def _problem(recorded: dict[str, Any], found: Checkpoint, path: Path) -> str | None:
+def _problem(recorded: dict[str, Any], opened: Checkpoint, path: Path) -> str | None:
     """The first tensor that is not as it was recorded."""
     check_fields(recorded, {"tensors": dict}, path / MARKER)
-    carried = {tensor.name: tensor for tensor in found.carried}
+    carried = {tensor.name: tensor for tensor in opened.carried}
     for name, described in recorded["tensors"].items():
         if name not in carried:
-            return f"{name} is missing in {found.source.path}"
+            return f"{name} is missing in {opened.source.path}"
         if _described(carried[name]) != described:
-            return f"{name} is another in {found.source.path}"
+            return f"{name} is another in {opened.source.path}"
     return None

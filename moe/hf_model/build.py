@@ -244,9 +244,9 @@ def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _check_alike(model: nn.Module) -> None:
-    found = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
-    if len(found) > 1:
-        kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(found))
+    routings = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
+    if len(routings) > 1:
+        kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(routings))
         raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
 
 

@@ -352,11 +352,11 @@ def _noting_attention() -> Iterator[Counter[int]]:
 
     def noting(name: Any, function: Any) -> Any:
         def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-            told = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
-            query_BHSA, value, mask = told["query"], told["value"], told["attention_mask"]
+            arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
+            query_BHSA, value, mask = arguments["query"], arguments["value"], arguments["attention_mask"]
             window = windows.get(mask.untyped_storage()._cdata, 0) if isinstance(mask, Tensor) else 0
             if mask is None and "flash" in str(name):
-                window = told.get("sliding_window") or 0
+                window = arguments.get("sliding_window") or 0
             widths[window] += query_BHSA.shape[1] * (query_BHSA.shape[-1] + value.shape[-1])
             return function(module, *args, **kwargs)
 

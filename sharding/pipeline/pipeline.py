@@ -65,8 +65,8 @@ def cut_into_stages(
     """
     groups = mesh.pipeline
     assert groups is not None
-    found = survey(model, compute_dtype)
-    stages = Stages(found, cut_stages(found, len(groups.ranks), chunks, layers), len(groups.ranks), groups.index)
+    surveyed = survey(model, compute_dtype)
+    stages = Stages(surveyed, cut_stages(surveyed, len(groups.ranks), chunks, layers), len(groups.ranks), groups.index)
     holders = [stages.pp_ranks(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups.share(several for several in holders if len(several) > 1)
     model.stages = stages

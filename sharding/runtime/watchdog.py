@@ -109,8 +109,8 @@ class Watchdog:
     def where(self) -> str:
         """Where the main thread is, such as "step 7, forward of layer 3" or, in a pipeline, "step 7, stage 2 of 4,
         forward of micro-batch 1, forward of layer 3"."""
-        told = self.doing if self.place is None else f"{self.doing}, {self.place}"
-        return told if self.step is None else f"step {self.step}, {told}"
+        place = self.doing if self.place is None else f"{self.doing}, {self.place}"
+        return place if self.step is None else f"step {self.step}, {place}"
 
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:

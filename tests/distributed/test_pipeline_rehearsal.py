@@ -11,9 +11,9 @@ from torch import nn
 
 from expertmesh.moe.torch_private import FakeStore
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.planning.imbalance import EVEN
 from expertmesh.training.planning.rehearsal import world
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
-from expertmesh.training.planning.rehearsal.given_routing import EVEN
 from expertmesh.training.planning.rehearsal.world import Rehearsed
 from tests.distributed.pool import RankPool
 from tests.tiny import tiny_config

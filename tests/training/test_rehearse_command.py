@@ -12,10 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.planning.imbalance import GivenRouting, skewed
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.planning.rates import natural_imbalance
 from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
-from expertmesh.training.planning.rehearsal.given_routing import Told, skewed
 
 LAYERS = 7
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
@@ -173,9 +173,9 @@ def test_shares_of_skewed_routing() -> None:
     assert shares[2] == pytest.approx(1.5 / 4)
     assert sum(shares) == pytest.approx(1)
     assert skewed(1, 4, 2) == ()
-    assert Told(busiest=2.0, loaded=1).among(num_experts=4, ep_size=4).shares == skewed(2.0, 4, 1)
-    assert Told(busiest=None).among(num_experts=8, ep_size=8).shares == skewed(natural_imbalance(8), 8, 0)
-    assert Told().among(num_experts=8, ep_size=8).shares == ()
+    assert GivenRouting(busiest=2.0, loaded=1).among(num_experts=4, ep_size=4).shares == skewed(2.0, 4, 1)
+    assert GivenRouting(busiest=None).among(num_experts=8, ep_size=8).shares == skewed(natural_imbalance(8), 8, 0)
+    assert GivenRouting().among(num_experts=8, ep_size=8).shares == ()
 
 
 @pytest.mark.exhaustive

@@ -85,7 +85,7 @@ class TrainConfig(
     @property
     def without_effect(self) -> list[str]:
         """What was asked for and changes nothing beside the other settings, in words, to be told."""
-        told = []
+        lines = []
         for setting, needs in self._unmet():
             value = getattr(self, setting.name)
             flag = flag_of(setting.name if value is not False else f"no_{setting.name}")
@@ -93,8 +93,8 @@ class TrainConfig(
                 flag += f" {' '.join(value)}"
             elif not isinstance(value, bool):
                 flag += f" {value}"
-            told.append(f"{flag} has no effect without {needs.what}")
-        return told
+            lines.append(f"{flag} has no effect without {needs.what}")
+        return lines
 
     def settled(self) -> "TrainConfig":
         """The same for what computes: settings of the layout that have no effect in it are at their defaults, so that
@@ -205,10 +205,10 @@ class TrainConfig(
             chosen: settings that were chosen for this run alone. They are written as open, with the choice as a
                 comment, so that it does not bind a run of another size.
         """
-        told = {**asdict(self), **dict.fromkeys(chosen or {})}
+        settings = {**asdict(self), **dict.fromkeys(chosen or {})}
         comments = [f"# chosen for this run: {name}: {value}\n" for name, value in (chosen or {}).items()]
         with whole(path) as partial:
-            partial.write_text("".join(comments) + yaml.safe_dump(told, sort_keys=False))
+            partial.write_text("".join(comments) + yaml.safe_dump(settings, sort_keys=False))
 
 
 _AT_LEAST = {
@@ -352,7 +352,7 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adapter_targets(tensors: Iterable[str]) -> list[str]:
     """What --lora-targets would name: modules by what their names have in common in all layers."""
-    adapted = [found[1] for name in tensors if (found := _LORA_A.fullmatch(name))]
+    adapted = [named[1] for name in tensors if (named := _LORA_A.fullmatch(name))]
     tails = {re.split(r"\.\d+\.", path)[-1] for path in adapted if "experts" not in path.split(".")}
     experts = ["experts"] if any("experts" in path.split(".") for path in adapted) else []
     return [*experts, *(rf"\b{re.escape(tail)}$" for tail in sorted(tails))]

@@ -118,8 +118,8 @@ def answer_ends(tokenizer: Any) -> set[int]:
     if tokenizer.chat_template is not None:
         # a template that refuses small talk ends no answer that could be found out
         with suppress(ValueError):
-            found = render(tokenizer, Conversation(_SMALL_TALK, [None, None]), "assistant").ends
-            ends |= set(tokenizer.convert_tokens_to_ids(sorted(found)))
+            tokens = render(tokenizer, Conversation(_SMALL_TALK, [None, None]), "assistant").ends
+            ends |= set(tokenizer.convert_tokens_to_ids(sorted(tokens)))
     return ends
 
 
@@ -143,7 +143,7 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
         default = set(range(len(conversation.messages)))
     else:
         default = set(assistants[-1:] if train_on == "last" else assistants)
-    return [i in default if said is None else said for i, said in enumerate(conversation.is_trained)]
+    return [i in default if own is None else own for i, own in enumerate(conversation.is_trained)]
 
 
 def beginning(tokenizer: Any, text: str, max_length: int) -> str:
@@ -224,12 +224,12 @@ def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[in
     many = [alike for alike in kinds.values() if len(alike) > _FEW]
     words = _find_words(written, _words_of) if many else []
     texts = {one.message: (one.begin, one.end) for one in (_find_words(written, _text_of) if many else [])}
-    found: dict[int, list[Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for alike in many:
         gaps = {index: gap for index in alike if (gap := _gap(words, index, final))}
         if len(gaps) > _FEW:
-            found.update(_take_over(written, gaps, texts, final))
-    return {index: found[index] if index in found else _spans(written, index, final) for index in indices}
+            spans.update(_take_over(written, gaps, texts, final))
+    return {index: spans[index] if index in spans else _spans(written, index, final) for index in indices}
 
 
 def _spans(written: Written, index: int, final: bool) -> list[Span]:
@@ -246,8 +246,8 @@ def _take_over(written: Written, gaps: dict[int, Span], texts: dict[int, Span], 
     """
     spans = {index: _spans(written, index, final) for index in (min(gaps), max(gaps))}
     around = {_around(written.text, gaps[index], texts.get(index), of_one) for index, of_one in spans.items()}
-    told = next(iter(around))
-    if len(around) > 1 or told is None:
+    surroundings = next(iter(around))
+    if len(around) > 1 or surroundings is None:
         by_name: dict[tuple[str, ...], dict[int, Span]] = defaultdict(dict)
         for index, gap in gaps.items():  # what stands around a call may have its name
             by_name[tuple(_names(written.messages[index]))][index] = gap
@@ -255,7 +255,7 @@ def _take_over(written: Written, gaps: dict[int, Span], texts: dict[int, Span], 
             if len(by_name) > 1 and len(alike) > _FEW:
                 spans.update(_take_over(written, alike, texts, final))
         return spans
-    before, after, behind = told
+    before, after, behind = surroundings
     for index, (start, stop) in gaps.items():
         begin, end = start + len(before), stop - len(after)
         is_there = written.text.startswith(before, start, stop) and written.text.endswith(after, start, stop)
@@ -345,7 +345,7 @@ def _find_words(written: Written, words_of: Callable[[dict[str, Any]], str]) -> 
         ]
     except Exception:  # it refuses other words, and is asked message by message
         return []
-    found, at = [], 0
+    words, at = [], 0
     for place, index in enumerate(order):
         before, after = frame[2 * place], frame[2 * place + 2]
         parts = texts[place % 2][::2]
@@ -357,10 +357,10 @@ def _find_words(written: Written, words_of: Callable[[dict[str, Any]], str]) -> 
         end = begin + len(part) - len(before) - len(after)
         if written.text[at:end] != part[: len(part) - len(after)]:
             return []
-        found.append(_Words(index, begin, end))
+        words.append(_Words(index, begin, end))
         at = end
     is_whole = len(set(order)) == len(order) and written.text[at:] == frame[-1]
-    return found if is_whole else []
+    return words if is_whole else []
 
 
 def _words_of(message: dict[str, Any]) -> str:

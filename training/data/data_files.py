@@ -308,8 +308,8 @@ def split_files(
     # beside tables, a text is about them: a licence, notes
     for read in ([kind for kind in kinds if kind != ".txt"], [".txt"]):
         find = partial(resolve_pattern, base_path=glob.escape(str(base)), allowed_extensions=read)
-        found = patterns or _named_patterns(find)
-        files = {name: _of_kinds(find, wanted, read) for name, wanted in found.items()}
+        patterns_of = patterns or _named_patterns(find)
+        files = {name: _of_kinds(find, wanted, read) for name, wanted in patterns_of.items()}
         if any(files.values()):
             every_file = sorted(map(Path, resolve_pattern("**", base_path=glob.escape(str(base)))))
             hold_data = [file for file in every_file if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
@@ -318,7 +318,10 @@ def split_files(
     else:
         listed = ", ".join(sorted(path.name for path in base.iterdir())[:8]) or "nothing"
         raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(kinds)}); found: {listed}")
-    if found == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()} and split in ("train", "test"):
+    if patterns_of == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()} and split in (
+        "train",
+        "test",
+    ):
         return str(directory), [directory / file.relative_to(base) for file in files["train"]], unread
     others = sorted(set(_of_kinds(find, ["**"], read)) - {file for of_split in files.values() for file in of_split})
     unnamed = "" if not others else f"; in none: {', '.join(str(file.name) for file in others[:5])}"
@@ -341,13 +344,13 @@ def _named_patterns(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
 
 
 def _of_kinds(find: Callable[[str], list[str]], patterns: Iterable[str], kinds: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in patterns:
         try:
-            found |= {Path(name) for name in find(pattern) if Path(name).suffix in kinds}
+            files |= {Path(name) for name in find(pattern) if Path(name).suffix in kinds}
         except FileNotFoundError:
             continue
-    return sorted(found)
+    return sorted(files)
 
 
 def _card_patterns(flag: str, directory: Path, config: str) -> dict[str, list[str]]:

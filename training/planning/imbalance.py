@@ -1,13 +1,15 @@
-"""How uneven routing is, as `--imbalance` says it: a number, what a run has logged, or else what is natural."""
+"""How uneven routing is, as `--imbalance` says it: a number, what a run has logged, or else what is natural. With it
+goes what else of a step depends on its data, and is given to a dry run instead."""
 
 import argparse
 import json
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ...moe.util.errors import ExpertMeshError
 from ..metrics import METRICS
-from .rates import natural_imbalance
+from .rates import natural_imbalance, rank_imbalance
 
 MOST_LINE = 64 * 2**20
 """Bytes of a line of metrics.jsonl."""
@@ -63,3 +65,36 @@ def _logged(file: Path) -> float:
             f"--imbalance {file}: no line has {' or '.join(sorted(names))}; give a number, or metrics.jsonl of a run"
         ) from error
     return max(1.0, busiest)
+
+
+@dataclass(frozen=True)
+class GivenRouting:
+    """samples: packed into one sequence, with `packing`, all equally long. shares: the fraction of all routed tokens
+    that goes to each ep rank; none: as `busiest` says, the load of the busiest expert over the mean, None for what is
+    natural. loaded: the ep rank that has it."""
+
+    samples: int = 8
+    shares: tuple[float, ...] = ()
+    busiest: float | None = 1.0
+    loaded: int = 0
+
+    def among(self, num_experts: int, ep_size: int) -> "GivenRouting":
+        """The same with the shares of so many experts on so many ranks."""
+        if self.shares:
+            return self
+        busiest = imbalance_of(self.busiest, num_experts)
+        return replace(self, shares=skewed(rank_imbalance(busiest, num_experts, ep_size), ep_size, self.loaded))
+
+
+EVEN = GivenRouting()
+"""Every ep rank gets as many rows."""
+
+
+def skewed(imbalance: float, ep_size: int, ep_rank: int) -> tuple[float, ...]:
+    """Fractions of which one ep rank's is `imbalance` times the mean, at most all; the rest is divided equally among
+    the others. None where all are equal."""
+    if imbalance == 1:
+        return ()
+    own = min(imbalance / ep_size, 1.0)
+    others = (1 - own) / (ep_size - 1)
+    return tuple(own if rank == ep_rank else others for rank in range(ep_size))

@@ -11,6 +11,7 @@ from ...moe.util.terminal import folded
 from ..config.train_config import TrainConfig, flags_of_config
 from .columns import Column, open_console, print_table
 from .coverage import not_modelled
+from .imbalance import GivenRouting
 from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
 from .planner.clock import StepTime
 from .planner.hardware import GIB, Hardware, attained
@@ -18,7 +19,6 @@ from .planner.measured import ModelParameters
 from .planner.search import Cluster, Plan
 from .planner.setting import Setting
 from .planner.traffic import Traffic
-from .rehearsal.given_routing import Told
 
 if TYPE_CHECKING:
     # of what a plan need not import, as torch
@@ -204,7 +204,7 @@ def launch_line(
 
 
 def print_account(
-    account: "Account", config: TrainConfig, where: str, hardware: Hardware, told: Told, world_size: int
+    account: "Account", config: TrainConfig, where: str, hardware: Hardware, told: GivenRouting, world_size: int
 ) -> None:
     """Whether it fits, memory by kind and by moment, collectives, the forecast, and what was assumed."""
     console = open_console()
@@ -312,7 +312,7 @@ def _forecast(account: "Account") -> str:
     )
 
 
-def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, told: Told) -> list[str]:
+def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, told: GivenRouting) -> list[str]:
     routing = "every expert gets equally many tokens"
     if told.shares:
         most = max(told.shares) * config.ep_size

@@ -18,13 +18,12 @@ from typing import Any
 from ....moe.util.terminal import folded
 from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
-from ..imbalance import read_imbalance
+from ..imbalance import GivenRouting, read_imbalance
 from ..memory import NEAR
 from ..planner.hardware import Hardware, products_in
 from ..planner.hardware_flags import chosen_hardware
 from ..planner.model_config import read_config
 from ..planner.search import Cluster
-from .given_routing import Told
 
 
 def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
@@ -103,13 +102,13 @@ def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespa
     return replace(config, **choose_pipeline(run, cluster, config)[1].left_open(config))
 
 
-def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
+def _told(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:
     # of several ranks the most loaded one is to be neither the first nor the last, where there are others
     loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
-    return Told(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
+    return GivenRouting(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
 
 
-def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
+def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: GivenRouting) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
     firsts = range(0, arguments.gpus, arguments.gpus // config.pp_size)

@@ -374,10 +374,10 @@ def whole_step(recorder: Recorder, stack: Stack) -> WholeStep:
         # layers that stand aside have no backward that would say where it begins
         following = _standing_aside_before(layer, stack) if phase == "backward" else ()
         for number in (layer, *following):
-            found = of_layer.get((phase, micro, stack.stand_ins[number]))
-            if found is not None:
-                log.extend(_of_layer(found, number))
-                calls[micro] += found.num_calls
+            stand_in = of_layer.get((phase, micro, stack.stand_ins[number]))
+            if stand_in is not None:
+                log.extend(_of_layer(stand_in, number))
+                calls[micro] += stand_in.num_calls
     return WholeStep(log, calls)
 
 

@@ -43,10 +43,10 @@ from ...loss.balance import BiasUpdate, choose_balance
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer
 from ...step import train_step
+from ..imbalance import EVEN, GivenRouting
 from .attribution import Parts
 from .building import build_rehearsed
 from .dispatched import expected_rows, split, telling_rows
-from .given_routing import EVEN, Told
 from .live_memory import LiveTensors
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_roots
@@ -75,7 +75,7 @@ class Rehearsed:
     tokens: int
     targets: int
     groups: dict[str, str]
-    told: Told
+    told: GivenRouting
     rows_over_mean: float
 
 
@@ -85,7 +85,7 @@ def rehearse(
     world_size: int,
     rank: int = 0,
     shortened: bool = True,
-    told: Told = EVEN,
+    told: GivenRouting = EVEN,
     gpus_per_node: int = 8,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
@@ -111,7 +111,7 @@ def rehearse(
 
 
 def _rehearse(
-    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told, gpus_per_node: int
+    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: GivenRouting, gpus_per_node: int
 ) -> Rehearsed:
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
@@ -269,7 +269,7 @@ def _most_held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
     return tuple((max(n for n, _ in held), max(q for _, q in held)) for held in (most, later))
 
 
-def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: FakeTensors) -> Batch:
+def _batch(config: TrainConfig, cp_group: CPGroup | None, told: GivenRouting, fake: FakeTensors) -> Batch:
     """A batch in which all tokens but each sample's first have a loss; under context parallelism, this rank's chunk."""
     rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
     length = config.max_seq_length // samples
