@@ -26,8 +26,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.planning.imbalance import GivenRouting, add_imbalance_flags, read_imbalance
-from expertmesh.training.planning.planner.hardware import Hardware, products_in
-from expertmesh.training.planning.planner.hardware_flags import add_hardware_flags, chosen_hardware
+from expertmesh.training.planning.planner.hardware import Hardware, add_hardware_flags, chosen_hardware, products_in
 from expertmesh.training.planning.planner.model_config import read_config
 from expertmesh.training.planning.rehearsal.peaks import PeakMemory
 from expertmesh.training.planning.rehearsal.rank_summary import Ledger, ledger

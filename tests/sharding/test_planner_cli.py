@@ -25,8 +25,14 @@ from expertmesh.training.planning.planner.check import (
     measured_hardware,
     measured_links,
 )
-from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, load_measured, preset, save_measured
-from expertmesh.training.planning.planner.hardware_flags import chosen_hardware
+from expertmesh.training.planning.planner.hardware import (
+    DEVICES,
+    Hardware,
+    chosen_hardware,
+    load_measured,
+    preset,
+    save_measured,
+)
 from expertmesh.training.planning.planner.mesh_picture import picture
 from expertmesh.training.planning.rates import AT_BEST
 from tests.distributed.pool import RankPool

@@ -15,8 +15,7 @@ from ...sharding.pipeline.balance import cut_stages
 from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
 from ...sharding.torchrun import read_environment
 from .columns import Column, open_console, print_table
-from .planner.hardware import save_measured
-from .planner.hardware_flags import check_positive
+from .planner.hardware import check_positive, save_measured
 from .planner.measured import ModelCuts
 from .planner.mesh_picture import picture, ranks_of
 

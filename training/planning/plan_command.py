@@ -24,8 +24,7 @@ from .columns import open_console
 from .coverage import not_modelled
 from .imbalance import imbalance_of, read_imbalance
 from .plan_flags import Asked
-from .planner.hardware import GIB, products_in
-from .planner.hardware_flags import chosen_hardware
+from .planner.hardware import GIB, chosen_hardware, products_in
 from .planner.model_config import find_config
 from .planner.search import Cluster, Plan, best_first, reckon, search, sequences_per_step
 from .planner.setting import Setting

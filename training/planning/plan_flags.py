@@ -12,7 +12,7 @@ from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
 from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
 from .coverage import check_covered
 from .imbalance import add_imbalance_flags, read_imbalance
-from .planner.hardware_flags import add_hardware_flags, check_positive
+from .planner.hardware import add_hardware_flags, check_positive
 from .planner.tried import MICRO_BATCHES, Tried
 
 DEFAULTS: Mapping[str, Any] = {"bf16": True, "max_seq_length": 4096, "dataset": ["data.jsonl"]}

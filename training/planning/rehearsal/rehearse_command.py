@@ -20,8 +20,7 @@ from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
 from ..imbalance import GivenRouting, read_imbalance
 from ..memory import NEAR
-from ..planner.hardware import Hardware, products_in
-from ..planner.hardware_flags import chosen_hardware
+from ..planner.hardware import Hardware, chosen_hardware, products_in
 from ..planner.model_config import read_config
 from ..planner.search import Cluster
 

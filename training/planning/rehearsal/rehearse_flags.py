@@ -12,7 +12,7 @@ from ....sharding.topology import Topology, check_sizes
 from ...config.train_config import TrainConfig, parse_config
 from ..coverage import check_covered
 from ..imbalance import add_imbalance_flags
-from ..planner.hardware_flags import add_hardware_flags, check_positive
+from ..planner.hardware import add_hardware_flags, check_positive
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
