@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from tests.fuzz.fuzz import Outcome, run_seeds
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, help="try this one, and print all of it")
+    parser.add_argument("--seed", type=int, nargs="+", help="try these, and print all of them")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no other seed after so long")
     parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--number", type=int, help="how many seeds at most")
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     seeds: Iterable[int] = itertools.count(args.first)
     if args.seed is not None:
-        seeds = [args.seed]
+        seeds = args.seed
     elif args.number is not None:
         seeds = range(args.first, args.first + args.number)
     elif args.minutes == math.inf:
@@ -42,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
 
     pool = RankPool()
-    try:
-        tally = run_seeds(seeds, pool, time.monotonic() + 60 * args.minutes, tell)
-        print("\n".join(tally.lines()))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        pool.close()
+    with tempfile.TemporaryDirectory() as cache:
+        # what was seen of models that another version of the code has built
+        os.environ["XDG_CACHE_HOME"] = cache
+        try:
+            tally = run_seeds(seeds, pool, time.monotonic() + 60 * args.minutes, tell)
+            print("\n".join(tally.lines()))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            pool.close()
     print(f"{len(found)} differ: {found}")
     return 1 if found else 0
 

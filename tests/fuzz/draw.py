@@ -173,7 +173,7 @@ def _draw_layers(rng: random.Random, settings: Mapping[str, Any], changes: dict[
     """Which layers have windows, which have experts, and how wide windows are."""
     depth = settings.get("num_hidden_layers") or len(settings["layers_block_type"])
     for name, value in settings.items():
-        if re.fullmatch(WINDOW, name) and happens(0.9 if value else 0.5):
+        if re.fullmatch(WINDOW, name) and not isinstance(value, bool) and happens(0.9 if value else 0.5):
             changes[name] = rng.choice((2, 3, 4, 5, 7, 8))
             if "use_sliding_window" in settings:
                 changes["use_sliding_window"] = True
@@ -299,9 +299,9 @@ def draw_flags(rng: random.Random) -> dict[str, Any]:
 
 def draw_layouts(rng: random.Random, num_experts: int) -> list[Layout]:
     """Two different ones, the first of several ranks."""
-    first, second = _layout(rng, num_experts, (2, 2, 2)), _layout(rng, num_experts, (1, 2, 2))
+    first, second = _layout(rng, num_experts, (2, 2, 4)), _layout(rng, num_experts, (1, 2, 2, 4))
     while first == second:
-        second = _layout(rng, num_experts, (1, 2, 2))
+        second = _layout(rng, num_experts, (1, 2, 2, 4))
     return [first, second]
 
 

@@ -27,7 +27,7 @@ class Figures:
     """What is compared: figures of each step, and weights.
 
     balances, zs: None where transformers has none. weights: after the first step, under the names of Hugging Face
-    checkpoints. adapters: after the last, under ours.
+    checkpoints. adapters, adapters_before: after the last, and before the first, under ours.
     """
 
     losses: list[float]
@@ -36,6 +36,7 @@ class Figures:
     zs: list[float] | None
     weights: dict[str, Tensor]
     adapters: dict[str, Tensor]
+    adapters_before: dict[str, Tensor]
 
 
 def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -> Figures:
@@ -44,6 +45,8 @@ def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -
         directory: an empty one, for files.
     """
     model: Any = drawn.model().to(dtype).train()
+    # the others have no kernel for fp64, or sum in an order that depends on the device
+    model.set_experts_implementation("eager")
     config = train_config(**{**OPTIMIZER, **drawn.flags})
     values: dict[str, nn.Parameter] = {}
     if drawn.has_adapters:
@@ -57,6 +60,7 @@ def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -
         )
     else:
         optimizer = hf_adamw(model, config)
+    before = {name: value.detach().clone() for name, value in values.items()}
     losses, norms, balances, zs = [], [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -88,6 +92,7 @@ def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -
         zs if has_routing and config.router_z_loss_coef else None,
         weights,
         {name: value.detach() for name, value in values.items()},
+        before,
     )
 
 

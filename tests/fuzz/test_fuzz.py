@@ -1,16 +1,18 @@
-"""Seeds, as many as there is time for: how many bounds a tier's time, and no result depends on it."""
+"""Seeds, as many as there is time for: time bounds how many are tried, and no result depends on it."""
 
 import time
 
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.fuzz.fuzz import run_seeds
+from tests.fuzz.fuzz import mechanisms_of, run_seeds
 
 SECONDS, SHARES = 30.0, 2
 """Of `make test`: a minute, in so many parts that may run at once."""
 SECONDS_OF_REST, SHARES_OF_REST = 75.0, 4
 FIRST_OF_REST = 1000
+ENOUGH = 15
+"""Seeds that were compared, among which each axis is to be."""
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -29,4 +31,8 @@ def _run(ranks: RankPool, first: int, step: int, seconds: float) -> None:
     tally = run_seeds(range(first, first + 1000 * step, step), ranks, time.monotonic() + seconds)
     unlike = [outcome for outcome in tally.outcomes if outcome.unlike is not None]
     assert not unlike, "\n".join(line for outcome in unlike for line in outcome.lines())
+    # nothing was tested of what is refused
     assert 2 * len(tally.compared) >= len(tally.outcomes), "\n".join(tally.lines())
+    if len(tally.compared) >= ENOUGH:
+        seen = {name for outcome in tally.compared for name in mechanisms_of(outcome)}
+        assert {"ep", "cp", "tp", "pp"} <= seen, "\n".join(tally.lines())
