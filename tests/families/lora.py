@@ -36,10 +36,14 @@ class LoraFigures:
     weights: dict[str, Tensor]
 
 
-def started(case: Case) -> tuple[dict[str, nn.Parameter], dict[str, Any], float]:
-    """Adapters as a run begins with them, by our names; what each is; and their scale."""
+def started(case: Case, model_config: Any = None) -> tuple[dict[str, nn.Parameter], dict[str, Any], float]:
+    """Adapters as a run begins with them, by our names; what each is; and their scale.
+
+    Args:
+        model_config: where it is not that of the case's model.
+    """
     config = train_config(**{"adapter": "lora", **case.settings})
-    model = build_model(hf_model(case, seed=1).config, "eager")
+    model = build_model(model_config or hf_model(case, seed=1).config, "eager")
     scale = adapt(model, config).lora.low_rank.scale
     parts = adapters_of(model)
     values = {}

@@ -1,6 +1,7 @@
 """What a draw should give: transformers' own class in one process, sample by sample, with torch's AdamW."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -
     if drawn.has_adapters:
         model.requires_grad_(False)
         settings = {name: value for name, value in drawn.flags.items() if not name.startswith("router_")}
-        case = Case([], family=drawn.family, changes=drawn.changes, settings=settings)
-        values, parts, scale = lora.started(case)
+        values, parts, scale = lora.started(Case([], settings=settings), deepcopy(model.config))
         values = {name: nn.Parameter(value.detach().to(dtype)) for name, value in values.items()}
         optimizer = torch.optim.AdamW(
             values.values(), lr=config.learning_rate, eps=config.adam_epsilon, weight_decay=config.weight_decay

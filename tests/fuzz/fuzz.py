@@ -8,6 +8,7 @@ import math
 import re
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,8 @@ def try_seed(seed: int, ranks: RankPool) -> Outcome:
             _try(outcome, ranks, Path(name))
         except RankFailure as failure:
             outcome.unlike = f"a rank failed:\n{failure}"
+        except Exception:
+            outcome.unlike = f"no comparison came about:\n{traceback.format_exc()}"
     outcome.seconds = time.monotonic() - begin
     return outcome
 
