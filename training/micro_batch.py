@@ -20,7 +20,7 @@ from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ..moe.hf_model.counts import seen_pairs
 from ..sharding.pipeline.pipeline import stage_group
-from .attention.packed_attention import run_model
+from .attention.run_model import run_model
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head

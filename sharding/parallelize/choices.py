@@ -6,6 +6,8 @@ from functools import cache
 from itertools import groupby
 from typing import Literal
 
+from ..topology import Topology
+
 Checkpointing = Literal["none", "full", "selective"]
 """What a decoder layer recomputes in backward (see `sharding.parallelize.recompute`)."""
 
@@ -57,8 +59,8 @@ def ranks_of_nodes(nodes: Sequence[str], ep_size: int) -> int | None:
         nodes: the name of every rank's node.
     """
     sizes = set()
-    for first in range(0, len(nodes), ep_size):
-        runs = [(name, len(list(ranks))) for name, ranks in groupby(nodes[first : first + ep_size])]
+    for group in Topology(len(nodes), ep_size).groups("ep"):
+        runs = [(name, len(list(ranks))) for name, ranks in groupby(nodes[rank] for rank in group)]
         if len({name for name, _ in runs}) < len(runs):
             return None
         sizes |= {size for _, size in runs}

@@ -12,7 +12,8 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import RouterStats
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.attention.packed_attention import OWN, run_model
+from expertmesh.training.attention.packed_attention import OWN
+from expertmesh.training.attention.run_model import run_model
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import pack

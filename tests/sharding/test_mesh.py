@@ -112,6 +112,24 @@ def test_groups_are_those_of_the_mesh() -> None:
                 assert dist.get_process_group_ranks(group) == list(topology.group(axis, rank)), (topology, axis)
 
 
+def test_groups_are_lines_of_the_grids() -> None:
+    """Those of which process groups are made, so that the mesh's tell nothing of them."""
+    for topology in _topologies():
+        ranks = torch.arange(topology.world_size)
+        stages = ranks.view(topology.pp_size, -1)
+        data = ranks.view(-1, topology.cp_size, topology.tp_size)
+        lines: dict[Axis, torch.Tensor] = {
+            "world": ranks.unsqueeze(0),
+            "pp": stages.T,
+            "sequences": data.flatten(1),
+            "cp": data.transpose(1, 2).flatten(0, 1),
+            "tp": data.flatten(0, 1),
+            "ep": ranks.view(-1, topology.ep_size),
+        }
+        for axis, expected in lines.items():
+            assert list(map(list, topology.groups(axis))) == expected.tolist(), (topology, axis)
+
+
 def test_groups_by_nodes() -> None:
     for topology, n in product(_topologies(), (1, 2, 4)):
         ep, ranks = topology.ep_size, range(topology.world_size)

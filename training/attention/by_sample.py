@@ -27,7 +27,8 @@ from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
 from .layer_kinds import kinds_by_layer, seen_by_mask
-from .packed_attention import run_model, tells_window
+from .packed_attention import tells_window
+from .run_model import run_model
 
 _ALIKE = 0.75
 """Samples that are at least this fraction as long as the longest are padded to its length."""

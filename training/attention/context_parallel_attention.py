@@ -35,7 +35,8 @@ from .by_heads import SplitFunctions, find_split_functions
 from .by_sample import BySample
 from .complete_sequences import CompleteSequences, mixers_of
 from .layer_kinds import kinds_by_layer, seen_by_mask, seen_in
-from .packed_attention import CP_PREFIX, OWN, run_model, window_told
+from .packed_attention import CP_PREFIX, OWN, window_told
+from .run_model import run_model
 
 _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""

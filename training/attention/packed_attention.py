@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
-from ...moe.experts.forward import Forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
@@ -114,18 +113,6 @@ def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
         return
     with replacing_sample_search(lambda position_ids: None, model):
         yield
-
-
-def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
-    """What a call of the model gives for a batch. forward: what it is told beside its arguments."""
-    # masks are made before the model is called
-    with forward, told_whether_packed(model, batch):
-        return model(
-            **attention_arguments(model, batch),
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            use_cache=False,
-        )
 
 
 def _masks(model: Any, batch: Batch, of_kinds: dict[str, Any]) -> Any:

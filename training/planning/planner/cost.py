@@ -119,7 +119,7 @@ def _together(
     slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].total)
     time, update = ranks[slowest], max(each.update for each in ranks)
     bubble = max(0.0, seconds - (time.total - time.update)) if run.setting.pp_size > 1 else 0.0
-    world = range(run.setting.world_size)
+    world = run.setting.group("world")
     sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
     sums += _sharing_seconds(run, hardware, gpus_per_node)
     return replace(time, all_to_alls=time.all_to_alls + sums, update=update, bubble=bubble)

@@ -27,7 +27,7 @@ def picture(
     width: columns of the terminal; the grid and the groups' ranks stay within it, for which fewer of them are drawn.
     """
     ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
-    stage, pp = topology.ranks_per_stage, topology.pp_size
+    pp = topology.pp_size
     nodes = -(-world // gpus_per_node)
     cp, tp, sharing = topology.cp_size, topology.tp_size, topology.ranks_per_sequence
     data = "" if sharing == 1 else f" = data {topology.data_size}{f' x cp {cp}' * (cp > 1)}{f' x tp {tp}' * (tp > 1)}"
@@ -43,7 +43,7 @@ def picture(
     if pp > 1:
         lines += _groups("pp", "layers' results, from each to the next", topology, gpus_per_node, width)
         for index in _shown(range(len(layers)), MOST_GROUPS):
-            ranks = "" if index is None else ranks_of(range(index * stage, (index + 1) * stage), most=1)
+            ranks = "" if index is None else ranks_of(topology.groups("stage")[index], most=1)
             lines.append("..." if index is None else f"pp {index}: layers {layers_of(layers[index])} on ranks {ranks}")
     lines += _groups("ep", "all-to-all of tokens", topology, gpus_per_node, width)
     if tp > 1:
