@@ -25,7 +25,7 @@ from torch import Tensor
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
-from expertmesh.training.optim.shampoo import EIGEN_FLOPS
+from expertmesh.training.config.optimizers import EIGEN_FLOPS
 from expertmesh.training.planning.planner.check import measure_device, median_seconds
 from expertmesh.training.planning.planner.cost import best_rate
 from expertmesh.training.planning.planner.hardware import (

@@ -20,10 +20,9 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import check_sizes
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
+from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
-from expertmesh.training.optim.low_bit import block_size
-from expertmesh.training.optim.update import LARGEST_BLOCK
 from expertmesh.training.planning import plan_flags
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import NEAR

@@ -154,7 +154,7 @@ def _wrong_types() -> None:
     """For mypy, which complains of an ignored error that is none."""
     expertmesh.load("DIR", ep_siz=2)  # type: ignore[call-arg]
     expertmesh.load("DIR", ep_size="two")  # type: ignore[arg-type]
-    expertmesh.load("DIR", optim="adagrad")  # type: ignore[arg-type]
+    expertmesh.load("DIR", cross_entropy="focal")  # type: ignore[arg-type]
     expertmesh.load(Path("DIR"), ep_size=2, lora_targets="all-linear", rope_scaling={"rope_type": "yarn"})
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, AutoTokenizer, TrainingArguments, default_data_collator
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -40,7 +46,8 @@ from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.layer_kinds import LAYER_KINDS, table_of_layer_kinds
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
-from expertmesh.training.config.train_config import parse_config
+from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data import formats
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
@@ -48,10 +55,12 @@ from expertmesh.training.data.formats import FORMATS, Format, conversation, regi
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
 from expertmesh.training.engine import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
+from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer
 from expertmesh.training.planning import imbalance
 from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
 from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
+from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import random_samples
 from tests.encoded import change_config
@@ -65,6 +74,7 @@ DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf
 KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
 ATTENTION_README = (ROOT / "training" / "attention" / "README.md").read_text(encoding="utf-8")
 CHECKPOINTS_README = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
+OPTIM_README = (ROOT / "training" / "optim" / "README.md").read_text(encoding="utf-8")
 MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
 
 
@@ -699,3 +709,105 @@ def test_a_kind_of_attention(ranks: RankPool) -> None:
 
 def test_readme_lists_all_kinds_of_layers() -> None:
     assert table_of_layer_kinds() in ATTENTION_README
+
+
+# An optimizer: the one that its README shows, whose updates are torch's own.
+
+
+@pytest.fixture
+def known_optimizers() -> Iterator[None]:
+    """Undoes registrations."""
+    with OPTIMIZERS.restored():
+        yield
+
+
+def train_with_sgd(model: Path, rows: Any, resume: bool, out: Path) -> None:
+    """Three steps, saved before the last one; or that one alone."""
+    with OPTIMIZERS.restored():
+        run_example(OPTIM_README, "register_optimizer(")
+        size = dist.get_world_size()
+        settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.5}
+        engine = expertmesh.load(str(model), ep_size=size, use_cpu=True, **settings)
+        if resume:
+            engine.resume(out.parent / "saved")
+        for number, rows_BS in list(enumerate(rows))[2 if resume else 0 :]:
+            if number == 2 and not resume:
+                engine.save(out.parent / "saved")
+            mine_BS = rows_BS[engine.data_rank :: size]
+            engine.step({"input_ids": mine_BS, "labels": mine_BS, "attention_mask": torch.ones_like(mine_BS)})
+        engine.export(out)
+
+
+def with_torchs_sgd(model: Path, rows: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights of transformers' own model before and after three steps of torch's own optimizer, in one process."""
+    theirs = AutoModelForCausalLM.from_pretrained(model)
+    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    decayed = [p for p in theirs.parameters() if p.dim() > 1]
+    others = [p for p in theirs.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+    for rows_BS in rows:
+        optimizer.zero_grad()
+        theirs(input_ids=rows_BS, labels=rows_BS).loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+    return before, theirs.state_dict()
+
+
+def test_an_optimizer(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+    """Updates are those of torch on whole tensors, on two ranks and over a resume on one."""
+    rows = torch.randint(3, 300, (3, 4, 12), generator=torch.Generator().manual_seed(0))
+    ranks.run(train_with_sgd, 2, tiny_model, rows, False, tmp_path / "two")
+    ranks.run(train_with_sgd, 1, tiny_model, rows, True, tmp_path / "one")
+    before, expected = with_torchs_sgd(tiny_model, rows)
+    for out in ("two", "one"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / out).state_dict()
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert relative_error(found[name] - before[name], weight - before[name]) < 1e-4, (out, name)
+
+
+@pytest.mark.usefixtures("known_optimizers")
+def test_an_optimizer_is_known_everywhere(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(tiny_model), "--dataset", "d", "--optim", "sgd"]
+    with pytest.raises(ExpertMeshError, match=r"--optim: invalid choice: 'sgd' \(choose from .*muon.*shampoo"):
+        parse_config(flags)
+    with pytest.raises(ExpertMeshError, match=r"--optim sgd is unknown; use adamw_torch_fused, .*, shampoo"):
+        TrainConfig(model="m", optim="sgd")
+    names = run_example(OPTIM_README, "register_optimizer(")
+
+    config = parse_config([*flags, "--adam-beta1", "0.8", "--weight-decay", "0.1"])
+    (told,) = config.without_effect
+    assert told.startswith("--adam-beta1 0.8 has no effect without --optim adamw_torch_fused or ")
+    with contextlib.suppress(SystemExit):
+        parse_config(["--help"])
+    assert "sgd: SGD with momentum" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ExpertMeshError, match="that run had --optim sgd, this one has muon"):
+        check_trained(asdict(config), replace(config, optim="muon"), tmp_path)
+
+    # 4 bytes of state where AdamW has 8, and no more but its counts of steps
+    for command, more in (("plan", ["--tp-size", "1"]), ("rehearse", [])):
+        state = {}
+        for optim in ("adamw_torch_fused", "sgd"):
+            asked = ["--gpus", "2", "--ep-size", "2", "--max-seq-length", "16", "--per-device-train-batch-size", "1"]
+            assert plan_or_rehearse([command, *flags[:2], "--optim", optim, *asked, *more, "--json"]) == 0
+            (found, *_) = json.loads(capsys.readouterr().out)
+            memory = found["memory"]
+            state[optim] = memory["optimizer"] if command == "plan" else memory["state"]
+        assert state["sgd"] > 0
+        assert state["sgd"] == pytest.approx(state["adamw_torch_fused"] / 2, rel=1e-3), command
+    # what the first step makes of it counts once: parameters, gradients and state at the update, each as large
+    (at_update,) = [size for phase, _, _, size in memory["at"] if phase == "optimizer step"]
+    assert 3 <= at_update / memory["parameters"] < 3.5
+
+    with pytest.raises(ValueError, match="--optim sgd is there already"):
+        register_optimizer(names["entry"], names["build"], nothing_occasional)
+    with pytest.raises(ValueError, match="--optim sgd2: has no help"):
+        register_optimizer(replace(names["entry"], name="sgd2", help=""), names["build"], nothing_occasional)
+    assert OPTIMIZERS.names() == (*(entry.name for entry in OUR_OPTIMIZERS), "sgd")
+
+
+def test_readme_lists_all_optimizers() -> None:
+    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", readme.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
+    assert rows == [entry.name for entry in OUR_OPTIMIZERS]

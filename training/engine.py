@@ -166,7 +166,7 @@ def assemble(
     attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))
     if config.tp_size > 1 and config.loss_parallel:
         trained.append(divide_vocabulary(model, config.cross_entropy))
-    if config.optim == "adamw_bf16":
+    if config.optimizer_entry.parameters_in_bf16:
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:
         set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)

@@ -135,18 +135,13 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {settings['optim']}, this one has {config.optim}; take the same"
         )
-    if config.optim == "shampoo":
-        # the shapes of its state depend on the one, and whether there are roots yet on the other
-        for flag, number, own in (
-            ("--shampoo-block-size", settings["shampoo_block_size"], config.shampoo_block_size),
-            ("--shampoo-start", settings["shampoo_start"] or settings["shampoo_frequency"], config.first_roots),
-        ):
-            if number != own:
-                is_default = flag == "--shampoo-start" and config.shampoo_start is None
-                also = ", by default its --shampoo-frequency" if is_default else ""
-                raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag} {number}, this one has {own}{also}; use {flag} {number}"
-                )
+    of_state = config.optimizer_entry.state_settings
+    for saved, own in zip(of_state(settings), of_state(vars(config)), strict=True):
+        if saved.value != own.value:
+            raise ExpertMeshError(
+                f"--resume {path}: that run had {own.flag} {saved.value}, this one has {own.value}{own.origin}; "
+                f"use {own.flag} {saved.value}"
+            )
     scaling = settings["rope_scaling"]
     if (read_rope_scaling(scaling) if scaling else None) != config.rope:
         there, here = (

@@ -71,7 +71,7 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "give cross_entropy='liger' to expertmesh.load",
     "liger_kernel_config": "give cross_entropy='liger' to expertmesh.load",
     "optim_args": "give the optimizer's settings to expertmesh.load",
-    "optim_target_modules": "give optim='muon' or adapter='lora' to expertmesh.load, or leave it out",
+    "optim_target_modules": "give adapter='lora' or an optim of matrices to expertmesh.load, or leave it out",
     "label_smoothing_factor": "the loss is the cross-entropy of the labels; leave it out",
     "average_tokens_across_devices": "the loss is the mean over all ranks' target tokens; leave it out",
     "neftune_noise_alpha": "leave it out",
@@ -93,7 +93,7 @@ REFUSED: dict[str, str] = {
 BY_VALUE: dict[str, str] = {
     "bf16": "has the engine's value, or the class's default",
     "tf32": "has the engine's value",
-    "optim": "is the engine's kind of AdamW or the default",
+    "optim": "is the engine's, or the default",
     "activation_checkpointing": "has the engine's value, or the class's default",
     "activation_checkpointing_kwargs": "is {'use_reentrant': False}",
     "gradient_checkpointing": "has the engine's value, or the class's default",
@@ -233,7 +233,7 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         loaded = "the engine was loaded with tf32=True; leave one of them out"
         yield "tf32", args.tf32, "give tf32=True to expertmesh.load" if args.tf32 else loaded
     optim = getattr(args.optim, "value", args.optim)
-    if optim not in (_default(args, "optim"), config.optim) and (optim, config.optim) != _SAME_ADAMW:
+    if optim not in (_default(args, "optim"), config.optim, *config.optimizer_entry.aliases):
         yield "optim", optim, "give optim to expertmesh.load, whose optimizers know parameters of several meshes"
     if getattr(args, "activation_offloading", False) and not config.offload_activations:
         instead = "give offload_activations=True and gradient_checkpointing='full' to expertmesh.load"
@@ -272,9 +272,6 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
     if template is not None and not (str(template).endswith(_TEMPLATES) and Path(template).is_file()):
         instead = "is no .jinja file; a tokenizer's would resize embeddings that are sharded: write its template to one"
         yield "chat_template_path", template, instead
-
-
-_SAME_ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def _default(args: Any, name: str) -> Any:

@@ -146,7 +146,7 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     assert peak(run).memory.total > peak(run).tensors + CONTEXT + 2 * RING
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bf16"])
 def test_sums_over_replicas_wait_for_the_end_of_backward(optim: str) -> None:
     """FSDP keeps them, in fp32, beside gradients of another dtype; gradients in fp32 are these sums themselves."""
     flags = {"ep_size": 2, "dense_shard": "hybrid", "optim": optim, "bf16": True}

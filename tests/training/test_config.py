@@ -9,6 +9,7 @@ from transformers.trainer_utils import SchedulerType
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.sizes import parse_size
+from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
@@ -174,7 +175,13 @@ def test_bad_flags(flags: list[str], said: str) -> None:
         parse_config([*NEEDED, *flags])
 
 
-ONLY_WITH = [setting.name for setting in fields(TrainConfig) if "needs" in setting.metadata]
+OF_ALL_OPTIMIZERS = set.intersection(*(set(entry.heeds) for entry in OUR_OPTIMIZERS))
+"""Without effect with a user's own alone."""
+ONLY_WITH = [
+    setting.name
+    for setting in fields(TrainConfig)
+    if "needs" in setting.metadata and setting.name not in OF_ALL_OPTIMIZERS
+]
 VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
     "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",

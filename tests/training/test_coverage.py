@@ -25,6 +25,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{key: {"eval_ratio": 0.1} for key in ("early_stopping_patience", "load_best_model_at_end")},
     **{key: {"bf16": True} for key in ("expert_precision", "dense_precision")},
     **{key: {"adapter": "lora"} for key in ("init_adapter", "base_dtype")},
+    **{key: {"optim": "shampoo"} for key in ("shampoo_frequency", "shampoo_block_size", "shampoo_start")},
     "offload_activations": {"gradient_checkpointing": "full"},
     "elastic": {"resume": "auto"},
 }
@@ -34,7 +35,7 @@ VALUES: dict[str, Any] = {
     "max_shard_size": "1GB", "expert_kernel": "loop", "profile": ["5"], "profile_ranks": ["1"],
     "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "max_steps": 5, "shampoo_start": 2,
     "pipeline_chunks": 2, "adam_beta1": 0.5, "adam_beta2": 0.5, "router_warn_load": 3.0, "router_aux_loss_coef": 0.5,
-    "global_batch_size": 64, "ranks_per_node": 2, "dataset_num_proc": 2, "save_total_limit": 2,
+    "global_batch_size": 64, "ranks_per_node": 2, "optim": "muon", "dataset_num_proc": 2, "save_total_limit": 2,
 }  # fmt: skip
 """Of what does not take any text, number or switch."""
 

@@ -11,12 +11,12 @@ from transformers.trainer_utils import SchedulerType
 
 from expertmesh.checkpoints.training_state.saving import Progress
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.config.optimizers import block_size
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.optim.low_bit import (
     AdamW8bit,
     AdamWBf16,
     _AdamW,
-    block_size,
     dynamic_map,
     position_bits,
     random_bits,

@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import transformers
@@ -12,14 +12,15 @@ from transformers.training_args import OptimizerNames
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import nearest
-from expertmesh.training.config.other_tools import _OPTIMIZERS, _ROWS, _VALUES
-from expertmesh.training.config.settings import Optimizer
+from expertmesh.training.config.optimizers import OPTIMIZERS
+from expertmesh.training.config.other_tools import _VALUES, rows
 from expertmesh.training.config.train_config import TrainConfig, _parser, make_config, parse_config
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 OURS = {name for setting in fields(TrainConfig) for name in (setting.name, *setting.metadata.get("aliases", []))}
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
-NAMES = [name for names, *_ in _ROWS for name in names.split()]
+NAMES = [name for names, *_ in rows() for name in names.split()]
+OF_OPTIMIZERS = [other.flags for entry in OPTIMIZERS.entries() for other in entry.other_tools]
 CONFIGS: list[Any] = [transformers.TrainingArguments]
 try:
     import trl
@@ -37,11 +38,11 @@ def refusal(*flags: str) -> str:
 
 
 def test_every_flag_that_is_advised_exists() -> None:
-    advice = [advice for _, advice, _ in _ROWS] + [*_VALUES.values()] + [f"--optim {ours}" for _, ours in _OPTIMIZERS]
+    advice = [*(advice for _, advice, _ in rows()), *_VALUES.values(), *OF_OPTIMIZERS]
     for text in advice:
         for flag in re.findall(r"--[a-z][a-z0-9-]*", text.replace("`hf download --revision`", "")):
             assert flag[2:].replace("-", "_") in OURS | {"config"} or flag in TORCHRUN, text
-    for text in [*_VALUES.values(), *(f"--optim {ours}" for _, ours in _OPTIMIZERS)]:
+    for text in [*_VALUES.values(), *OF_OPTIMIZERS]:
         flags = re.sub(r"^give |,? \(.*|, .*", "", text) if text.startswith(("give", "--")) else ""
         assert not _parser().parse_known_args([*NEEDED, *flags.split()])[1]
 
@@ -62,12 +63,12 @@ def test_every_flag_of_transformers_and_trl_has_an_answer(name: str) -> None:
 @pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
 def test_optimizers_of_transformers(name: str) -> None:
     """The same AdamW under another name is taken; others are refused with all that there is, and what is near."""
-    if name in ("adamw_torch", *get_args(Optimizer)):
+    if name in ("adamw_torch", *OPTIMIZERS.names()):
         assert parse_config([*NEEDED, "--optim", name]).optim in (name, "adamw_torch_fused")
         return
     said = refusal("--optim", name)
     assert f"invalid choice: '{name}'" in said
-    assert all(ours in said for ours in get_args(Optimizer))
+    assert all(ours in said for ours in OPTIMIZERS.names())
     if "adamw" in name and name.startswith(("adamw", "paged")):
         assert "; give --optim adamw_" in said
 

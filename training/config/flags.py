@@ -20,8 +20,8 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
     under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
-    "scope", "needs" and "of_export", which say nothing to a parser. A help text
-    that depends on what is registered is a function.
+    "scope", "needs" and "of_export", which say nothing to a parser. "help" and "choices" may be functions without
+    arguments: the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -119,9 +119,8 @@ class FlagParser(Parser):
         self.names |= dict.fromkeys(names, setting.name)
         for other in ("group", "scope", "needs", "of_export"):
             arguments.pop(other, None)
+        arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
-        if callable(arguments["help"]):
-            arguments["help"] = arguments["help"]()
         if arguments["type"] is bool:
             del arguments["type"]
             arguments["action"] = Switch

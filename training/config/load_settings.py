@@ -18,7 +18,6 @@ from .settings import (
     ExportEncoding,
     OnNonfinite,
     OnSaveError,
-    Optimizer,
 )
 
 
@@ -108,7 +107,7 @@ class LoadSettings(TypedDict, total=False):
     seed: int
 
     # What is made of gradients.
-    optim: Optimizer
+    optim: str
     learning_rate: float
     weight_decay: float
     adam_beta1: float

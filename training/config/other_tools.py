@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import islice
 
 from ...moe.util.parser import truth_of
+from .optimizers import OPTIMIZERS
 
 _SHARDED = (
     "parameters, gradients and optimizer state are always sharded by FSDP2; leave it out (see --dense-shard, "
@@ -51,7 +51,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("fp16 float16 half", "float16 is not supported; give --bf16", "false no"),
     ("fp32 float32", "is how a run computes without --bf16; leave both out", ""),
     ("bfloat16", "give --bf16", "false"),
-    ("pure_bf16", "give --bf16 --optim adamw_bf16", "false"),
     ("fp8 fp8_format fp8_recipe", "give --bf16 --expert-precision fp8 --dense-precision fp8", "false"),
     ("bf16_full_eval fp16_full_eval", "an evaluation computes as training does (--bf16); leave it out", "false"),
     ("model_type base_model_config config_name processor_type tokenizer_type *_derived_model", _NEVER, "null auto"),
@@ -262,7 +261,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("beta2", "give --adam-beta2", ""),
     ("adam_eps epsilon", "give --adam-epsilon", ""),
     ("gradient_clipping clip_grad grad_clip max_norm gradient_clip_val", "give --max-grad-norm", ""),
-    ("use_muon", "give --optim muon", "false"),
     (
         "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini loraplus_* embedding_lr lr_groups "
         "relora_* muon_momentum",
@@ -419,13 +417,6 @@ _VALUES = {
     ("dispatch", "deepep"): "give --dispatch node",
 }
 """Values that other tools have for a setting, by its name."""
-_OPTIMIZERS = (
-    ("adamw adam adamw_hf fused_adam adamw_apex_fused adamw_torch_npu_fused adamw_torch_xla", "adamw_torch_fused"),
-    ("paged_adamw paged_adamw_32bit", "adamw_torch_fused --offload"),
-    ("adamw_*bit adam_8bit paged_adamw_8bit", "adamw_torch_8bit"),
-    ("adamw_anyprecision adamw_kahan", "adamw_bf16"),
-)
-"""Patterns of other tools' optimizers, and which of ours is nearest."""
 
 
 def answer(name: str, values: Sequence[str], *, exactly: bool) -> str | None:
@@ -447,17 +438,23 @@ def answer(name: str, values: Sequence[str], *, exactly: bool) -> str | None:
 def answer_to_value(name: str, value: str) -> str:
     """What to give instead of another tool's value of a setting; empty: unknown."""
     if name == "optim":
-        near = (ours for names, ours in _OPTIMIZERS for pattern in names.split() if fnmatchcase(value.lower(), pattern))
-        return "".join(f"give --optim {ours}" for ours in islice(near, 1))
+        others = (other for entry in OPTIMIZERS.entries() for other in entry.other_tools)
+        near = (other for other in others if any(fnmatchcase(value.lower(), name) for name in other.names.split()))
+        return "".join(f"give {other.flags}" for other in islice(near, 1))
     if name.endswith("_steps") and re.fullmatch(r"0?\.\d+", value):
         return "give a number of steps, not a fraction of all"
     return _VALUES.get((name, value.lower()), "")
 
 
-@cache
+def rows() -> list[tuple[str, str, str]]:
+    """The table, with what the optimizers' entries say of other tools' flags."""
+    switches = (other for entry in OPTIMIZERS.entries() for other in entry.other_switches)
+    return [*_ROWS, *((other.names, f"give {other.flags}", "false") for other in switches)]
+
+
 def _row(name: str, exactly: bool) -> tuple[str, frozenset[str]] | None:
     """Advice and accepted values."""
-    for names, advice, accepted in _ROWS:
+    for names, advice, accepted in rows():
         if name in names.split() if exactly else any(fnmatchcase(name, pattern) for pattern in names.split()):
             return advice, frozenset(accepted.split())
     return None

@@ -19,8 +19,8 @@ from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
 from ..data.templates import TEMPLATES
+from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 
-Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
 Adapter = Literal["none", "lora"]
@@ -59,8 +59,8 @@ def _resume(text: str) -> str:
 
 
 def _optimizer(text: str) -> str:
-    """transformers has the same AdamW under two names, with and without the fused kernel."""
-    return "adamw_torch_fused" if text.lower() == "adamw_torch" else text
+    """transformers has the same under several names."""
+    return next((entry.name for entry in OPTIMIZERS.entries() if text.lower() in entry.aliases), text)
 
 
 class Needs(NamedTuple):
@@ -82,7 +82,6 @@ _SELECTIVE = Needs(
     "--gradient-checkpointing selective", lambda config: config.gradient_checkpointing != "none", resets=True
 )
 _LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
-_SHAMPOO = Needs("--optim shampoo", lambda config: config.optim == "shampoo")
 _EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
 _GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
 _SAVES = Needs("--save-steps 1 or more", lambda config: config.save_steps > 0)
@@ -101,6 +100,12 @@ _SUMS = Needs(
     lambda config: config.ep_size > 1 and config.dispatch != "plain",
     resets=True,
 )
+
+
+def _heeded_as(name: str) -> Needs:
+    """An optimizer that reads this setting."""
+    heeding = [entry.name for entry in OPTIMIZERS.entries() if name in entry.heeds]
+    return Needs(f"--optim {' or '.join(heeding)}", lambda config: name in config.optimizer_entry.heeds)
 
 
 _MAY_CHANGE = ("model", "data")
@@ -501,34 +506,41 @@ class ScheduleSettings:
 class OptimizerSettings:
     """What is made of gradients."""
 
-    optim: Optimizer = _flag(
-        "Optimizer",
-        "adamw_torch_fused",
-        "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon or "
-        "Distributed Shampoo for attention's and the experts' matrices, with AdamW for the rest",
-        type=_optimizer,
-        choices=get_args(Optimizer),
-    )
+    optim: str = _flag("Optimizer", ADAMW_FUSED.name, optimizers_in_words, type=_optimizer, choices=OPTIMIZERS.names)
     learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
-    weight_decay: float = _flag("Optimizer", 0.0, "Weight decay; norms and biases are exempt")
-    adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1")
-    adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2")
-    adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon")
+    weight_decay: float = _flag(
+        "Optimizer", 0.0, "Weight decay; norms and biases are exempt", needs=_heeded_as("weight_decay")
+    )
+    adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1", needs=_heeded_as("adam_beta1"))
+    adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2", needs=_heeded_as("adam_beta2"))
+    adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon", needs=_heeded_as("adam_epsilon"))
     shampoo_frequency: int = _flag(
-        "Optimizer", 10, "With --optim shampoo: steps between two preconditioners", needs=_SHAMPOO
+        "Optimizer",
+        10,
+        "With --optim shampoo: steps between two preconditioners",
+        needs=_heeded_as("shampoo_frequency"),
     )
     shampoo_start: int | None = _flag(
         "Optimizer",
         None,
         "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
-        needs=_SHAMPOO,
+        needs=_heeded_as("shampoo_start"),
     )
     shampoo_block_size: int = _flag(
-        "Optimizer", 1024, "With --optim shampoo: cut matrices into blocks of this size", needs=_SHAMPOO
+        "Optimizer",
+        1024,
+        "With --optim shampoo: cut matrices into blocks of this size",
+        needs=_heeded_as("shampoo_block_size"),
     )
     max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
 
+    @property
+    def optimizer_entry(self) -> OptimizerEntry:
+        """What is known of the optimizer."""
+        return OPTIMIZERS.get(self.optim)
+
     def check_optimizer(self) -> None:
+        OPTIMIZERS.get(self.optim)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be in [0, 1)")

@@ -119,7 +119,7 @@ class TrainConfig(
 
     def _check_combinations(self) -> None:
         """Check settings of several groups against one another."""
-        if self.adapter != "none" and self.optim in ("muon", "shampoo"):
+        if self.adapter != "none" and self.optimizer_entry.takes_matrices:
             raise ExpertMeshError(
                 f"--optim {self.optim}: treats weights as matrices, which LoRA's factors by themselves are not; "
                 "with --adapter lora take another"
@@ -173,11 +173,6 @@ class TrainConfig(
         if self.adapter == "none" or self.base_dtype == "float32":
             return False
         return self.bf16 or self.base_dtype == "bfloat16"
-
-    @property
-    def first_roots(self) -> int:
-        """The step with --optim shampoo's first preconditioner."""
-        return self.shampoo_frequency if self.shampoo_start is None else self.shampoo_start
 
     @property
     def ranks_per_sequence(self) -> int:

@@ -22,10 +22,8 @@ from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.util.gpu import takes_triton
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
-from .update import LARGEST_BLOCK, Update
-
-SMALLEST_BLOCK = 64
-"""With fewer, their scales would weigh too much."""
+from ..config.optimizers import block_size
+from .update import Update
 
 
 class _AdamW(ResumableOptimizer):
@@ -168,16 +166,6 @@ class AdamW8bit(_AdamW):
             dynamic_map(False, weight.device),
             update,
         )
-
-
-@cache
-def block_size(shape: torch.Size) -> int | None:
-    """Values of a parameter of this shape that share a scale: the largest of 64 to 256 that divides its rows, as 240 of
-    2,880; None: there is none, or it is no matrix."""
-    if len(shape) != 2:
-        return None
-    sizes = range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1)
-    return next((size for size in sizes if shape[1] % size == 0), None)
 
 
 def _from_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .update import LARGEST_BLOCK, Update
+from ..config.optimizers import LARGEST_BLOCK
+from .update import Update
 
 ROOM = tl.constexpr(LARGEST_BLOCK)
 """Room for values of 8-bit state that share a scale."""

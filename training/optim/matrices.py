@@ -3,10 +3,9 @@
 Shape suffixes: R rows of a matrix, D its columns.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,26 +102,6 @@ def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
         for columns in column_blocks:
             blocks.append(replace(cut, columns=columns, number=first + len(blocks)))
     return blocks
-
-
-def block_shapes(shape: tuple[int, int], size: int | None) -> Counter[tuple[int, int]]:
-    """How many blocks of each shape a matrix has (see `blocks_of`). size: None: it is not cut."""
-    if size is None:
-        return Counter({shape: 1})
-    rows, columns = ([min(size, side - start) for start in range(0, side, size)] for side in shape)
-    return Counter((num_rows, num_columns) for num_rows in rows for num_columns in columns)
-
-
-class UpdateKernel(NamedTuple):
-    """A kernel of a step's update of one block of a matrix, for forecasts.
-
-    operator: a matmul in the compute dtype, a matmul in fp32 or double, or an eigendecomposition. flops: of one.
-    times: how often in a step, on average.
-    """
-
-    operator: Literal["matmul", "matmul fp32", "eigendecomposition"]
-    flops: float
-    times: float
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients
+from ..config.optimizers import NEWTON_SCHULZ_ITERATIONS
+from .matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
 
-MOMENTUM, COEFFICIENTS, ITERATIONS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-7
+MOMENTUM, COEFFICIENTS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
 
 
@@ -92,14 +93,7 @@ def newton_schulz(matrix_RD: Tensor) -> Tensor:
     is_tall = matrix_RD.shape[0] > matrix_RD.shape[1]
     x = matrix_RD.T if is_tall else matrix_RD
     x = x / x.norm().clamp(min=EPSILON)
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def update_kernels(shape: tuple[int, int]) -> list[UpdateKernel]:
-    """The matmuls of `newton_schulz`: of a matrix of n rows and m >= n columns, two of 2·n²·m FLOPs and one of 2·n³ in
-    each iteration."""
-    n, m = sorted(shape)
-    return [UpdateKernel("matmul", 2.0 * n * n * m, 2 * ITERATIONS), UpdateKernel("matmul", 2.0 * n**3, ITERATIONS)]

@@ -1,5 +1,10 @@
-"""The optimizers that `--optim` names, over parameters of several meshes."""
+"""The optimizers that `--optim` names, over parameters of several meshes.
 
+What is known of one without its code is its entry in `training.config.optimizers`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -11,34 +16,56 @@ from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.experts.model_layers import decoder_layers, router_prefixes
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, trainable_of
+from ..config.optimizers import (
+    ADAMW_8BIT,
+    ADAMW_BF16,
+    ADAMW_FUSED,
+    MUON,
+    OPTIMIZERS,
+    SHAMPOO,
+    OptimizerEntry,
+    ParameterShape,
+    first_roots,
+)
 from ..config.train_config import TrainConfig
-from . import muon, shampoo
-from .low_bit import AdamW8bit, AdamWBf16, block_size
-from .matrices import UpdateKernel, block_shapes, dense_matrix, expert_matrices
+from .low_bit import AdamW8bit, AdamWBf16
+from .matrices import Matrix, dense_matrix, expert_matrices
 from .muon import Muon
-from .shampoo import Shampoo, factor_bytes
+from .shampoo import Shampoo, inverse_fourth_root
+
+Build = Callable[[nn.Module, TrainConfig, Mesh], ResumableOptimizer]
+"""Makes an optimizer of a sharded model, for its parameters that are trained and here (`trainable_of`)."""
+Occasional = Callable[[TrainConfig], Mapping[Callable[..., Any], int]]
+"""Functions that a step of an optimizer calls only now and then, each by its name in its module, and every how many
+steps: in a dry run, which takes one step, they count as a part of themselves."""
 
 
-class AdamW(torch.optim.AdamW, ResumableOptimizer):
-    """torch's."""
+@dataclass(frozen=True)
+class Implementation:
+    """The code of an optimizer."""
+
+    build: Build
+    occasional: Occasional
+
+
+def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasional) -> None:
+    """Let `--optim` name one more optimizer; README.md has an example.
+
+    Raises:
+        ValueError: its name is taken, or is none (see `Registry.register`).
+    """
+    OPTIMIZERS.register(entry)
+    _IMPLEMENTATIONS[entry.name] = Implementation(build, occasional)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
-    """The optimizer of a sharded model; as in transformers' Trainer, norms and biases (the one-dimensional parameters)
-    have no weight decay."""
-    if config.optim in ("muon", "shampoo"):
-        return _of_matrices(model, config, mesh)
-    groups = _groups([part.tensor for part in trainable_of(model).values()], config)
-    settings: dict[str, Any] = _adam_settings(config)
-    if config.optim == "adamw_torch_8bit":
-        return AdamW8bit(groups, **settings)
-    if config.optim == "adamw_bf16":
-        rows: dict[Tensor, tuple[int, range]] = {}
-        for name, part in trainable_of(model).items():
-            # by its name: its number would change with every parameter that comes before it
-            rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
-        return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
-    return AdamW(groups, **settings, fused=True)
+    """The optimizer of a sharded model that the configuration names."""
+    return _IMPLEMENTATIONS[config.optimizer_entry.name].build(model, config, mesh)
+
+
+def occasional(config: TrainConfig) -> Mapping[Callable[..., Any], int]:
+    """See `Occasional`."""
+    return _IMPLEMENTATIONS[config.optimizer_entry.name].occasional(config)
 
 
 def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> float:
@@ -47,39 +74,19 @@ def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> flo
 
     matrix_rows: the rows of each of its matrices; 0: it is none of `matrix_parts`.
     """
-    optim = config.optim
     if not parameter.requires_grad:
         return 0
-    if optim == "muon":
-        return 4 if matrix_rows else 8
-    if optim == "shampoo" and matrix_rows:
-        return 8 + factor_bytes((matrix_rows, parameter.shape[1]), config.shampoo_block_size)
-    if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
-        return 2 + 8 / block
-    return 2 * parameter.element_size() if optim == "adamw_bf16" else 8
+    shape = ParameterShape(parameter.shape, parameter.element_size(), matrix_rows)
+    return config.optimizer_entry.state_bytes(shape, config)
 
 
-def update_kernels(
-    shape: tuple[int, int], config: TrainConfig
-) -> list[tuple[tuple[int, int], int, list[UpdateKernel]]]:
-    """What Muon or Shampoo computes of a matrix of this shape in a step, on its owner, beside what moves memory alone:
-    the shape of each kind of its blocks, how many there are, and the kernels of one."""
-    if config.optim == "muon":
-        return [(shape, 1, muon.update_kernels(shape))]
-    blocks = block_shapes(shape, config.shampoo_block_size).items()
-    return [(block, number, shampoo.update_kernels(block, config.shampoo_frequency)) for block, number in blocks]
-
-
-def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:
+def parameter_groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:
+    """Groups as torch's optimizers take them; as in transformers' Trainer, norms and biases (the one-dimensional
+    parameters) have no weight decay."""
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-def _adam_settings(config: TrainConfig) -> dict[str, Any]:
-    betas = (config.adam_beta1, config.adam_beta2)
-    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
 
 
 def matrix_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
@@ -103,27 +110,73 @@ def matrix_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]
     return dense, experts
 
 
-def _of_matrices(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
-    """Muon or Shampoo for matrices, AdamW for the rest."""
+class AdamW(torch.optim.AdamW, ResumableOptimizer):
+    """torch's."""
+
+
+def _adam_settings(config: TrainConfig) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+
+
+def _all_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    return parameter_groups([part.tensor for part in trainable_of(model).values()], config)
+
+
+def _adamw(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+    return AdamW(_all_groups(model, config), **_adam_settings(config), fused=True)
+
+
+def _adamw_8bit(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+    return AdamW8bit(_all_groups(model, config), **_adam_settings(config))
+
+
+def _adamw_bf16(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+    rows: dict[Tensor, tuple[int, range]] = {}
+    for name, part in trainable_of(model).items():
+        # by its name: its number would change with every parameter that comes before it
+        rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
+    return AdamWBf16(_all_groups(model, config), **_adam_settings(config), rows=rows, seed=config.seed)
+
+
+def _matrices(
+    model: nn.Module, config: TrainConfig, mesh: Mesh
+) -> tuple[list[Matrix], list[Matrix], torch.optim.AdamW]:
+    """The model's matrices, dense and experts', and an AdamW for the rest."""
     dense, experts = matrix_parts(model)
     taken = {part.tensor for part in (*dense, *experts)}
     others = [part.tensor for part in trainable_of(model).values() if part.tensor not in taken]
-    settings = _adam_settings(config)
-    adamw = AdamW(_groups(others, config), **settings, fused=True)
+    adamw = AdamW(parameter_groups(others, config), **_adam_settings(config), fused=True)
     dense_matrices = [dense_matrix(part, mesh) for part in dense]
-    matrices = [matrix for part in experts for matrix in expert_matrices(part, mesh)]
-    decay = config.weight_decay
-    if config.optim == "muon":
-        dtype = torch.bfloat16 if config.bf16 else torch.float32
-        return Muon(dense_matrices, matrices, adamw, mesh, config.learning_rate, decay, dtype)
+    return dense_matrices, [matrix for part in experts for matrix in expert_matrices(part, mesh)], adamw
+
+
+def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    return Muon(*_matrices(model, config, mesh), mesh, config.learning_rate, config.weight_decay, dtype)
+
+
+def _shampoo(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     return Shampoo(
-        dense_matrices,
-        matrices,
-        adamw,
+        *_matrices(model, config, mesh),
         mesh,
-        **settings,
-        weight_decay=decay,
+        **_adam_settings(config),
+        weight_decay=config.weight_decay,
         frequency=config.shampoo_frequency,
-        start=config.first_roots,
+        start=first_roots(vars(config)),
         block_size=config.shampoo_block_size,
     )
+
+
+def nothing_occasional(config: TrainConfig) -> Mapping[Callable[..., Any], int]:
+    """Of an optimizer whose steps are all alike."""
+    return {}
+
+
+_IMPLEMENTATIONS: dict[str, Implementation] = {
+    ADAMW_FUSED.name: Implementation(_adamw, nothing_occasional),
+    ADAMW_8BIT.name: Implementation(_adamw_8bit, nothing_occasional),
+    ADAMW_BF16.name: Implementation(_adamw_bf16, nothing_occasional),
+    MUON.name: Implementation(_muon, nothing_occasional),
+    SHAMPOO.name: Implementation(_shampoo, lambda config: {inverse_fourth_root: config.shampoo_frequency}),
+}

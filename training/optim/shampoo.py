@@ -13,7 +13,7 @@ from torch import Tensor
 from ...checkpoints.training_state.resuming import StateLayout
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer, UpdateKernel, block_shapes, on_owners, with_gradients
+from .matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
 
 RIDGE = 1e-5
 """Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,
@@ -164,26 +164,3 @@ def inverse_fourth_root(factor: Tensor) -> Tensor:
         powers = (values.clamp(min=0) + RIDGE * values[-1]).pow(-0.25)
         return (vectors * powers @ vectors.T).float()
     return torch.eye(len(factor), device=factor.device)
-
-
-def factor_bytes(shape: tuple[int, int], block_size: int) -> float:
-    """Bytes of the factors and roots of a matrix, for each of its elements."""
-    blocks = block_shapes(shape, block_size).items()
-    squares = sum(number * (rows**2 + columns**2) for (rows, columns), number in blocks)
-    return 2 * 4 * squares / (shape[0] * shape[1])
-
-
-EIGEN_FLOPS = 9
-"""FLOPs of the eigenvalues and eigenvectors of a symmetric matrix of n rows, over n³ (Golub and Van Loan, Matrix
-Computations, section 8.3)."""
-
-
-def update_kernels(shape: tuple[int, int], frequency: int) -> list[UpdateKernel]:
-    """What a step computes of a block on average, once roots are taken: in each step two matmuls for its factors and
-    two with their roots, every `frequency` steps the two roots."""
-    rows, columns = shape
-    kernels = [UpdateKernel("matmul fp32", 2.0 * rows * columns * side, 2) for side in shape]
-    for side in shape:
-        kernels.append(UpdateKernel("eigendecomposition", EIGEN_FLOPS * float(side) ** 3, 1 / frequency))
-        kernels.append(UpdateKernel("matmul fp32", 2.0 * side**3, 1 / frequency))
-    return kernels

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LARGEST_BLOCK = 256
-"""Values of 8-bit state that share a scale, at most (as many as in torchao and bitsandbytes)."""
-
 
 @dataclass(frozen=True)
 class Update:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
+from ..config.optimizers import OUR_OPTIMIZERS
 from ..config.train_config import TrainConfig
 
 NOT_MODELLED = {
@@ -39,7 +40,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
         *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
     ),
-    "a step is forecast that has preconditioners, as almost all have": ("shampoo_start",),
+    "a step is forecast as almost all of a run are": tuple(name for entry in OUR_OPTIMIZERS for name in entry.dry_run),
     "what weights begin with": ("init_adapter",),
     "of evaluations and generating, which are not modelled": (
         *("eval_dataset_split", "eval_steps", "per_device_eval_batch_size", "early_stopping_patience"),

@@ -19,6 +19,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
 from ...moe.util.terminal import folded
 from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
+from ..config.optimizers import OPTIMIZERS
 from ..config.train_config import TrainConfig
 from .columns import open_console
 from .coverage import not_modelled
@@ -219,13 +220,10 @@ def _notes(run: TrainConfig, setting: Setting) -> list[str]:
     return [f"note: {line}" for line in notes]
 
 
-_FEWER_BYTES: tuple[dict[str, Any], ...] = (
-    {"optim": "adamw_torch_8bit"},
-    {"optim": "adamw_bf16"},
-    {"adapter": "lora"},
-    {"adapter": "lora", "base_dtype": "nf4"},
-)
-"""What is tried where nothing fits: state in fewer bits, and adapters."""
+def _fewer_bytes() -> list[dict[str, Any]]:
+    """What is tried where nothing fits: state in fewer bits, and adapters."""
+    smaller = [{"optim": entry.name} for entry in OPTIMIZERS.entries() if entry.is_tried_where_nothing_fits]
+    return [*smaller, {"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
 
 
 def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[str]:
@@ -237,7 +235,7 @@ def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[
     tp_size = smallest.setting.tp_size
     config = asked.config(tp_size)
     tries: list[tuple[str, dict[str, Any], int]] = []
-    for changes in _FEWER_BYTES:
+    for changes in _fewer_bytes():
         if any(getattr(config, name) != value for name, value in changes.items()):
             tries.append((" ".join(f"{flag_of(name)} {value}" for name, value in changes.items()), changes, 1))
     if smallest.memory.lasting < cluster.memory:

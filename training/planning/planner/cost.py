@@ -18,6 +18,7 @@ from functools import cached_property
 
 from ....sharding.pipeline.timeline import Costs
 from ....sharding.topology import Axis
+from ...config.optimizers import OPTIMIZERS
 from ..rates import MEMORY, Work
 from .clock import Clock, StepTime, Transfer
 from .hardware import Device, Hardware
@@ -41,10 +42,6 @@ UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
 """For each parameter that is trained; those for all of them together are few."""
-UPDATE_CALLS = {"adamw_torch_8bit": 9, "adamw_bf16": 9}
-"""The same, by optimizer."""
-BLOCK_CALLS = {"muon": (13, 35), "shampoo": (22, 38)}
-"""For each block of a matrix, and for each lot of them, as counted in a rehearsal."""
 SUMS = 3
 """All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
 
@@ -368,7 +365,7 @@ def model_flops(run: PlannedRun) -> float:
 
 def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> float:
     """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
-    and state; Muon and Shampoo compute with matrices besides."""
+    and state; optimizers of matrices compute with these besides."""
     units = run.units.values()
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
     # a trained parameter has its gradient's dtype
@@ -382,8 +379,8 @@ def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> floa
 
 
 def update_kernels(run: PlannedRun) -> list[tuple[float, Work, float]]:
-    """What Muon and Shampoo compute with matrices in a step: FLOPs, class and size, and how often; of a group's first
-    rank, which has the largest of each lot."""
+    """What an optimizer of matrices computes with them in a step: FLOPs, class and size, and how often; of a group's
+    first rank, which has the largest of each lot."""
     return [(flops, work, lots * times) for block, lots in _lots(run) for flops, work, times in block.kernels]
 
 
@@ -402,7 +399,6 @@ def _lots(run: PlannedRun) -> list[tuple[BlockUpdate, int]]:
 
 def _update_calls(run: PlannedRun) -> float:
     """Operators of clipping and the optimizer's step."""
-    each = CLIPPING_CALLS + UPDATE_CALLS.get(run.setting.optimizer, 0)
-    of_block, of_lot = BLOCK_CALLS.get(run.setting.optimizer, (0, 0))
-    blocks = sum(of_block * block.number + of_lot * lots for block, lots in _lots(run))
-    return each * sum(unit.num_trained for unit in run.units.values()) + blocks
+    calls = OPTIMIZERS.get(run.setting.optimizer).calls
+    blocks = sum(calls.block * block.number + calls.lot * lots for block, lots in _lots(run))
+    return (CLIPPING_CALLS + calls.parameter) * sum(unit.num_trained for unit in run.units.values()) + blocks

@@ -17,6 +17,7 @@ import numpy as np
 
 from ....sharding.pipeline.schedule import Kind
 from ....sharding.topology import Axis
+from ...config.optimizers import OPTIMIZERS
 from ..memory import Communicator, Memory, slack
 from .measured import Measured, MeasuredSpan
 from .pipelines import beside_actions, queued_bytes
@@ -417,21 +418,19 @@ def _lasting_casts(run: PlannedRun) -> float:
 
 
 def update_working(run: PlannedRun) -> float:
-    """Bytes in use only during the update: none for torch's fused AdamW, nor for AdamW with 8-bit or bf16 state on a
-    GPU; on a CPU the latter takes about 8 fp32 tensors of the largest parameter on a rank; Muon about 5 of the largest
-    matrix, unsharded, in the dtype of the iteration."""
+    """Bytes in use only during the update (see `UpdateTensors`)."""
     setting, model = run.setting, run.model
-    if setting.offload or setting.optimizer == "adamw_torch_fused":
+    tensors = OPTIMIZERS.get(setting.optimizer).tensors
+    number = float(tensors.on_gpu if setting.device == "cuda" else tensors.on_cpu)
+    if setting.offload or number == 0:
         return 0.0
-    if setting.optimizer == "muon":
-        return 5.0 * setting.compute_bytes * max(parameter.matrix for parameter in model.all())
-    if setting.device == "cuda":
-        return 0.0
+    if tensors.as_large_as == "matrix":
+        return number * setting.compute_bytes * max(parameter.matrix for parameter in model.all())
     parts = [unit((p,), setting.dense_ranks).trained for kind in model.kinds for p in kind.dense]
     parts += [unit((p,), setting.dense_ranks).trained for p in model.root]
     parts += [unit((p,), setting.dense_ranks).trained for kind in model.kinds for each in kind.regions for p in each]
     parts += [unit((p,), setting.dp_size, 1, setting.ep_size).trained for kind in model.kinds for p in kind.experts]
-    return 8.0 * 4 * max(parts)
+    return number * 4 * max(parts)
 
 
 def _said(act: Act) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 from ....sharding.parallelize.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
 from ....sharding.pipeline.schedule import ScheduleName
 from ....sharding.topology import Axis, DenseShard, Topology
+from ...config.optimizers import ADAMW_FUSED
 from ..rates import rank_imbalance
 from .measured import ModelParameters, Workload
 
@@ -26,7 +27,7 @@ class Setting:
         checkpointing: what backward recomputes (see `sharding.parallelize.recompute`).
         bf16: whether forward and backward compute in bf16; else in fp32.
         tf32: whether fp32 products are computed in TF32.
-        optimizer: see `training.config.train_config.Optimizer`.
+        optimizer: the name of one (see `training.config.optimizers`).
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
         overlap_chunks: chunks in which a layer's tokens are sent to their experts.
         keep_expert_products: in how many layers selective checkpointing keeps the outputs of the first expert GEMMs;
@@ -50,7 +51,7 @@ class Setting:
     checkpointing: Checkpointing = "none"
     bf16: bool = True
     tf32: bool = False
-    optimizer: str = "adamw_torch_fused"
+    optimizer: str = ADAMW_FUSED.name
     reshard_after_forward: bool = True
     cp_size: int = 1
     overlap_chunks: int = 1

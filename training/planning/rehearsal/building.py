@@ -42,7 +42,7 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
         config = replace(config, async_tp=False)
     # operators are what is recorded, not what a compiler makes of them
     model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
-    if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
+    if config.optimizer_entry.parameters_in_bf16 and config.adapter == "none" and source.config.dtype != torch.bfloat16:
         # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
         set_parameter_dtype(model, torch.float32, frozen_alone=True)
     return model

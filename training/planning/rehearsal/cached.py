@@ -23,6 +23,7 @@ from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.sources import sources_digest
 from ....moe.util.user_cache import cache_directory
+from ...config.optimizers import OUR_OPTIMIZERS
 from ...config.train_config import TrainConfig
 from ..planner.measured import (
     BlockUpdate,
@@ -45,14 +46,14 @@ SOURCES = ("moe", "sharding", "training")
 READ = frozenset(
     {
         *("rope_scaling", "packing", "cp_size", "tp_size", "loss_parallel", "attn_implementation", "cross_entropy"),
-        *("async_tp", "bf16", "optim", "freeze", "shampoo_block_size", "shampoo_frequency"),
+        *("async_tp", "bf16", "optim", "freeze"),
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
     }
 )
-"""Flags on which what is measured depends. The others are not seen by what measures: a `Workload` says them too, or
-their part is arithmetic, or they have none."""
+"""Flags on which what is measured depends, beside those that the optimizer's entry reads. The others are not seen by
+what measures: a `Workload` says them too, or their part is arithmetic, or they have none."""
 
 
 class CachedMeasure:
@@ -63,7 +64,7 @@ class CachedMeasure:
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to measure.
         is_kept: whether figures go to the cache directory, and come from there; never where modules or kernels
-            from outside are registered, whose text is no part of the file's name.
+            from outside are registered, or the optimizer is from outside: their text is no part of the file's name.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not divided by `--tp-size`.
@@ -78,7 +79,10 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
-        is_kept = is_kept and not has_modules_from_outside() and not has_kernels_from_outside()
+        from_outside = (
+            has_modules_from_outside() or has_kernels_from_outside() or config.optimizer_entry not in OUR_OPTIMIZERS
+        )
+        is_kept = is_kept and not from_outside
         self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
@@ -181,9 +185,10 @@ class CachedMeasure:
 def _with_what_is_read(config: TrainConfig) -> TrainConfig:
     """The config with all flags that are not read at their defaults, so that no figure depends on a flag that its
     file's name does not."""
+    names = READ.union(config.optimizer_entry.forecast_reads)
     # outputs of expert GEMMs are kept under no other checkpointing
     alike = TrainConfig(model="any", dataset=["any"], gradient_checkpointing="selective")
-    return replace(alike, **{name: getattr(config, name) for name in READ})
+    return replace(alike, **{name: getattr(config, name) for name in names})
 
 
 def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:

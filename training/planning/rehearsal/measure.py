@@ -53,7 +53,7 @@ from ...data.batch import Batch
 from ...engine import compute_dtype
 from ...loss.balance import LossWeights
 from ...micro_batch import forward_of, token_loss_sum
-from ...optim.optimizer import matrix_parts, state_bytes, update_kernels
+from ...optim.optimizer import matrix_parts, state_bytes
 from ...tensor_parallel import Within
 from ..planner.measured import (
     BlockUpdate,
@@ -887,9 +887,11 @@ def _batch(workload: Workload, tp: TPGroup | None) -> Batch:
 
 
 def _blocks(shape: tuple[int, int], config: TrainConfig) -> tuple[BlockUpdate, ...]:
+    kernels_of = config.optimizer_entry.matrix_kernels
+    assert kernels_of is not None
     return tuple(
         BlockUpdate(block, number, tuple((flops, Work(kind, flops), times) for kind, flops, times in kernels))
-        for block, number, kernels in update_kernels(shape, config)
+        for block, number, kernels in kernels_of(shape, config)
     )
 
 
@@ -901,7 +903,7 @@ def _parameters(
         if part.scales is not None:
             expert_of[part.scales] = part.expert
     of_matrices = set()
-    if config.optim in ("muon", "shampoo"):
+    if config.optimizer_entry.takes_matrices:
         of_matrices = {part.tensor for parts in matrix_parts(model) for part in parts}
     computed = 2 if config.bf16 else 4
     kept = set(fp32_parameters(model).values())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....sharding.state import local_tensor
 from ..memory import Memory, MemoryTerm
+from ..step_parts import STEP_PARTS
 from .attribution import FSDP, LASTING
 from .live_memory import LiveTensors
 from .recorder import Change, Event, Maker, Recorder
@@ -77,7 +78,8 @@ def peak_memory(
 def kinds_of_storages(
     recorder: Recorder, live: LiveTensors, casts: Container[int], model: Any, optimizer: torch.optim.Optimizer
 ) -> dict[int, MemoryTerm]:
-    """Kinds of storages by number; without those that only a first step makes. casts: from `noting_casts`."""
+    """Kinds of storages by number; without those that only a first step makes, such as an optimizer's state. casts:
+    from `noting_casts`."""
     freed_in = _phases_of_end(recorder)
     kinds: dict[int, MemoryTerm] = {
         number: _kind(maker, freed_in.get(number), number in casts) for number, maker in recorder.makers.items()
@@ -90,10 +92,13 @@ def kinds_of_storages(
     name((p for p in model.parameters() if not p.requires_grad), "frozen")
     name((p for p in model.parameters() if p.requires_grad), "parameters")
     name((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+    # of a user's own optimizer nothing says which of its functions make its state
+    is_known = type(optimizer).__module__ in STEP_PARTS
+    state = set() if is_known else {live.number(tensor) for tensor in _state(optimizer)}
     return {
         number: kind
         for number, kind in kinds.items()
-        if number not in recorder.makers or recorder.makers[number].place.part != LASTING
+        if number not in recorder.makers or not (number in state or recorder.makers[number].place.part == LASTING)
     }
 
 

@@ -6,8 +6,9 @@ counted by the operator that fills them.
 """
 
 import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -27,7 +28,7 @@ from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
-from ...optim import shampoo
+from ...config.optimizers import EIGEN_FLOPS
 from ...pipelined import PipelinedStep
 from ..rates import MEMORY, Operator, Work
 from ..step_parts import written_by
@@ -523,7 +524,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::_linalg_eigh": lambda inputs, results: shampoo.EIGEN_FLOPS / 2 * inputs[0].shape[-1] ** 3,
+    "aten::_linalg_eigh": lambda inputs, results: EIGEN_FLOPS / 2 * inputs[0].shape[-1] ** 3,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention,
@@ -617,15 +618,23 @@ def recording_actions(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def sharing_roots(recorder: Recorder, frequency: int) -> Iterator[None]:
-    """Have `recorder` count Shampoo's roots as a step does on average: they are taken every `frequency` steps."""
-    take = shampoo.inverse_fourth_root
+def sharing_occasional(recorder: Recorder, functions: Mapping[Callable[..., Any], int]) -> Iterator[None]:
+    """Have `recorder` count as a step does on average what is done every so many steps.
 
-    def taken(factor: Tensor) -> Tensor:
-        with recorder.shared_by(frequency):
-            return take(factor)
+    functions: those that do it, each of which its module calls by its name, and every how many steps.
+    """
 
-    with mock.patch.object(shampoo, "inverse_fourth_root", taken):
+    def counted(function: Callable[..., Any], every: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with recorder.shared_by(every):
+                return function(*args)
+
+        return call
+
+    with ExitStack() as patches:
+        for function, every in functions.items():
+            module = sys.modules[function.__module__]
+            patches.enter_context(mock.patch.object(module, function.__name__, counted(function, every)))
         yield
 
 

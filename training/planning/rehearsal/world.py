@@ -41,7 +41,7 @@ from ...data.batch import Batch, SplitSequences
 from ...engine import compute_dtype, topology_of
 from ...loss.balance import BiasUpdate, choose_balance
 from ...optim.low_bit import dynamic_map
-from ...optim.optimizer import build_optimizer
+from ...optim.optimizer import build_optimizer, occasional
 from ...step import train_step
 from ..imbalance import EVEN, GivenRouting
 from .attribution import Parts
@@ -49,7 +49,7 @@ from .building import build_rehearsed
 from .dispatched import expected_rows, split, telling_rows
 from .live_memory import LiveTensors
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
-from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_roots
+from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .shortened import Shortened, Stack, WholeStep, kinds_of_layers, shortened_stack, whole_stack, whole_step
 from .triton_stand_in import import_kernels
 
@@ -139,8 +139,7 @@ def _rehearse(
     nf4_pairs(torch.device("cpu"))
     with FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload)
-        # Shampoo's as in almost all of a run: with the preconditioners that it begins to have at --shampoo-start
-        optimizer = build_optimizer(model.train(), replace(config, shampoo_start=1), mesh)
+        optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
         recorder = Recorder(Parts(model))
         if config.pp_size == 1:
             # before FSDP's own, which begins to gather
@@ -163,7 +162,7 @@ def _rehearse(
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
-            sharing_roots(recorder, config.shampoo_frequency),
+            sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
             _naming_layers(recorder),
             short,
