@@ -25,10 +25,11 @@ import torch.distributed as dist
 from benchmarks.network import Network, can_make_networks
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.dispatch import exchange
+from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.parallelize.choices import Dispatch, Strategy
+from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.parallelize.dispatchers import choose_dispatcher
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.training.config.train_config import TrainConfig
@@ -41,7 +42,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step
 
 RANKS_PER_NODE = 2
-VARIANTS: tuple[Dispatch, ...] = ("plain", "rank", "node")
+VARIANTS = DISPATCHER_ENTRIES.names()
 
 
 @ends_with_reader

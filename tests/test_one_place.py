@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,27 @@ from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes, table_of_codes
 from expertmesh.checkpoints.files.encodings import Encoding, encode
+from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
+from expertmesh.moe.dispatch.dedup import OnceDispatcher
+from expertmesh.moe.dispatch.dispatcher_entries import (
+    DISPATCHER_ENTRIES,
+    PLAIN_ENTRY,
+    DispatcherEntry,
+    resolve_dispatch,
+    table_of_dispatchers,
+)
+from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, DispatchOptions, Part, register_dispatcher
+from expertmesh.moe.dispatch.exchange import Exchange
+from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, table_of_kernels
 from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.recompute_cache import is_replaying, kept
 from expertmesh.sharding.parallelize.recompute import keep_products
+from expertmesh.sharding.topology import Topology
 from expertmesh.training import metrics
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
@@ -62,7 +77,7 @@ from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import random_samples
+from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples, reference, sharded_model
 from tests.encoded import change_config
 from tests.families.configs import tiny_model as tiny_family
 from tests.families.test_context_parallel import all_ranks, losses_and_grads
@@ -71,6 +86,7 @@ from tests.tiny import relative_error, save_tokenizer, tiny_config, tiny_mixtral
 
 ROOT = Path(__file__).parents[1]
 DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
+DISPATCH_README = (ROOT / "moe" / "dispatch" / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
 ATTENTION_README = (ROOT / "training" / "attention" / "README.md").read_text(encoding="utf-8")
 CHECKPOINTS_README = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
@@ -811,3 +827,215 @@ def test_readme_lists_all_optimizers() -> None:
     readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", readme.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
     assert rows == [entry.name for entry in OUR_OPTIMIZERS]
+
+
+# A dispatcher: one of several, made for the test, and the one that its README shows.
+
+
+class OneExchange:
+    """Rows of all experts in one exchange, each token's next to each other's of the same rank, whatever the expert:
+    where they arrive they are sorted by expert."""
+
+    is_remote, in_words = True, "all in one exchange"
+
+    def __init__(self, options: DispatchOptions):
+        self.num_experts, self.group = options.num_experts, options.group
+        self.ep_size = options.group.size()
+        self.local = options.num_experts // self.ep_size
+
+    def send(self, x_TD: Any, experts_TK: Any, weights_TK: Any, counts_E: Any, has_padding: bool) -> "SentAtOnce":
+        told = kept("counts", lambda: exchange_counts(counts_E, self.group, [self.local]))
+        order = expert_order(experts_TK, self.num_experts, has_padding)
+        rows_nD = TokensToRows.apply(x_TD, order)
+        wait_for_counts(counts_E.device)
+        sent, received = told[1].tolist()
+        if has_padding:
+            order, rows_nD = first_rows(order, sum(sent[0])), rows_nD[: sum(sent[0])]
+        exchange = Exchange(self.group, sent, received)
+        counts_Se = told[0].view(self.ep_size, self.local)
+        local_Se = torch.arange(self.local).expand(self.ep_size, -1)
+        expert_R = local_Se.flatten().repeat_interleave(counts_Se.flatten(), output_size=sum(received[0]))
+        by_expert_R = expert_R.argsort(stable=True)
+        return SentAtOnce(exchange.send(rows_nD), exchange, by_expert_R, counts_Se.sum(dim=0), order, weights_TK)
+
+
+@dataclass(frozen=True)
+class SentAtOnce:
+    rows: tuple[torch.Tensor, ...]
+    exchange: Exchange
+    by_expert_R: torch.Tensor
+    counts_e: torch.Tensor
+    order: ExpertOrder
+    weights_TK: torch.Tensor
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self]
+
+    @property
+    def reads_outputs(self) -> bool:
+        return not is_replaying()
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_e.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return self.by_expert_R.numel()
+
+    def arrive(self, sent_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.exchange.arrive(0, sent_RD)[self.by_expert_R], self.counts_e
+
+    def give_back(self, rows_RD: torch.Tensor) -> torch.Tensor:
+        return self.exchange.give_back(0, rows_RD[self.by_expert_R.argsort()])
+
+    def combine(self, returned: Any) -> torch.Tensor:
+        out_TD: torch.Tensor = RowsToTokens.apply(self.exchange.home(returned), self.weights_TK, self.order)
+        return out_TD
+
+
+def entry_of(name: str, **changes: Any) -> DispatcherEntry:
+    """As plain's, never taken by auto."""
+    own = {"name": name, "without_nodes": name, "auto": lambda group: None, "elsewhere": ()}
+    return replace(PLAIN_ENTRY, **{**own, **changes})
+
+
+@contextmanager
+def dispatchers_of_ones_own() -> Iterator[None]:
+    """The README's, and the one of this test; removed afterwards."""
+    before = dict(DISPATCHERS)
+    with DISPATCHER_ENTRIES.restored():
+        run_example(DISPATCH_README, "register_dispatcher(")
+        register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), OneExchange)
+        try:
+            yield
+        finally:
+            DISPATCHERS.clear()
+            DISPATCHERS.update(before)
+
+
+@pytest.fixture
+def no_dispatchers_left() -> Iterator[None]:
+    """Has `dispatchers_of_ones_own`."""
+    with dispatchers_of_ones_own():
+        yield
+
+
+def dispatched(path: Path, topology: Topology, case: Case) -> tuple[Figures | None, str]:
+    with dispatchers_of_ones_own():
+        model, _, _ = sharded_model(path, topology, case)
+        return ours(path, topology, case), moe_layers(model)[0].dispatcher.in_words
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("one-exchange", {"gradient_checkpointing": "selective", "kernel": "torch-grouped"}, "all in one exchange"),
+        ("last-first", {"settings": {"overlap_chunks": 2}}, "a token's last choice is sent first"),
+    ],
+)
+def test_a_dispatcher(ranks: RankPool, tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
+    """Losses, gradients, routers' counts and, after two updates, weights: transformers' in one process."""
+    settings = {"dispatch": name, **changes.get("settings", {})}
+    case = Case(random_samples([9, 20, 5, 14]), accumulation=1, steps=2, z=0.01, **{**changes, "settings": settings})
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found, told = ranks.run(dispatched, 2, tmp_path, Topology(2, 2), case)[0]
+    assert told == words
+    want = reference(replace(case, settings={}), seed=1)
+    assert found.losses == pytest.approx(want.losses, rel=1e-5)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=1e-5)
+    for part in ("grads", "weights"):
+        expected = getattr(want, part)
+        assert expected
+        for key, tensor in expected.items():
+            assert relative_error(getattr(found, part)[key], tensor) < 1e-5, (part, key)
+
+
+def test_a_dispatcher_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "m", "--dataset", "d", "--ep-size", "2", "--dispatch"]
+    with pytest.raises(ExpertMeshError, match="invalid choice: 'last-first'"):
+        parse_config([*flags, "last-first"])
+    with dispatchers_of_ones_own():
+        config = parse_config([*flags, "last-first", "--dispatch-sums", "float32", "--ranks-per-node", "2"])
+        assert config.dispatch == "last-first"
+        assert config.without_effect == [
+            "--dispatch-sums float32 has no effect without --ep-size 2 or more with --dispatch auto, rank or node",
+            "--ranks-per-node 2 has no effect without --tp-size 2 or more, or --ep-size 2 or more with --dispatch auto "
+            "or node",
+        ]
+        with pytest.raises(SystemExit):
+            parse_config(["--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "--dispatch {auto,plain,rank,node,last-first,one-exchange}" in shown
+        assert "last-first: as plain, the last choice first" in shown
+        with pytest.raises(
+            ExpertMeshError, match=r"'lst-first' \(choose from .*'one-exchange'\); did you mean last-first"
+        ):
+            parse_config([*flags, "lst-first"])
+        with pytest.raises(ExpertMeshError, match="give --dispatch one-exchange"):
+            parse_config([*flags, "single"])
+        with pytest.raises(ExpertMeshError, match="--dispatch lst-first is unknown; use auto, plain, rank, node, "):
+            replace(config, dispatch="lst-first")
+
+
+@pytest.mark.usefixtures("no_dispatchers_left")
+def test_auto_takes_a_dispatcher() -> None:
+    by_nodes = entry_of(
+        "by-nodes", by_nodes=True, without_nodes="rank", auto=lambda group: 30 if group.spans_nodes else None
+    )
+    register_dispatcher(by_nodes, DISPATCHERS["node"])
+    assert resolve_dispatch("auto", 16, 8, 2) is by_nodes
+    assert resolve_dispatch("auto", 8, 8, 2) is PLAIN_ENTRY
+    assert resolve_dispatch("auto", 12, None, 2).name == resolve_dispatch("by-nodes", 8, 8, 2).name == "rank"
+
+
+@pytest.mark.usefixtures("no_dispatchers_left")
+def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def both(name: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        own = ["--dispatch", name, *flags]
+        return figures_of("plan", mixtral, capsys, *own)[0], figures_of("rehearse", mixtral, capsys, *own)[0]
+
+    (plan, dry), (plain_plan, plain_dry) = both("one-exchange"), both("plain")
+    assert plan["bytes_a_step"] == plain_plan["bytes_a_step"]
+    assert dry["sent"] == plain_dry["sent"]
+    # its rows are indexed, whose operators are not ours
+    assert dry["ledger"] != plain_dry["ledger"]
+    assert not list((mixtral / "measured").rglob("*.json"))
+
+    # by nodes: the groups are made, and counted
+    register_dispatcher(
+        entry_of("by-nodes", by_nodes=True, without_nodes="rank", sums=True),
+        lambda options: OnceDispatcher(options.num_experts, options.group, 1, options.nodes, options.sum_dtype),
+    )
+    across = ["--gpus", "4", "--ep-size", "4", "--gpus-per-node", "2", "--dispatch-sums", "float32"]
+    assert both("by-nodes", *across) == both("node", *across)
+
+    register_dispatcher(entry_of("unseen", is_recorded=False), OneExchange)
+    for command in ("plan", "rehearse"):
+        with pytest.raises(AssertionError):
+            figures_of(command, mixtral, capsys, "--dispatch", "unseen")
+        assert "--dispatch unseen: cannot be recorded, so there is no forecast of it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_dispatchers_left")
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is there already"),
+        ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is there already"),
+        ({"how": ""}, "--dispatch mine: has no how"),
+        ({"by_nodes": True}, "mine: is by_nodes, and mine without_nodes is none that is not"),
+        ({"by_nodes": True, "without_nodes": "node"}, "mine: is by_nodes, and node without_nodes is none"),
+        ({"without_nodes": "rank"}, "mine: is not by_nodes, and rank without_nodes"),
+    ],
+)
+def test_a_dispatcher_that_cannot_be_added(entry: dict[str, Any], wrong: str) -> None:
+    before = DISPATCHER_ENTRIES.entries(), dict(DISPATCHERS)
+    with pytest.raises(ValueError, match=wrong):
+        register_dispatcher(entry_of(**{"name": "mine", **entry}), OneExchange)
+    assert (DISPATCHER_ENTRIES.entries(), DISPATCHERS) == before
+
+
+def test_readme_lists_all_dispatchers() -> None:
+    assert table_of_dispatchers() in DISPATCH_README

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from ..checkpoints.hf.source import ModelSource
-from ..moe.dispatch.dedup import OnceDispatcher
 from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.hf_model.rope import advised_scaling
 from ..sharding.pipeline.pipeline import pipeline_of
@@ -85,12 +84,8 @@ def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:
 
 def dispatch_lines(engine: Engine) -> list[str]:
     """How tokens travel to their experts, where that is not with a row for each choice."""
-    dispatchers = [layer.dispatcher for layer in moe_layers(engine.model)]
-    once = next((each for each in dispatchers if isinstance(each, OnceDispatcher)), None)
-    if once is None:
-        return []
-    to = "rank" if once.nodes is None else f"node ({once.num_nodes} nodes of {once.ranks_per_node} ranks)"
-    return [f"dispatch: a token is sent once to each {to}"]
+    words = dict.fromkeys(layer.dispatcher.in_words for layer in moe_layers(engine.model))
+    return [f"dispatch: {each}" for each in words if each]
 
 
 def replica_lines(engine: Engine) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..checkpoints.training_state.marker import recorded_order, whole_checkpoints
+from ..moe.dispatch.dispatcher_entries import dispatchers_of
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from ..sharding.parallelize.choices import ranks_of_equal_nodes
@@ -82,7 +83,7 @@ def _dispatch(config: TrainConfig, ep_size: int, world_size: int) -> dict[str, A
     without: dict[str, Any] = {}
     if ep_size == 1:
         without |= {"dispatch": "auto", "dispatch_sums": "same", "overlap_chunks": 1}
-    goes_by_nodes = ep_size > 1 and config.dispatch in ("auto", "node")
+    goes_by_nodes = ep_size > 1 and any(entry.by_nodes for entry in dispatchers_of(config.dispatch))
     if asked := config.ranks_per_node:
         is_of_no_use = not goes_by_nodes and config.tp_size == 1
         if is_of_no_use or (goes_by_nodes and ranks_of_equal_nodes(world_size, asked, ep_size) is None):

@@ -1,17 +1,14 @@
 """Brings tokens to their experts and the results back: within one process, or by all-to-all over the `ep` ranks.
 
-A dispatcher is plain data and one function, no `nn.Module`: `send` begins to send rows and returns a `Sent`. What is
-computed between `send`, each part's `arrive` and `give_back`, and `combine` overlaps the all-to-alls.
-
 Shape suffixes: T tokens on this rank, D model width, E experts, e experts on this rank, K experts per token, N = T·K
 routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R rows of a part that this rank receives.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,52 +16,10 @@ from torch import Tensor
 
 from ..kernels.expert_products import even
 from ..util.recompute_cache import is_replaying, kept
+from .dispatcher_entries import PLAIN_ENTRY
+from .dispatcher_registry import DISPATCHERS, DispatchOptions, Part, Sent
 from .exchange import Exchange
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
-
-
-class Part(Protocol):
-    """The rows of some consecutive experts of this rank: one chunk.
-
-    num_experts: how many. num_rows: R.
-    """
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows sorted by expert, and how many each has, int64, on their device. Waits for rows that are still being
-        received."""
-        ...
-
-    def give_back(self, rows_RD: Tensor) -> Tensor:
-        """Begin to send the experts' results back; returns what `Sent.combine` takes."""
-        ...
-
-
-class Sent(Protocol):
-    """All of a layer's rows.
-
-    rows: those of each part, to be read by its `arrive` alone.
-    """
-
-    @property
-    def rows(self) -> Sequence[Tensor]: ...
-
-    @property
-    def parts(self) -> Sequence[Part]: ...
-
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether `give_back` reads the values of the rows that it gets in this forward, not only their shape."""
-        ...
-
-    def combine(self, returned: Sequence[Tensor]) -> Tensor:
-        """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,19 +64,13 @@ class LocalDispatcher:
     """Every expert is on this rank: sort by expert, and back."""
 
     is_remote = False
+    in_words = ""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
-        """
-        Args:
-            x_TD: tokens.
-            experts_TK: int64 expert of each choice; E stands for padding, which is not routed.
-            weights_TK: fp32 or wider weight of each choice; that of padding may be anything.
-            counts_E: int64, how many entries of experts_TK name each expert.
-            has_padding: whether any entry may be E. Without padding the host need not wait for the device.
-        """
+        """As `Dispatcher.send`."""
         order = expert_order(experts_TK, self.num_experts, has_padding)
         if has_padding:
             # read by the host: in a replay it must not wait for the device
@@ -189,6 +138,7 @@ class AllToAllDispatcher:
     """
 
     is_remote = True
+    in_words = ""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, num_parts: int = 1):
         self.num_experts = num_experts
@@ -199,7 +149,7 @@ class AllToAllDispatcher:
         self._place_E = _places(num_experts, self.ep_size, self.sizes)
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
-        """As `LocalDispatcher.send`."""
+        """As `Dispatcher.send`."""
         receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
         order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
         rows_nD = TokensToRows.apply(x_TD, order, not is_replaying())
@@ -233,18 +183,11 @@ class AllToAllDispatcher:
         return self._place_E[experts_TK]
 
 
-class Dispatcher(Protocol):
-    """What brings a layer's tokens to its experts.
+def _plain(options: DispatchOptions) -> AllToAllDispatcher:
+    return AllToAllDispatcher(options.num_experts, options.group, options.num_parts)
 
-    is_remote: whether to other ranks, so that something else can be computed meanwhile.
-    """
 
-    @property
-    def is_remote(self) -> bool: ...
-
-    def send(
-        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool
-    ) -> Sent: ...
+DISPATCHERS[PLAIN_ENTRY.name] = _plain
 
 
 def part_sizes(num_experts: int, num_parts: int) -> list[int]:
@@ -287,6 +230,8 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         receive_counts_E, int64: row by row of (S, e), how many rows each rank sends to each expert on this rank.
         splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
     """
+    if _answer is not None:
+        return _answer(counts_E, group, sizes)
     receive_counts_E = torch.empty_like(counts_E)
     with on_counts_stream(counts_E, receive_counts_E):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
@@ -294,6 +239,21 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
         splits_2PS = splits_2PS.to("cpu", non_blocking=True)
     return receive_counts_E, splits_2PS
+
+
+@contextmanager
+def answering_counts(answer: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Within it, `exchange_counts` asks no other ranks, and nothing is waited for: a dry run's `answer` gives what it
+    returns."""
+    global _answer
+    before, _answer = _answer, answer
+    try:
+        yield
+    finally:
+        _answer = before
+
+
+_answer: Callable[..., tuple[Tensor, Any]] | None = None
 
 
 @contextmanager
@@ -314,6 +274,8 @@ def on_counts_stream(*tensors: Tensor) -> Iterator[None]:
 
 def wait_for_counts(device: torch.device) -> None:
     """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
+    if _answer is not None:
+        return
     done, counts = torch.get_device_module(device).Event(), _counts_stream(device)
     done.record(counts.stream)
     done.synchronize()

@@ -21,20 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..util.recompute_cache import is_replaying, kept
-from .alltoall import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
+from .alltoall import on_counts_stream, part_sizes, wait_for_counts
 from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
+from .dispatcher_entries import NODE_ENTRY, RANK_ENTRY
+from .dispatcher_registry import DISPATCHERS, DispatchOptions, NodeGroups, Part, Sent
 from .exchange import Exchange
 from .permute import ExpertOrder, count_experts, expert_order
-
-
-@dataclass(frozen=True)
-class NodeGroups:
-    """The ranks of an ep group by their nodes. across: the N ranks of this one's place on their nodes. inside: the L
-    ranks of this node."""
-
-    across: dist.ProcessGroup
-    inside: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -87,11 +80,16 @@ class OnceDispatcher:
         self._tables = Tables.of(num_experts, self.num_nodes, self.ranks_per_node, self.sizes)
 
     @property
+    def in_words(self) -> str:
+        to = "rank" if self.nodes is None else f"node ({self.num_nodes} nodes of {self.ranks_per_node} ranks)"
+        return f"a token is sent once to each {to}"
+
+    @property
     def first_hop(self) -> dist.ProcessGroup:
         return self.group if self.nodes is None else self.nodes.across
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
-        """As `LocalDispatcher.send`."""
+        """As `Dispatcher.send`."""
         num_destinations = len(self.sizes) * self.num_nodes
         self._tables = tables = self._tables.to(x_TD.device)
         choices = Choices(tables.node_E[experts_TK], tables.expert_E[experts_TK])
@@ -145,6 +143,13 @@ class OnceDispatcher:
         inside_LPL = to_ranks_SPS.view(N, L, num_parts, N, L)[:, :, :, node].sum(dim=0)
         onward_PL, arriving_PL = inside_LPL[place], inside_LPL[:, :, place].t()
         return Rows(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_P)
+
+
+def _once(options: DispatchOptions) -> OnceDispatcher:
+    return OnceDispatcher(options.num_experts, options.group, options.num_parts, options.nodes, options.sum_dtype)
+
+
+DISPATCHERS[RANK_ENTRY.name] = DISPATCHERS[NODE_ENTRY.name] = _once
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dispatch.alltoall import Part
+from ..dispatch.dispatcher_registry import Part
 from ..kernels.carve_out import beside_all_to_alls
 from ..kernels.expert_kernels import LOOP
 from ..kernels.expert_products import AddBias

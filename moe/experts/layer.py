@@ -12,7 +12,8 @@ rank, K experts per token.
 import torch
 from torch import Tensor, nn
 
-from ..dispatch.alltoall import Dispatcher, LocalDispatcher
+from ..dispatch.alltoall import LocalDispatcher
+from ..dispatch.dispatcher_registry import Dispatcher
 from ..dispatch.permute import count_experts
 from .expert_mlp import ExpertMLP
 from .forward import Beside, forward_of_experts

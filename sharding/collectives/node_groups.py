@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...moe.dispatch.dedup import NodeGroups
+from ...moe.dispatch.dispatcher_registry import NodeGroups
 from ..topology import Axis, Topology, check_tp_nodes, nodes_of_equal_size
 from ..torchrun import node_name
 from .groups import make_group

@@ -11,12 +11,6 @@ from ..topology import Topology
 Checkpointing = Literal["none", "full", "selective"]
 """What a decoder layer recomputes in backward (see `sharding.parallelize.recompute`)."""
 
-Dispatch = Literal["auto", "plain", "rank", "node"]
-"""How tokens travel to their experts: a row for each choice, once to each rank, or once to each node (see
-`sharding.parallelize.dispatchers`)."""
-
-ResolvedDispatch = Literal["plain", "rank", "node"]
-
 DispatchSums = Literal["same", "float32"]
 """The dtype in which sums over a token's experts travel; same: the compute dtype."""
 
@@ -35,7 +29,7 @@ class Strategy:
         offload_activations: keep checkpointed layers' inputs in host memory until backward (see `offload_inputs`).
         overlap_chunks: chunks in which a layer's rows are sent to their experts; one chunk's all-to-all overlaps
             another's GEMMs.
-        dispatch: how tokens travel to their experts.
+        dispatch: how tokens travel to their experts (see `moe.dispatch.dispatcher_entries`).
         ranks_per_node: of all ranks, as many as have fast links between them; None: those that share a host.
         sums_in_fp32: whether sums of several experts' results, and of gradients, travel in fp32; else as tokens do.
     """
@@ -46,7 +40,7 @@ class Strategy:
     reshard_after_forward: bool = True
     overlap_chunks: int = 1
     offload_activations: bool = False
-    dispatch: Dispatch = "auto"
+    dispatch: str = "auto"
     ranks_per_node: int | None = None
     sums_in_fp32: bool = False
 
@@ -71,20 +65,3 @@ def ranks_of_nodes(nodes: Sequence[str], ep_size: int) -> int | None:
 def ranks_of_equal_nodes(world_size: int, ranks_per_node: int, ep_size: int) -> int | None:
     """As `ranks_of_nodes`, where every node has as many ranks."""
     return ranks_of_nodes([str(rank // ranks_per_node) for rank in range(world_size)], ep_size)
-
-
-def resolve_dispatch(asked: Dispatch, ep_size: int, ranks_per_node: int | None, top_k: int) -> ResolvedDispatch:
-    """ "plain", "rank" or "node".
-
-    Args:
-        asked: "auto" becomes "plain" inside a node, where links are fast, and with one expert per token, of which
-            nothing is sent twice; else "node".
-        ranks_per_node: of an ep group (see `ranks_of_nodes`). With one rank on each node, or all on one, once
-            to each node is once to each rank.
-    """
-    if asked in ("plain", "rank"):
-        return asked
-    spans_nodes = ranks_per_node is None or ranks_per_node < ep_size
-    if asked == "auto" and (top_k == 1 or not spans_nodes):
-        return "plain"
-    return "node" if ranks_per_node is not None and 1 < ranks_per_node < ep_size else "rank"

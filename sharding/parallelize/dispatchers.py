@@ -5,14 +5,16 @@ from functools import partial
 
 import torch
 
-from ...moe.dispatch.alltoall import AllToAllDispatcher, Dispatcher
-from ...moe.dispatch.dedup import OnceDispatcher
+# which bind theirs to the entries
+from ...moe.dispatch import alltoall, dedup  # noqa: F401
+from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, resolve_dispatch
+from ...moe.dispatch.dispatcher_registry import DISPATCHERS, Dispatcher, DispatchOptions
 from ...moe.util.errors import ExpertMeshError
 from ..collectives.nccl import few_blocks
 from ..collectives.node_groups import find_nodes, make_node_groups
 from ..mesh import Mesh
 from ..topology import Topology
-from .choices import Strategy, ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
+from .choices import Strategy, ranks_of_equal_nodes, ranks_of_nodes
 
 MakeDispatcher = Callable[[int], Dispatcher]
 """Makes a layer's dispatcher, of its number of experts."""
@@ -25,38 +27,37 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
         top_k: experts per token.
 
     Raises:
-        ExpertMeshError: nodes have unequally many ranks, and --dispatch node was asked for.
+        ExpertMeshError: nodes have unequally many ranks, and a dispatcher that goes by nodes was asked for.
     """
     topology, found = mesh.topology, None
-    if strategy.dispatch in ("auto", "node"):
+    if any(entry.by_nodes for entry in dispatchers_of(strategy.dispatch)):
         found = _ranks_on_node(topology, strategy)
-    kind = resolve_dispatch(strategy.dispatch, topology.ep_size, found, top_k)
-    chunks, group = strategy.overlap_chunks, mesh.exchange
-    if kind == "plain":
-        return lambda num_experts: AllToAllDispatcher(num_experts, group, chunks)
-    nodes = None
-    if kind == "node":
+    entry = resolve_dispatch(strategy.dispatch, topology.ep_size, found, top_k)
+    chunks, group, nodes = strategy.overlap_chunks, mesh.exchange, None
+    if entry.by_nodes:
         assert found is not None
         device_type = mesh.grid.device_type
         options = partial(few_blocks, device_type if chunks > 1 else "cpu")
         nodes = make_node_groups(mesh.topology, found, mesh.timeout, options, device_type)
-    sum_dtype = torch.float32 if strategy.sums_in_fp32 else None
-    return lambda num_experts: OnceDispatcher(num_experts, group, chunks, nodes, sum_dtype)
+    sum_dtype = torch.float32 if strategy.sums_in_fp32 and entry.sums else None
+    make = DISPATCHERS[entry.name]
+    return lambda num_experts: make(DispatchOptions(num_experts, group, chunks, nodes, sum_dtype))
 
 
 def _ranks_on_node(topology: Topology, strategy: Strategy) -> int | None:
     """The ranks that each node has of an ep group; None where they have unequally many.
 
     Raises:
-        ExpertMeshError: they have by --ranks-per-node, and --dispatch node was asked for.
+        ExpertMeshError: they have by --ranks-per-node, and a dispatcher that goes by nodes was asked for.
     """
     given = strategy.ranks_per_node
     if given is None:
         return ranks_of_nodes(find_nodes(topology.world_size), topology.ep_size)
     found = ranks_of_equal_nodes(topology.world_size, given, topology.ep_size)
-    if found is None and strategy.dispatch == "node":
+    if found is None and strategy.dispatch != "auto":
         raise ExpertMeshError(
             f"--ranks-per-node {given}: leaves the {topology.ep_size} ranks of an EP group on nodes with unequally "
-            "many of them; --dispatch node needs equally many, --dispatch rank does not"
+            f"many of them; --dispatch {strategy.dispatch} needs equally many, --dispatch "
+            f"{DISPATCHER_ENTRIES.get(strategy.dispatch).without_nodes} does not"
         )
     return found

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from expertmesh.moe.dispatch import exchange
 from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
-from expertmesh.moe.dispatch.dedup import NodeGroups, OnceDispatcher, Tables
+from expertmesh.moe.dispatch.dedup import OnceDispatcher, Tables
 from expertmesh.moe.dispatch.dedup_routes import first_choices
+from expertmesh.moe.dispatch.dispatcher_entries import resolve_dispatch
+from expertmesh.moe.dispatch.dispatcher_registry import NodeGroups
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -30,7 +32,6 @@ from expertmesh.sharding.parallelize.choices import (
     Checkpointing,
     ranks_of_equal_nodes,
     ranks_of_nodes,
-    resolve_dispatch,
 )
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
@@ -540,15 +541,15 @@ def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, d
 
 
 def test_auto_goes_by_which_ranks_share_a_node() -> None:
-    assert resolve_dispatch("auto", 8, 8, 2) == "plain"
-    assert resolve_dispatch("auto", 16, 8, 2) == "node"
-    assert resolve_dispatch("auto", 16, 8, 1) == "plain"
-    assert resolve_dispatch("auto", 4, 1, 2) == "rank"
-    assert resolve_dispatch("auto", 12, None, 2) == "rank"
-    assert resolve_dispatch("node", 8, 8, 2) == "rank"
-    assert resolve_dispatch("node", 12, None, 2) == "rank"
-    assert resolve_dispatch("rank", 16, 8, 2) == "rank"
-    assert resolve_dispatch("plain", 16, 8, 2) == "plain"
+    assert resolve_dispatch("auto", 8, 8, 2).name == "plain"
+    assert resolve_dispatch("auto", 16, 8, 2).name == "node"
+    assert resolve_dispatch("auto", 16, 8, 1).name == "plain"
+    assert resolve_dispatch("auto", 4, 1, 2).name == "rank"
+    assert resolve_dispatch("auto", 12, None, 2).name == "rank"
+    assert resolve_dispatch("node", 8, 8, 2).name == "rank"
+    assert resolve_dispatch("node", 12, None, 2).name == "rank"
+    assert resolve_dispatch("rank", 16, 8, 2).name == "rank"
+    assert resolve_dispatch("plain", 16, 8, 2).name == "plain"
 
 
 def test_ranks_of_a_node() -> None:

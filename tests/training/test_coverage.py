@@ -32,7 +32,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 """Without which a setting is refused."""
 VALUES: dict[str, Any] = {
     "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
-    "max_shard_size": "1GB", "expert_kernel": "loop", "profile": ["5"], "profile_ranks": ["1"],
+    "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
     "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "max_steps": 5, "shampoo_start": 2,
     "pipeline_chunks": 2, "adam_beta1": 0.5, "adam_beta2": 0.5, "router_warn_load": 3.0, "router_aux_loss_coef": 0.5,
     "global_batch_size": 64, "ranks_per_node": 2, "optim": "muon", "dataset_num_proc": 2, "save_total_limit": 2,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ...moe.kernels.kernel_entries import Precision
-from ...sharding.parallelize.choices import Checkpointing, Dispatch, DispatchSums
+from ...sharding.parallelize.choices import Checkpointing, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
@@ -69,7 +69,7 @@ class LoadSettings(TypedDict, total=False):
     pipeline_layers: str | None
     dense_shard: DenseShard
     overlap_chunks: int
-    dispatch: Dispatch
+    dispatch: str
     dispatch_sums: DispatchSums
     ranks_per_node: int | None
     ddp_timeout: int

@@ -11,6 +11,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import islice
 
+from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ...moe.util.parser import truth_of
 from .optimizers import OPTIMIZERS
 
@@ -413,8 +414,6 @@ _VALUES = {
     ("train_on", "completion"): "give --train-on assistant",
     ("train_on", "inputs"): "give --train-on all",
     ("pipeline_schedule", "gpipe"): "give --pipeline-schedule 1f1b, which stores fewer micro-batches",
-    ("dispatch", "alltoall"): "give --dispatch plain",
-    ("dispatch", "deepep"): "give --dispatch node",
 }
 """Values that other tools have for a setting, by its name."""
 
@@ -443,6 +442,9 @@ def answer_to_value(name: str, value: str) -> str:
         return "".join(f"give {other.flags}" for other in islice(near, 1))
     if name.endswith("_steps") and re.fullmatch(r"0?\.\d+", value):
         return "give a number of steps, not a fraction of all"
+    if name == "dispatch":
+        same = (entry.name for entry in DISPATCHER_ENTRIES.entries() if value.lower() in entry.elsewhere)
+        return "".join(f"give --dispatch {ours}" for ours in islice(same, 1))
     return _VALUES.get((name, value.lower()), "")
 
 

@@ -8,12 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from ...moe.dispatch.dispatcher_entries import (
+    DISPATCHER_ENTRIES,
+    choices_of_dispatch,
+    dispatchers_of,
+    help_of_dispatch,
+)
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.kernels.kernel_entries import Precision, check_beside_fp8, check_kernel_name, help_of_kernels
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...moe.util.sizes import parse_size
-from ...sharding.parallelize.choices import Checkpointing, Dispatch, DispatchSums
+from ...sharding.parallelize.choices import Checkpointing, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
@@ -66,13 +72,17 @@ def _optimizer(text: str) -> str:
 class Needs(NamedTuple):
     """Without which a flag, given with another value than its default, has no effect; the run then says so.
 
-    what: in words, after "has no effect without". met: whether a configuration has it. resets: whether what computes
-    sees the default otherwise (see `TrainConfig.settled`).
+    what: in words, after "has no effect without"; a function where they depend on what is registered. met: whether a
+    configuration has it. resets: whether what computes sees the default otherwise (see `TrainConfig.settled`).
     """
 
-    what: str
+    what: str | Callable[[], str]
     met: Callable[[Any], bool]
     resets: bool = False
+
+    @property
+    def in_words(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
 
 
 _EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
@@ -91,13 +101,15 @@ _EXPORTS_MODEL = Needs(
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
 _NODES = Needs(
-    "--tp-size 2 or more, or --ep-size 2 or more with --dispatch auto or node",
-    lambda config: config.tp_size > 1 or (config.ep_size > 1 and config.dispatch in ("auto", "node")),
+    lambda: (
+        f"--tp-size 2 or more, or --ep-size 2 or more with --dispatch {_dispatchers_that('by_nodes', 'or', 'auto')}"
+    ),
+    lambda config: config.tp_size > 1 or (config.ep_size > 1 and _may_dispatch(config, "by_nodes")),
     resets=True,
 )
 _SUMS = Needs(
-    "--ep-size 2 or more with another --dispatch than plain",
-    lambda config: config.ep_size > 1 and config.dispatch != "plain",
+    lambda: f"--ep-size 2 or more with --dispatch {_dispatchers_that('sums', 'or', 'auto')}",
+    lambda config: config.ep_size > 1 and _may_dispatch(config, "sums"),
     resets=True,
 )
 
@@ -106,6 +118,17 @@ def _heeded_as(name: str) -> Needs:
     """An optimizer that reads this setting."""
     heeding = [entry.name for entry in OPTIMIZERS.entries() if name in entry.heeds]
     return Needs(f"--optim {' or '.join(heeding)}", lambda config: name in config.optimizer_entry.heeds)
+
+
+def _dispatchers_that(can: str, conjunction: str, *before: str) -> str:
+    """In words, the names of those whose entries say so of this."""
+    *names, last = [*before, *(entry.name for entry in DISPATCHER_ENTRIES.entries() if getattr(entry, can))]
+    return f"{', '.join(names)} {conjunction} {last}"
+
+
+def _may_dispatch(config: Any, can: str) -> bool:
+    """Whether `--dispatch` may come to one of these."""
+    return any(getattr(entry, can) for entry in dispatchers_of(config.dispatch))
 
 
 _MAY_CHANGE = ("model", "data")
@@ -294,17 +317,14 @@ class ParallelSettings:
         "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
         needs=_EP,
     )
-    dispatch: Dispatch = _flag(
-        "Parallelism",
-        "auto",
-        "How tokens travel to their experts: a row for each choice (plain), once to each rank with several of them, or "
-        "once to each node and on from there. auto: node if an EP group spans nodes, else plain",
-        needs=_EP,
-    )
+    dispatch: str = _flag("Parallelism", "auto", help_of_dispatch, choices=choices_of_dispatch, needs=_EP)
     dispatch_sums: DispatchSums = _flag(
         "Parallelism",
         "same",
-        "Dtype in which --dispatch rank and node send back sums over a token's experts: as everything else, or float32",
+        lambda: (
+            f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a token's experts: as "
+            "everything else, or float32"
+        ),
         needs=_SUMS,
     )
     ranks_per_node: int | None = _flag(
@@ -320,6 +340,7 @@ class ParallelSettings:
     )
 
     def check_parallelism(self) -> None:
+        dispatchers_of(self.dispatch)
         if self.pipeline_chunks is None:
             self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" and self.pp_size > 1 else 1
         if self.pipeline_layers is not None and self.pp_size == 1:

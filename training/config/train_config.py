@@ -93,7 +93,7 @@ class TrainConfig(
                 flag += f" {' '.join(value)}"
             elif not isinstance(value, bool):
                 flag += f" {value}"
-            lines.append(f"{flag} has no effect without {needs.what}")
+            lines.append(f"{flag} has no effect without {needs.in_words}")
         return lines
 
     def settled(self) -> "TrainConfig":

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
+from ....moe.dispatch.dispatcher_entries import PLAIN_ENTRY
 from ....moe.hf_model.counts import ParameterCounts
-from ....sharding.parallelize.choices import Checkpointing, ResolvedDispatch
+from ....sharding.parallelize.choices import Checkpointing
 from ....sharding.pipeline.balance import crossing
 from ....sharding.topology import Axis, Topology
 from ..rates import Work
@@ -147,7 +148,7 @@ class Workload:
         offload_activations: whether layers' inputs go to host memory.
         keeps_casts: whether those experts keep their weights in the compute dtype.
         device: "cuda" for a GPU's ways of computing, "cpu" for a CPU's.
-        dispatch: how tokens travel to their experts (see `sharding.parallelize.choices.resolve_dispatch`).
+        dispatch: how tokens travel to their experts (see `moe.dispatch.dispatcher_entries`).
         ranks_per_node: of an ep group, where that is once to each node; else 1.
         sums_in_fp32: whether sums travel so; else as tokens do.
     """
@@ -166,7 +167,7 @@ class Workload:
     has_gradients: bool
     keeps_casts: bool
     device: Literal["cuda", "cpu"]
-    dispatch: ResolvedDispatch = "plain"
+    dispatch: str = PLAIN_ENTRY.name
     ranks_per_node: int = 1
     sums_in_fp32: bool = False
     tp_size: int = 1

@@ -396,7 +396,7 @@ def communicators(run: PlannedRun) -> list[Communicator]:
     axes |= {axis: in_layers[axis] for axis in of_sequences if in_layers[axis]}
     if s.tp_size > 1:
         axes["dense of tp"] = {"all-gather"}
-    if s.workload(run.model).dispatch == "node":
+    if s.workload(run.model).ranks_per_node > 1:
         axes |= {"ep across nodes": {"all-to-all"}, "ep inside node": {"all-to-all"}}
     if s.pp_size > 1:
         axes["stage"] = {"all-gather"}

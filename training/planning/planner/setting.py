@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ....sharding.parallelize.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
+from ....moe.dispatch.dispatcher_entries import PLAIN_ENTRY, DispatcherEntry, resolve_dispatch
+from ....sharding.parallelize.choices import Checkpointing, ranks_of_equal_nodes
 from ....sharding.pipeline.schedule import ScheduleName
 from ....sharding.topology import Axis, DenseShard, Topology
 from ...config.optimizers import ADAMW_FUSED
@@ -65,7 +66,7 @@ class Setting:
     chunks: int = 1
     schedule: ScheduleName = "1f1b"
     stage_layers: tuple[int, ...] | None = None
-    dispatch: Dispatch = "auto"
+    dispatch: str = "auto"
     ranks_per_node: int = 8
     sums_in_fp32: bool = False
     tp_size: int = 1
@@ -107,12 +108,18 @@ class Setting:
         memory."""
         return self.dp_size > 1 or self.offload
 
+    def dispatcher(self, top_k: int) -> DispatcherEntry:
+        """How tokens travel to their `top_k` experts each."""
+        if self.ep_size == 1:
+            return PLAIN_ENTRY
+        of_ep = ranks_of_equal_nodes(self.world_size, self.ranks_per_node, self.ep_size)
+        return resolve_dispatch(self.dispatch, self.ep_size, of_ep, top_k)
+
     def workload(self, model: ModelParameters) -> Workload:
         """What one rank computes for a micro-batch."""
         own = not self.experts_are_gathered
         is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
-        of_ep = ranks_of_equal_nodes(self.world_size, self.ranks_per_node, self.ep_size)
-        dispatch = "plain" if self.ep_size == 1 else resolve_dispatch(self.dispatch, self.ep_size, of_ep, model.top_k)
+        dispatch = self.dispatcher(model.top_k)
         return Workload(
             self.micro_batch,
             self.seq_length,
@@ -128,9 +135,9 @@ class Setting:
             own and self.accumulation > 1,
             is_cast and not self.reshard_after_forward,
             self.device,
-            dispatch,
-            self.ranks_of_ep if dispatch == "node" else 1,
-            self.sums_in_fp32 and dispatch != "plain",
+            dispatch.name,
+            self.ranks_of_ep if dispatch.by_nodes else 1,
+            self.sums_in_fp32 and dispatch.sums,
             self.tp_size,
         )
 

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from ....moe.dispatch.dispatcher_entries import has_dispatchers_from_outside
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.kernel_entries import has_kernels_from_outside
@@ -63,8 +64,8 @@ class CachedMeasure:
         config: of the run.
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to measure.
-        is_kept: whether figures go to the cache directory, and come from there; never where modules or kernels
-            from outside are registered, or the optimizer is from outside: their text is no part of the file's name.
+        is_kept: whether figures go to the cache directory, and come from there; never where code from outside
+            is registered, whose text is no part of the file's name.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not divided by `--tp-size`.
@@ -79,9 +80,7 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
-        from_outside = (
-            has_modules_from_outside() or has_kernels_from_outside() or config.optimizer_entry not in OUR_OPTIMIZERS
-        )
+        from_outside = has_code_from_outside() or config.optimizer_entry not in OUR_OPTIMIZERS
         is_kept = is_kept and not from_outside
         self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
@@ -180,6 +179,11 @@ class CachedMeasure:
                 partial.write_text(json.dumps(content), encoding="utf-8")
             return True
         return False
+
+
+def has_code_from_outside() -> bool:
+    """Whether figures may depend on code that is not of this project."""
+    return has_modules_from_outside() or has_kernels_from_outside() or has_dispatchers_from_outside()
 
 
 def _with_what_is_read(config: TrainConfig) -> TrainConfig:

@@ -13,9 +13,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from ....moe.dispatch import alltoall as plain
 from ....moe.dispatch import dedup as once
+from ....moe.dispatch.alltoall import answering_counts
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from ....moe.util.errors import ExpertMeshError
 
 
 def expected_rows(
@@ -54,6 +56,15 @@ def expected_rows(
     )
 
 
+def check_recorded(dispatch: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: no forecast can be made of a run with this dispatcher.
+    """
+    if not DISPATCHER_ENTRIES.get(dispatch).is_recorded:
+        raise ExpertMeshError(f"--dispatch {dispatch}: cannot be recorded, so there is no forecast of it")
+
+
 def split(rows: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers that add up to `rows`."""
     ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
@@ -76,11 +87,9 @@ def telling_rows(
         exchange(counts_C, group)
         return counts_C.new_empty(group.size(), counts_C.numel()), None
 
-    def done(device: Any) -> None: ...
-
     with (
-        mock.patch.multiple(plain, exchange_counts=counts, wait_for_counts=done),
-        mock.patch.multiple(once, gather_counts=gather, wait_for_counts=done),
+        answering_counts(counts),
+        mock.patch.object(once, "gather_counts", gather),
         mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)),
     ):
         yield

@@ -24,8 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ....moe.dispatch import exchange
-from ....moe.dispatch.alltoall import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from ....moe.dispatch.dedup import NodeGroups, OnceDispatcher, Rows
+from ....moe.dispatch.alltoall import LocalDispatcher
+from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.dispatch.dispatcher_entries import PLAIN_ENTRY
+from ....moe.dispatch.dispatcher_registry import DISPATCHERS, Dispatcher, DispatchOptions, NodeGroups
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
@@ -68,7 +70,7 @@ from ..planner.measured import (
 )
 from ..rates import Work
 from .attribution import Parts
-from .dispatched import expected_rows, telling_rows
+from .dispatched import check_recorded, expected_rows, telling_rows
 from .live_memory import LiveTensors
 from .loops import Given, How, Loop, Results, Source, looping_functions, loops_at, loops_between, replacing
 from .recorder import Event, Recorder, recording_triton
@@ -261,14 +263,14 @@ class _Measurement:
         if w.ep_size == 1:
             return LocalDispatcher(num_experts)
         group: Any = _Group.of(w, "ep")
-        if w.dispatch == "plain":
-            return AllToAllDispatcher(num_experts, group, w.overlap_chunks)
         nodes = None
-        if w.dispatch == "node":
+        if w.ranks_per_node > 1:
             across: Any = _Group.of(w, "ep across nodes")
             inside: Any = _Group.of(w, "ep inside node")
             nodes = NodeGroups(across, inside)
-        return OnceDispatcher(num_experts, group, w.overlap_chunks, nodes, torch.float32 if w.sums_in_fp32 else None)
+        check_recorded(w.dispatch)
+        sum_dtype = torch.float32 if w.sums_in_fp32 else None
+        return DISPATCHERS[w.dispatch](DispatchOptions(num_experts, group, w.overlap_chunks, nodes, sum_dtype))
 
     def run(self, parts: Iterable[Part]) -> dict[Part, SeenSpans]:
         """What each of these parts does."""
@@ -495,7 +497,7 @@ class _Measurement:
 def _without_experts(workload: Workload) -> Workload:
     """The workload without what concerns experts."""
     local = replace(workload, ep_size=1, rows_received=0, overlap_chunks=1)
-    local = replace(local, dispatch="plain", ranks_per_node=1, sums_in_fp32=False)
+    local = replace(local, dispatch=PLAIN_ENTRY.name, ranks_per_node=1, sums_in_fp32=False)
     return replace(local, experts_gathered=False, has_gradients=False, keeps_casts=False)
 
 

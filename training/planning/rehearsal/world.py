@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import moe_shape
 from ....moe.hf_model.build import count_parameters
@@ -31,6 +32,7 @@ from ....sharding.collectives.context_parallel import CPGroup
 from ....sharding.collectives.groups import group_name
 from ....sharding.collectives.node_groups import check_tp_groups
 from ....sharding.mesh import build_mesh
+from ....sharding.parallelize.choices import ranks_of_equal_nodes
 from ....sharding.parallelize.parallelize import materialize, parallelize
 from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import Pipeline, cut_into_stages, pipeline_of
@@ -46,7 +48,7 @@ from ...step import train_step
 from ..imbalance import EVEN, GivenRouting
 from .attribution import Parts
 from .building import build_rehearsed
-from .dispatched import expected_rows, split, telling_rows
+from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .live_memory import LiveTensors
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
@@ -118,6 +120,9 @@ def _rehearse(
     balance = choose_balance(config, model, model_config)
     topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
     check_sizes(topology, moe_shape(model).num_experts)
+    if config.ep_size > 1:
+        of_ep = ranks_of_equal_nodes(world_size, ranks_per_node, config.ep_size)
+        check_recorded(resolve_dispatch(config.dispatch, config.ep_size, of_ep, moe_shape(model).top_k).name)
     check_tp_groups(topology, ranks_per_node)
     mesh = build_mesh("cpu", topology)
     if config.pp_size > 1:

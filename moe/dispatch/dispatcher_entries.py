@@ -1,0 +1,141 @@
+"""What is known of each dispatcher without torch: the values of `--dispatch`, and what checks, forecasts, `--help` and
+the README's table read of them. What dispatches is bound to an entry in `moe.dispatch.dispatcher_registry`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..util.registry import Registry
+
+
+@dataclass(frozen=True)
+class EPGroup:
+    """What decides which dispatcher `--dispatch auto` takes.
+
+    ranks_per_node: ranks of the group on each node; None where nodes have unequally many. top_k: experts per token.
+    """
+
+    size: int
+    ranks_per_node: int | None
+    top_k: int
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.ranks_per_node is None or self.ranks_per_node < self.size
+
+
+@dataclass(frozen=True)
+class DispatcherEntry:
+    """
+    Attributes:
+        name: the value of `--dispatch`.
+        how: for people: what of a token travels where, as in "once to each rank".
+        sums: whether sums of several experts' results travel back, to which `--dispatch-sums` applies.
+        by_nodes: whether it exchanges tokens in `NodeGroups`, and so depends on which ranks share a node.
+        without_nodes: where an EP group is on one node, or its nodes have one rank each or unequally many of them, the
+            dispatcher that takes the place of one that goes by nodes; its own name for the others.
+        auto: where it stands in the order in which `auto` tries dispatchers, the highest first; None: `auto` never
+            takes it for such a group.
+        is_recorded: whether forecasts and dry runs can be made of it: it asks how many rows come by
+            `alltoall.exchange_counts`, and sends them by `exchange.Exchange`.
+        elsewhere: values of other tools' flags that ask for the same.
+    """
+
+    name: str
+    how: str
+    sums: bool
+    by_nodes: bool
+    without_nodes: str
+    auto: Callable[[EPGroup], int | None]
+    is_recorded: bool
+    elsewhere: tuple[str, ...]
+
+
+PLAIN_ENTRY = DispatcherEntry(
+    "plain",
+    how="a row for each choice",
+    sums=False,
+    by_nodes=False,
+    without_nodes="plain",
+    # of one expert per token nothing is sent twice, and inside a node links are fast
+    auto=lambda group: 20 if group.top_k == 1 or not group.spans_nodes else 0,
+    is_recorded=True,
+    elsewhere=("alltoall",),
+)
+RANK_ENTRY = DispatcherEntry(
+    "rank",
+    how="once to each rank with several of them",
+    sums=True,
+    by_nodes=False,
+    without_nodes="rank",
+    auto=lambda group: None,
+    is_recorded=True,
+    elsewhere=(),
+)
+NODE_ENTRY = DispatcherEntry(
+    "node",
+    how="once to each node and on from there",
+    sums=True,
+    by_nodes=True,
+    without_nodes="rank",
+    auto=lambda group: 10,
+    is_recorded=True,
+    elsewhere=("deepep",),
+)
+
+DISPATCHER_ENTRIES: Registry[DispatcherEntry] = Registry("--dispatch", ("auto",))
+"""All that can be asked for; `moe.dispatch.dispatcher_registry.register_dispatcher` adds to it."""
+
+for _entry in (PLAIN_ENTRY, RANK_ENTRY, NODE_ENTRY):
+    DISPATCHER_ENTRIES.register(_entry)
+
+_OURS = frozenset(DISPATCHER_ENTRIES.names())
+
+
+def has_dispatchers_from_outside() -> bool:
+    """Whether a dispatcher is registered that is not of this project, whose text no digest of our sources includes."""
+    return not _OURS.issuperset(DISPATCHER_ENTRIES.names())
+
+
+def dispatchers_of(asked: str) -> tuple[DispatcherEntry, ...]:
+    """Those that `--dispatch` may come to: any, by "auto".
+
+    Raises:
+        ExpertMeshError: the name is unknown.
+    """
+    return DISPATCHER_ENTRIES.entries() if asked == "auto" else (DISPATCHER_ENTRIES.get(asked),)
+
+
+def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k: int) -> DispatcherEntry:
+    """The dispatcher for `--dispatch`; "auto" becomes the first in its order.
+
+    Args:
+        ranks_per_node: of an ep group; None where nodes have unequally many. With one rank on each node, or all on
+            one, once to each node is once to each rank.
+
+    Raises:
+        ExpertMeshError: the name is unknown.
+    """
+    group = EPGroup(ep_size, ranks_per_node, top_k)
+    places = [(entry, place) for entry in dispatchers_of(asked) if (place := entry.auto(group)) is not None]
+    entry = max(places, key=lambda each: each[1])[0] if asked == "auto" else DISPATCHER_ENTRIES.get(asked)
+    has_nodes = ranks_per_node is not None and 1 < ranks_per_node < ep_size
+    return entry if has_nodes or not entry.by_nodes else DISPATCHER_ENTRIES.get(entry.without_nodes)
+
+
+def choices_of_dispatch() -> tuple[str, ...]:
+    return ("auto", *DISPATCHER_ENTRIES.names())
+
+
+def help_of_dispatch() -> str:
+    """What `--help` says of `--dispatch`."""
+    ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHER_ENTRIES.entries())
+    return f"How tokens travel to their experts. {ways}. auto: node if an EP group spans nodes, else plain"
+
+
+def table_of_dispatchers() -> str:
+    """Rows of the table in moe/dispatch/README.md."""
+    yes_or_no = {True: "yes", False: "no"}
+    return "\n".join(
+        f"| `{entry.name}` | {entry.how} | {yes_or_no[entry.sums]} | {yes_or_no[entry.by_nodes]} |"
+        for entry in DISPATCHER_ENTRIES.entries()
+    )
