@@ -120,7 +120,7 @@ def _try(outcome: Outcome, ranks: RankPool, directory: Path) -> None:
         if unlike := first_difference(figures[-1], wanted, source, in_double):
             outcome.unlike = f"layout {number + 1} and transformers: {unlike}"
             return
-    if unlike := first_difference(figures[1], figures[0], source, None):
+    if unlike := first_difference(figures[1], figures[0], source, in_double, 2 * TOLERANCE):
         outcome.unlike = f"layout 2 and layout 1: {unlike}"
 
 
@@ -223,33 +223,38 @@ def _unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str |
 
 
 def first_difference(
-    found: Figures, wanted: Figures, source: Mapping[str, Tensor], in_double: Callable[[], Figures] | None
+    found: Figures,
+    wanted: Figures,
+    source: Mapping[str, Tensor],
+    in_double: Callable[[], Figures],
+    tolerance: float = TOLERANCE,
 ) -> str | None:
     """In the order in which they come about: figures of the first step, changes of weights, figures after that.
 
     Args:
         source: the weights, or adapters, before.
         in_double: makes what is wanted in fp64, by which what fp32 cannot tell is judged.
+        tolerance: twice that of each where both are ours.
     """
     for step in range(len(wanted.losses)):
-        tolerance = TOLERANCE if step == 0 else AFTER_UPDATE
+        allowed = tolerance if step == 0 else AFTER_UPDATE
         for name in ("losses", "balances", "zs", "grad_norms"):
             ours, theirs = getattr(found, name), getattr(wanted, name)
             if theirs is None or ours is None:
                 continue
             error = _apart(ours[step], theirs[step])
-            if error <= tolerance:
+            if error <= allowed:
                 continue
-            may_be_noise = error <= MOST_NOISE * tolerance
+            may_be_noise = error <= MOST_NOISE * allowed
             if (
                 in_double is None
                 or not may_be_noise
                 or error > NOISE * _apart(getattr(in_double(), name)[step], theirs[step])
             ):
                 return f"step {step + 1}, {name}: {ours[step]!r}, not {theirs[step]!r}"
-        if step == 0 and (unlike := _unlike(found.weights, wanted.weights, source, in_double, "weights")):
+        if step == 0 and (unlike := _unlike(found.weights, wanted.weights, source, in_double, "weights", tolerance)):
             return unlike
-    return _unlike(found.adapters, wanted.adapters, source, in_double, "adapters")
+    return _unlike(found.adapters, wanted.adapters, source, in_double, "adapters", tolerance)
 
 
 def _apart(one: float, other: float) -> float:
@@ -260,8 +265,9 @@ def _unlike(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     source: Mapping[str, Tensor],
-    in_double: Callable[[], Figures] | None,
+    in_double: Callable[[], Figures],
     what: str,
+    tolerance: float,
 ) -> str | None:
     """The first tensor whose change is another."""
     if found.keys() != wanted.keys():
@@ -271,7 +277,7 @@ def _unlike(
     for name, change in changes.items():
         error = float((found[name].double() - wanted[name].double()).norm())
         size = max(float(change.norm()), CANCELLED * norm)
-        allowed = TOLERANCE * size + ROUNDING * float(source[name].double().norm())
+        allowed = tolerance * size + ROUNDING * float(source[name].double().norm())
         if error <= allowed:
             continue
         may_be_noise = error <= MOST_NOISE * allowed
