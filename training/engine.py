@@ -710,7 +710,7 @@ class Engine:
         path = Path(checkpoint)
         is_one = is_complete(path) or not path.is_dir()
         named, directory = (str(path), path.parent) if is_one else ("auto", path)
-        found = find_resume(named, directory, self.config, self.tell, self.ranks)
+        found = find_resume(named, directory, self.tell, self.ranks)
         if found is None:
             raise ExpertMeshError(f"{checkpoint}: has no training checkpoint")
         check_resume(found, self.config, self.facts, self.ranks, self.tell)

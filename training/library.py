@@ -80,7 +80,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     resume_from: Path | None = None
     if config.resume:
         directory = Path(config.output_dir) / "checkpoints"
-        resume_from = find_resume(config.resume, directory, config, engine.tell, ranks)
+        resume_from = find_resume(config.resume, directory, engine.tell, ranks)
     engine.place(resume_from, config.ddp_timeout)
     if config.max_steps >= 0:
         engine.schedule(config.max_steps)

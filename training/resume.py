@@ -27,7 +27,7 @@ Tell = Callable[[str], object]
 _ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
 
 
-def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell, ranks: Ranks) -> Path | None:
+def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path | None:
     """The checkpoint to resume from, complete and undamaged; None where there is none yet. All ranks call it together.
 
     Args:

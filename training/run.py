@@ -119,7 +119,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     resume_from: Path | None = None
     if config.resume:
         directory = output_dir / "checkpoints"
-        resume_from = find_resume(config.resume, directory, config, engine.tell, ranks)
+        resume_from = find_resume(config.resume, directory, engine.tell, ranks)
     engine.place(resume_from, watchdog.limit)
     for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
         log.line(folded(line))
