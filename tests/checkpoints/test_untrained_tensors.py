@@ -23,7 +23,10 @@ from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
 from expertmesh.checkpoints.hf.source import open_source, read_header
 from expertmesh.checkpoints.hf.untrained_tensors import find_carried
+from expertmesh.checkpoints.training_state import marker
+from expertmesh.checkpoints.training_state.marker import check_carried, record
 from expertmesh.moe.hf_model.rope import read_rope_scaling
+from expertmesh.moe.util.errors import ExpertMeshError
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
 from tests.untrained import (
     PREDICTOR,
@@ -379,6 +382,39 @@ def test_verify_names_what_differs(
     assert run("verify", source, other) == 1
     assert f"{name}: 1 of" in capsys.readouterr().out
     assert run("verify", source, other, "--rtol", 0.01) == 0
+
+
+def test_verify_compares_shapes_of_what_is_carried(
+    multimodal: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one begins as the other does, and goes on."""
+    source, _ = multimodal
+    other, name = tmp_path / "other", f"{PREDICTOR}norm.weight"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "extra.safetensors")
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+    save_file(tensors, other / "extra.safetensors", metadata={"format": "pt"})
+    for pair in ((source, other), (other, source)):
+        assert run("verify", *pair) == 1
+        assert f"{name}: shape [" in capsys.readouterr().out
+
+
+def test_a_training_checkpoint_knows_what_its_exports_carry(
+    multimodal: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its content too: one of the same name, shape and dtype is another."""
+    source, name = tmp_path / "source", f"{PREDICTOR}fc.weight"
+    shutil.copytree(multimodal[0], source)
+    opened = open_source(source)
+    checkpoint = open_checkpoint(opened, opened.names)
+    recorded = {"carried": record(checkpoint)}
+    monkeypatch.setattr(marker, "read_marker", lambda path: recorded)
+    check_carried(tmp_path, checkpoint)
+    tensors = load_file(source / "extra.safetensors")
+    tensors[name] += 1
+    save_file(tensors, source / "extra.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExpertMeshError, match=f"{re.escape(name)} is another in .*--drop-untrained"):
+        check_carried(tmp_path, open_checkpoint(opened, opened.names))
 
 
 def test_stretched_positions_leave_frequencies_behind(tiny_model: Path, tmp_path: Path) -> None:

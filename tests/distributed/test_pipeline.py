@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import expertmesh
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
@@ -118,3 +119,18 @@ def test_generates_through_the_stages(ranks: RankPool, model: Path, pp: int, dp:
     case = Case([], settings={"pipeline_chunks": chunks})
     found = ranks.run(continuations, topology.world_size, model, topology, PROMPTS, [], case)
     assert found == [hf_continuations(PROMPTS, eos=-1, **LAYERS)] * topology.world_size
+
+
+def _evaluated(model: Path, settings: dict[str, Any]) -> tuple[float, int]:
+    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
+    rows = [{"input_ids": [[*range(3, 9 + i)]], "labels": [[-100] * i + [*range(3 + i, 9 + i)]]} for i in range(3)]
+    found = engine.evaluate(rows)
+    return found.loss, found.targets
+
+
+def test_an_evaluation_counts_each_target_once(ranks: RankPool, model: Path) -> None:
+    """Though all stages are given the same batches."""
+    ((loss, targets),) = ranks.run(_evaluated, 1, model, {})
+    assert targets == 5 + 6 + 6
+    for found in ranks.run(_evaluated, 2, model, {"pp_size": 2}):
+        assert found == (pytest.approx(loss, rel=1e-6), targets)

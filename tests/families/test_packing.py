@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.data.batch import Batch, collate
@@ -92,6 +93,23 @@ def test_padding_reaches_nothing() -> None:
 
 
 FEW_TOKENS = 64
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_samples_stay_apart_where_layers_are_recomputed(family: str) -> None:
+    config = tiny_config(family)
+    model = packable(config, choose_attention("auto", True, config), tiny_model(family, seed=1))
+    loss, grads = _loss_and_gradients(model, collate(ROWS))
+    grads = {name: grad.clone() for name, grad in grads.items()}
+    checkpoint_layers(model, "full")
+    again, recomputed = _loss_and_gradients(model, collate(ROWS))
+    assert again == loss
+    assert recomputed.keys() == grads.keys()
+    floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    errors = {name: relative_error(recomputed[name], grad, floor) for name, grad in grads.items()}
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     # its own code views all heads of a token as one row
     "heads of which 8 divides no width": ("afmoe", {"head_dim": 12}),

@@ -55,6 +55,22 @@ def test_computes_what_a_linear_layer_does(dtype: torch.dtype, bias: bool) -> No
     assert relative_error(our_grad_weight.t(), grad_weight) < tolerance
 
 
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_each_gradient_where_the_other_is_not_needed(frozen: str) -> None:
+    """As of a layer whose weight is frozen, and of the first that is trained."""
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(6, 4, bias=False)
+    layer.__class__, layer.weight = RowwiseLinear, nn.Parameter(torch.randn(6, 4))
+    layer.weight.requires_grad_(frozen != "weight")
+    x = torch.randn(3, 6, requires_grad=frozen != "input")
+    grad = torch.randn(3, 4)
+    layer(x).backward(grad)
+    found, expected = (x.grad, grad @ layer.weight.t()) if frozen == "weight" else (layer.weight.grad, x.t() @ grad)
+    assert found is not None
+    assert relative_error(found, expected.detach()) < 1e-6
+    assert (layer.weight if frozen == "weight" else x).grad is None
+
+
 def clamping(kind: str) -> Any:
     """A linear layer of a model in each of its forms, of 64 inputs and 48 outputs."""
     torch.manual_seed(0)

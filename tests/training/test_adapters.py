@@ -14,6 +14,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.model_setup.lora_targets import adapt, unquantized_lines
 from tests.families.configs import tiny_config
+from tests.tiny import in_memory
 
 
 def adapted(family: str, *targets: str, **settings: Any) -> set[str]:
@@ -131,3 +132,27 @@ def test_first_values_do_not_depend_on_how_they_are_cut() -> None:
     assert not torch.equal(first_values("x.v1_lora_A", range(24), 16, 4, seed=1), whole)
     assert not torch.equal(first_values("x.w1_lora_A", range(24), 16, 4, seed=2), whole)
     assert not first_values("x.w1_lora_B", range(24), 16, 4, seed=1).any()
+
+
+@pytest.mark.parametrize("target", ["attention", "experts"])
+def test_dropout_is_of_training_alone(target: str) -> None:
+    settings: dict[str, Any] = {"adapter": "lora", "lora_targets": [target], "lora_dropout": 0.5}
+    model = build_model(tiny_config("mixtral"))
+    adapt(model, TrainConfig(model="m", dataset=["d"], **settings))
+    model = in_memory(model)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tokens = torch.arange(3, 15).view(1, -1)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(tokens).logits
+        return found
+
+    model.train()
+    assert not torch.equal(logits(), logits())
+    model.eval()
+    evaluated = logits()
+    assert torch.equal(evaluated, logits())
+    assert evaluated.isfinite().all()

@@ -91,7 +91,6 @@ def _updated(counts: list[list[list[int]]]) -> list[list[float]]:
     return [model.get_buffer(layer.correction_bias).tolist() for layer in moe_layers(model)]
 
 
-@pytest.mark.exhaustive
 def test_bias_follows_the_load_of_all_ranks(ranks: RankPool) -> None:
     """Up for less than the mean of a layer, down for more, still at the mean; ranks by themselves would say else."""
     first = [[9, 0, 3, 4, 4, 4, 4, 4], [0, 0, 0, 0, 0, 0, 0, 8]]

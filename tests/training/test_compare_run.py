@@ -1,0 +1,79 @@
+"""Which runs may not go on from a checkpoint: those that read something else, or to which its state means nothing."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.resume import check_order, compare_run
+
+PATH = Path("step-00000002")
+PLAIN: dict[str, Any] = dict(model="m", dataset=["d"])
+LORA: dict[str, Any] = PLAIN | dict(adapter="lora")
+FACTS = {"model": {"config.json": "1", "weights": "2"}, "data": {"samples": "3"}, "evaluation data": {"samples": "4"}}
+
+
+def compare(saved: TrainConfig, now: TrainConfig, here: dict[str, dict[str, str]]) -> list[str]:
+    """What is told."""
+    told: list[str] = []
+    compare_run(PATH, FACTS, asdict(saved), now, here, told.append)
+    return told
+
+
+def test_the_same_run_goes_on_without_a_word() -> None:
+    for settings in (PLAIN, LORA):
+        assert not compare(TrainConfig(**settings), TrainConfig(**settings), FACTS)
+
+
+@pytest.mark.parametrize("name", list(FACTS))
+@pytest.mark.parametrize("change", [{"weights": "9", "samples": "9"}, {"more": "5"}, None], ids=str)
+def test_what_was_read(name: str, change: dict[str, str] | None) -> None:
+    """Another fact, one more, and one less; --allow-changed permits each, and it is told."""
+    config, which = TrainConfig(**PLAIN), "model" if name == "model" else "data"
+    facts = dict(list(FACTS[name].items())[1:]) if change is None else {**FACTS[name], **change}
+    with pytest.raises(ExpertMeshError, match=f"--resume {PATH}: is of .*--allow-changed {which}"):
+        compare(config, config, {**FACTS, name: facts})
+    (line,) = compare(config, replace(config, allow_changed=[which]), {**FACTS, name: facts})
+    assert line.startswith(f"warning: resuming with a different {name}, as --allow-changed permits: ")
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        (PLAIN, {"adapter": "lora"}, "--adapter none, this one has lora"),
+        (LORA, {"lora_rank": 5}, "--lora-rank"),
+        (LORA, {"lora_alpha": 5.0}, "--lora-alpha"),
+        (LORA, {"use_rslora": True}, "--use-rslora False, this one has True"),
+        (LORA, {"lora_targets": ["experts"]}, "--lora-targets"),
+        (LORA, {"base_dtype": "nf4"}, "--base-dtype"),
+        (PLAIN, {"optim": "muon"}, "--optim"),
+        (PLAIN, {"rope_scaling": "yarn:4"}, "no --rope-scaling, this one has --rope-scaling yarn:4"),
+        (PLAIN, {"freeze": ["embeddings"]}, "nothing frozen, this one has --freeze embeddings"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_settings_that_its_state_means_nothing_to(base: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    saved, now = TrainConfig(**base), TrainConfig(**base | changes)
+    with pytest.raises(ExpertMeshError, match=f"--resume {PATH}: that run had .*") as error:
+        compare(saved, now, FACTS)
+    assert said in str(error.value)
+    with pytest.raises(ExpertMeshError, match=f"--resume {PATH}: that run had"):
+        compare(now, saved, FACTS)
+
+
+def test_the_batches_to_come() -> None:
+    config = TrainConfig(**PLAIN)
+    there = {"rows": 50, "tokens": 900, "global_batch_size": 8, "seed": 1}
+    check_order(there, there, config, PATH)
+    for name in there:
+        for allowed in ([], ["data"]):
+            other, may = replace(config, allow_changed=allowed), bool(allowed) and name in ("rows", "tokens")
+            here = {**there, name: there[name] + 1}
+            if may:
+                check_order(there, here, other, PATH)
+                continue
+            with pytest.raises(ExpertMeshError, match=f"that run had {name.replace('_', ' ')} {there[name]}"):
+                check_order(there, here, other, PATH)
