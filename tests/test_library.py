@@ -263,6 +263,32 @@ def test_an_update_of_what_is_not_finite(engine: Any, what: str) -> None:
     assert not torch.equal(next(engine.model.parameters()).to_local(), before[next(iter(before))])
 
 
+def test_a_step_in_three_pieces_follows_the_schedule(engine: Any) -> None:
+    engine.schedule(4)
+    rates = []
+    for _ in range(4):
+        rates.append(engine.scheduler.get_last_lr()[0])
+        found = engine.forward_backward(batch_of_text())
+        engine.clip()
+        engine.update(found)
+    assert engine.step_number == 4
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 4
+
+
+def test_a_checkpoint_of_another_run_is_not_resumed(engine: Any, tiny_model: Path, tmp_path: Path) -> None:
+    saved = engine.save(tmp_path)
+    others: tuple[dict[str, Any], ...] = ({}, {"optim": "adamw_bf16"})
+    same, other = (
+        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", **settings) for settings in others
+    )
+    assert same.resume(saved) == saved
+    with pytest.raises(expertmesh.ExpertMeshError, match="that run had --optim"):
+        other.resume(saved)
+    with pytest.raises(expertmesh.ExpertMeshError, match="has no training checkpoint"):
+        same.resume(tmp_path.parent)
+
+
 def test_what_trainers_heed_is_not_said_to_be_without_effect(engine: Any, tiny_model: Path) -> None:
     with pytest.warns(
         UserWarning, match="detect_anomaly: of Trainer's loop and train_ep.py's, without effect in one of"

@@ -223,6 +223,10 @@ def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pyte
     assert run("inspect", tmp_path / "shards") == 0
     assert run("inspect", tmp_path / "shards", "--check") == 2
     assert f"{file}: is damaged" in capsys.readouterr().err
+    for command in (("convert", "--ep-size", 2), ("export",)):
+        assert run(command[0], tmp_path / "shards", tmp_path / "out", *command[1:]) == 2
+        assert f"{file}: is damaged" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_shards_with_rows_twice(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

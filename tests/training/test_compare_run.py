@@ -8,6 +8,7 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.consistency import start_facts
 from expertmesh.training.resume import check_order, compare_run
 
 PATH = Path("step-00000002")
@@ -77,3 +78,16 @@ def test_the_batches_to_come() -> None:
                 continue
             with pytest.raises(ExpertMeshError, match=f"that run had {name.replace('_', ' ')} {there[name]}"):
                 check_order(there, here, other, PATH)
+
+
+def test_flags_that_nodes_are_started_with() -> None:
+    """A setting of the run is compared by its value, "auto" too, and a place of what is read by whether it is given."""
+    config = TrainConfig(**PLAIN, use_cpu=True)
+    facts = start_facts(config)
+    assert facts["--learning-rate"] == str(config.learning_rate)
+    assert facts["--attn-implementation"] == '"auto"'
+    assert facts["--model"] == "given"
+    assert "--output-dir" not in facts
+    for changes in ({"learning_rate": 0.5}, {"attn_implementation": "eager"}, {"ep_size": 2}, {"resume": "auto"}):
+        assert start_facts(replace(config, **changes)) != facts, changes
+    assert start_facts(replace(config, model="elsewhere")) == facts

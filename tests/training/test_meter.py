@@ -2,13 +2,17 @@
 
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from expertmesh.moe.experts.router_stats import Routing
-from expertmesh.training.monitoring.meter import Meter, peak_tflops
+from expertmesh.training.monitoring import meter as of_meter
+from expertmesh.training.monitoring.meter import Meter, measured, peak_tflops
 from expertmesh.training.step import StepResult
 
 
@@ -45,3 +49,25 @@ def test_a_meter_keeps_no_steps_routing(loss: float) -> None:
     # the first is what the others were added to
     assert [one() for one in kept] == [None] * 3
     assert meter.routing is None if math.isnan(loss) else meter.routing.counts_LE.sum() == 24  # type: ignore[union-attr]
+
+
+def test_metrics_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, the other one with twice as much: sums, means and maxima; what a rank does not know is no number."""
+
+    def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        other = 2 * values
+        values.copy_(torch.maximum(values, other) if op == dist.ReduceOp.MAX else values + other)
+
+    def metric(name: str, over_ranks: str | None, value: float | None = 3.0) -> Any:
+        return SimpleNamespace(
+            name=name, of="steps", over_ranks=over_ranks, value=lambda _: value, is_logged=lambda _: True
+        )
+
+    metrics = [metric(name, name) for name in ("sum", "mean", "max")]
+    metrics += [metric("own", None), metric("unknown", "max", None)]
+    monkeypatch.setattr(of_meter, "METRICS", metrics)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    found = measured("steps", None, torch.device("cpu"))
+    assert math.isnan(found.pop("unknown"))
+    assert found == {"sum": 9.0, "mean": 4.5, "max": 6.0, "own": 3.0}

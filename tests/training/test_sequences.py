@@ -77,3 +77,12 @@ def test_preview(
     assert f"{targets:,} ({targets / tokens:.1%})" in plain
     assert "4 in 1 row\n" in plain
     assert "100.0% of all positions" in plain
+
+
+@pytest.mark.parametrize("lengths", [None, torch.arange(1, 41)], ids=["random", "by length"])
+def test_every_epoch_is_a_permutation_of_its_own(lengths: torch.Tensor | None) -> None:
+    order = DataOrder(40, 2, 2, 2, seed=3, lengths=lengths)
+    assert (order.global_batch_size, order.steps_per_epoch) == (8, 5)
+    epochs = [[row for step in range(5) for row in order.global_batch(5 * epoch + step)] for epoch in range(3)]
+    assert all(sorted(rows) == list(range(40)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 3

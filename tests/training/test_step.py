@@ -37,7 +37,7 @@ def test_losses_of_a_micro_batch_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_after_an_update_kept_copies_of_weights_are_rounded_anew() -> None:
     """torch's fused optimizers change a weight without changing its version."""
     model: Any = in_memory(build_model(tiny_config()))
-    mlps = [layer.mlp for layer in moe_layers(model)]
+    mlps: list[Any] = [layer.mlp for layer in moe_layers(model)]
     assert len(mlps) > 1
     for mlp in mlps:
         torch.nn.init.normal_(mlp.w1)
@@ -64,7 +64,8 @@ def test_the_best_is_the_lowest_and_the_threshold_is_for_an_early_stop() -> None
     assert found == [(True, 0), (True, 1), (False, 2), (True, 0)]
     assert (best.loss, best.step) == (1.5, 4)
     assert (best.update(math.nan, 5, 0.1), best.since, best.step) == (False, 1, 4)
-    assert Best(**best.state()) == best
+    state: dict[str, Any] = best.state()
+    assert Best(**state) == best
     assert Best().state() == {}
 
 
@@ -91,3 +92,11 @@ def test_steps_that_are_skipped_count_in_a_row_alone(targets: int) -> None:
         guard.check(step, bad)
     with pytest.raises(ExpertMeshError, match=f"steps 1 to {MAX_SKIPPED_IN_A_ROW} were all skipped"):
         guard.check(MAX_SKIPPED_IN_A_ROW, bad)
+
+
+@pytest.mark.parametrize("figure", ["loss", "balance_loss", "z_loss", "grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_is_finite_where_all_of_its_figures_are(figure: str, value: float) -> None:
+    result = StepResult(1.0, 0.5, 0.25, 2.0, 9, 5, (), NO_ROUTING)
+    assert result.is_finite
+    assert not replace(result, **{figure: value}).is_finite  # type: ignore[arg-type]
