@@ -723,6 +723,22 @@ def test_a_kind_of_attention(ranks: RankPool) -> None:
         run_example(ATTENTION_README, "register_layer_kind")
 
 
+@pytest.mark.usefixtures("no_attention_left")
+def test_figures_with_attention_from_outside_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digest of sources, by which kept figures are named, includes its code."""
+    monkeypatch.setattr(cached.CachedMeasure, "_measured_parameters", lambda self: None)
+
+    def is_kept(attention: str) -> bool:
+        config = TrainConfig(model="any", dataset=["any"], attn_implementation=attention)
+        return cached.CachedMeasure(config, {}, lambda: None, "cuda").file is not None
+
+    assert set(cached.KNOWN_ATTENTION) <= {"auto", "eager", *ALL_ATTENTION_FUNCTIONS}
+    assert all(is_kept(attention) for attention in cached.KNOWN_ATTENTION)
+    assert not is_kept("capped")
+    run_example(ATTENTION_README, "register_layer_kind")
+    assert not is_kept("auto")
+
+
 def test_readme_lists_all_kinds_of_layers() -> None:
     assert table_of_layer_kinds() in ATTENTION_README
 

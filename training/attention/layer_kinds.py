@@ -52,6 +52,13 @@ LAYER_KINDS = {
 }
 """By name."""
 
+_OURS = frozenset(LAYER_KINDS)
+
+
+def has_layer_kinds_from_outside() -> bool:
+    """Whether a kind is registered that is not of this project."""
+    return not _OURS.issuperset(LAYER_KINDS)
+
 
 def register_layer_kind(added: LayerKind) -> None:
     """Say what is seen in layers of one more kind. Packed samples and sequences on several ranks are tried when a model
@@ -90,7 +97,7 @@ def seen_by_mask(kind: str | None) -> bool:
 
 def table_of_layer_kinds() -> str:
     """The table in README.md."""
-    said = {
+    words_for = {
         "itself": "itself alone",
         "past": "all before it",
         "window": "a window",
@@ -98,6 +105,6 @@ def table_of_layer_kinds() -> str:
         "state": "by a state or a convolution",
     }
     rows = [("a token sees", "kinds of layers"), ("---",) * 2]
-    for sees, words in said.items():
+    for sees, words in words_for.items():
         rows.append((words, ", ".join(f"`{kind.name}`" for kind in LAYER_KINDS.values() if kind.sees == sees)))
     return "".join(f"| {words} | {names} |\n" for words, names in rows)

@@ -8,6 +8,7 @@ read without importing torch or transformers, which takes longer than the rest o
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -55,6 +56,9 @@ READ = frozenset(
 )
 """Flags on which what is measured depends, beside those that the optimizer's entry reads. The others are not seen by
 what measures: a `Workload` says them too, or their part is arithmetic, or they have none."""
+KNOWN_ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Values of `--attn-implementation` whose functions are in transformers' or our sources."""
+LAYER_KINDS_MODULE = f"{__package__.removesuffix('.planning.rehearsal')}.attention.layer_kinds"
 
 
 class CachedMeasure:
@@ -80,8 +84,7 @@ class CachedMeasure:
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = _with_what_is_read(config), load, device
-        from_outside = has_code_from_outside() or config.optimizer_entry not in OUR_OPTIMIZERS
-        is_kept = is_kept and not from_outside
+        is_kept = is_kept and not has_code_from_outside(config)
         self.file = cache_directory("measured") / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
@@ -181,9 +184,18 @@ class CachedMeasure:
         return False
 
 
-def has_code_from_outside() -> bool:
-    """Whether figures may depend on code that is not of this project."""
-    return has_modules_from_outside() or has_kernels_from_outside() or has_dispatchers_from_outside()
+def has_code_from_outside(config: TrainConfig) -> bool:
+    """Whether figures may depend on code that is not of this project, or of transformers."""
+    # that module imports torch; where it is not imported, nobody has registered a kind of layers
+    layer_kinds = sys.modules.get(LAYER_KINDS_MODULE)
+    return (
+        has_modules_from_outside()
+        or has_kernels_from_outside()
+        or has_dispatchers_from_outside()
+        or config.optimizer_entry not in OUR_OPTIMIZERS
+        or config.attn_implementation not in KNOWN_ATTENTION
+        or (layer_kinds is not None and layer_kinds.has_layer_kinds_from_outside())
+    )
 
 
 def _with_what_is_read(config: TrainConfig) -> TrainConfig:
