@@ -46,8 +46,8 @@ def main() -> int:
         config = replace(config, packing=False)
         hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
         started = time.time()
-        told = GivenRouting(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
-        rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank, told=told)
+        routing = GivenRouting(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
+        rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank, routing=routing)
     except ExpertMeshError as error:
         print(f"benchmarks.ledger: error: {error}", file=sys.stderr)
         return 2

@@ -35,10 +35,10 @@ _known: dict["FactsKey", ModelFacts] = {}
 
 @dataclass(frozen=True)
 class FactsKey:
-    """said: by the config. code: classes of the modules, and what else their files define or import, as it is in this
-    process: whoever has exchanged a part of it has another key."""
+    """config: all that it says, as JSON. code: classes of the modules, and what else their files define or import, as
+    it is in this process: whoever has exchanged a part of it has another key."""
 
-    said: str
+    config: str
     code: frozenset[Any]
 
 
@@ -51,8 +51,8 @@ def key_of(model: Any) -> FactsKey:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = model.config
-    said = json.loads(config.to_json_string(use_diff=False))
-    said.pop("_name_or_path", None)
+    content = json.loads(config.to_json_string(use_diff=False))
+    content.pop("_name_or_path", None)
     names = [str(part._attn_implementation) for part in (config, config.get_text_config())]
     classes = {type(module) for module in model.modules()}
     files = {kind.__module__ for kind in classes if _package(kind) != "torch"} | {masking_utils.__name__}
@@ -63,7 +63,7 @@ def key_of(model: Any) -> FactsKey:
         *(value for file in files for value in _defined(file)),
         *(functions[name] for name in names for functions in attention if name in functions),
     }
-    return FactsKey(json.dumps([type(model).__name__, names, said], sort_keys=True), frozenset(code))
+    return FactsKey(json.dumps([type(model).__name__, names, content], sort_keys=True), frozenset(code))
 
 
 def _defined(file: str) -> Iterator[Any]:
@@ -103,7 +103,7 @@ def _file(key: FactsKey) -> Path | None:
     if "dev" in transformers.__version__ or not {_package(code) for code in key.code} <= _RELEASED:
         return None
     families = sorted({code.__module__ for code in key.code if code.__module__.startswith("transformers.models.")})
-    everything = [key.said, [(name, _file_digest(name)) for name in families], _surroundings()]
+    everything = [key.config, [(name, _file_digest(name)) for name in families], _surroundings()]
     try:
         return cache_directory("facts") / f"{_digest(json.dumps(everything))[:32]}.json"
     except RuntimeError:
@@ -142,11 +142,11 @@ def _read(file: Path) -> ModelFacts | None:
     return _facts(json.loads(content)) if digest == _digest(content) else None
 
 
-def _facts(told: dict[str, Any]) -> ModelFacts:
+def _facts(content: dict[str, Any]) -> ModelFacts:
     experts = {
-        path: SeenExperts(**{**each, "kind": RouterKind(**each["kind"])}) for path, each in told["experts"].items()
+        path: SeenExperts(**{**each, "kind": RouterKind(**each["kind"])}) for path, each in content["experts"].items()
     }
-    attention = tuple(Attention(**each) for each in told["attention"])
-    left_out = {path: frozenset(names) for path, names in told["left_out"].items()}
-    sets = {name: frozenset(told[name]) for name in ("read_weights", "uncalled", "fp32_names")}
-    return ModelFacts(**{**told, **sets, "experts": experts, "attention": attention, "left_out": left_out})
+    attention = tuple(Attention(**each) for each in content["attention"])
+    left_out = {path: frozenset(names) for path, names in content["left_out"].items()}
+    sets = {name: frozenset(content[name]) for name in ("read_weights", "uncalled", "fp32_names")}
+    return ModelFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})

@@ -53,8 +53,8 @@ def print_plans(
     _say(console, f"the first: {summary(best, cluster.hardware)}")
     for line in parts(best):
         _say(console, line)
-    told = [t for t in best.traffic if t.total >= 1e5]
-    print_table(console, _sent(told, Column("of", [t.what for t in told], spare=1, is_text=True)))
+    shown = [t for t in best.traffic if t.total >= 1e5]
+    print_table(console, _sent(shown, Column("of", [t.what for t in shown], spare=1, is_text=True)))
 
 
 def assumptions(
@@ -204,7 +204,7 @@ def launch_line(
 
 
 def print_account(
-    account: "Account", config: TrainConfig, where: str, hardware: Hardware, told: GivenRouting, world_size: int
+    account: "Account", config: TrainConfig, where: str, hardware: Hardware, given: GivenRouting, world_size: int
 ) -> None:
     """Whether it fits, memory by kind and by moment, collectives, the forecast, and what was assumed."""
     console = open_console()
@@ -226,7 +226,7 @@ def print_account(
     _say(console, "\nwhere the time goes")
     print_table(console, _parts(account))
     _say(console, _forecast(account))
-    for line in _assumptions(account, config, hardware, told):
+    for line in _assumptions(account, config, hardware, given):
         _say(console, line)
 
 
@@ -312,13 +312,13 @@ def _forecast(account: "Account") -> str:
     )
 
 
-def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, told: GivenRouting) -> list[str]:
+def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, given: GivenRouting) -> list[str]:
     routing = "every expert gets equally many tokens"
-    if told.shares:
-        most = max(told.shares) * config.ep_size
+    if given.shares:
+        most = max(given.shares) * config.ep_size
         routing = f"the most loaded rank gets {most:.2f} times the mean of a layer's tokens"
     lines = [
-        f"assumed: {routing}; sequences are full" + (f", of {told.samples} samples each" if config.packing else ""),
+        f"assumed: {routing}; sequences are full" + (f", of {given.samples} samples each" if config.packing else ""),
         f"assumed: NCCL's buffers take {RING / 2**20:,.0f} MiB per communicator of all-gathers, reduce-scatters or "
         "all-reduces, and "
         f"{PEER / 2**20:,.0f} MiB per peer of one of all-to-alls; CUDA's context {CONTEXT / GIB:,.1f} GiB; "

@@ -32,8 +32,8 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
         ExpertMeshError: the hardware or the model is not there, or what the dry run has found to fail.
     """
     hardware = _hardware(arguments, config)
-    told = _told(arguments, config)
-    ranks = _ranks(arguments, config, told)
+    routing = _routing(arguments, config)
+    ranks = _ranks(arguments, config, routing)
     model_config, where = read_config(config.model)
 
     # from here on torch is needed
@@ -50,12 +50,12 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
         rehearsed = rehearse(
-            config, model_config, arguments.gpus, rank, not arguments.every_layer, told, arguments.gpus_per_node
+            config, model_config, arguments.gpus, rank, not arguments.every_layer, routing, arguments.gpus_per_node
         )
         account = account_of(rehearsed, config, hardware, arguments.gpus, arguments.gpus_per_node, rank)
         accounts.append(account)
         orders[rank] = calls(rehearsed.step.events)
-        told = rehearsed.told
+        routing = rehearsed.routing
         del rehearsed
     ranks_per_stage = arguments.gpus // config.pp_size
     compared = check_order(orders, ranks_per_stage)
@@ -67,7 +67,7 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
             print(folded(f"note: {line}"), file=sys.stderr)
         print(json.dumps([account.as_json() for account in accounts], indent=1))
         return 0 if largest.fit.is_enough else 1
-    print_account(largest, config, where, hardware, told, arguments.gpus)
+    print_account(largest, config, where, hardware, routing, arguments.gpus)
     if len(ranks) > 1:
         figures = "; ".join(
             f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB, {account.ledger.seconds:,.3f} s"
@@ -101,16 +101,16 @@ def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespa
     return replace(config, **choose_pipeline(run, cluster, config)[1].left_open(config))
 
 
-def _told(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:
+def _routing(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:
     # of several ranks the most loaded one is to be neither the first nor the last, where there are others
     loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
     return GivenRouting(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
 
 
-def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: GivenRouting) -> list[int]:
+def _ranks(arguments: argparse.Namespace, config: TrainConfig, routing: GivenRouting) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
     firsts = range(0, arguments.gpus, arguments.gpus // config.pp_size)
     # a stage waits for the most loaded of its ranks, which holds the most, too
-    most_loaded = [first + told.loaded for first in firsts] if told.busiest != 1 else []
+    most_loaded = [first + routing.loaded for first in firsts] if routing.busiest != 1 else []
     return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *firsts]))

@@ -63,8 +63,8 @@ ALIKE = 2
 class Rehearsed:
     """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
     optimizer: whose step it was. memory: the most that a rank's tensors hold. counts: of its parameters. tokens,
-    targets: of one micro-batch (see `Batch`). groups: process groups' names, by torch's. told: what was given in place
-    of data. rows_over_mean: of this rank's experts, over all layers.
+    targets: of one micro-batch (see `Batch`). groups: process groups' names, by torch's. routing: what was given in
+    place of data. rows_over_mean: of this rank's experts, over all layers.
     """
 
     step: WholeStep
@@ -77,7 +77,7 @@ class Rehearsed:
     tokens: int
     targets: int
     groups: dict[str, str]
-    told: GivenRouting
+    routing: GivenRouting
     rows_over_mean: float
 
 
@@ -87,7 +87,7 @@ def rehearse(
     world_size: int,
     rank: int = 0,
     shortened: bool = True,
-    told: GivenRouting = EVEN,
+    routing: GivenRouting = EVEN,
     gpus_per_node: int = 8,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
@@ -98,6 +98,7 @@ def rehearse(
 
     Args:
         shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
+        routing: in place of what depends on data.
         gpus_per_node: for how tokens travel, where `config` does not say.
 
     Raises:
@@ -107,13 +108,13 @@ def rehearse(
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size, shortened, told, gpus_per_node)
+            return _rehearse(config, model_config, world_size, shortened, routing, gpus_per_node)
     finally:
         dist.destroy_process_group()
 
 
 def _rehearse(
-    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: GivenRouting, gpus_per_node: int
+    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, routing: GivenRouting, gpus_per_node: int
 ) -> Rehearsed:
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
@@ -131,7 +132,7 @@ def _rehearse(
         )
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
-    told = told.among(moe_shape(model).num_experts, config.ep_size)
+    routing = routing.among(moe_shape(model).num_experts, config.ep_size)
     # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
     keep_products(model, config.keep_expert_products)
     kinds = kinds_of_layers(model)
@@ -149,7 +150,7 @@ def _rehearse(
         if config.pp_size == 1:
             # before FSDP's own, which begins to gather
             model.register_forward_pre_hook(recorder.next_forward, prepend=True)
-        batch = _batch(config, mesh.cp_group, told, fake)
+        batch = _batch(config, mesh.cp_group, routing, fake)
         batches = [batch] * micro_batches_to_run(pipeline_of(model), config.micro_batches(world_size))
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         # those of other stages are on the meta device
@@ -163,7 +164,7 @@ def _rehearse(
                 recorder.begin_update()
 
         with (
-            _telling(config, batch.num_tokens, moe_shape(model).top_k, told.shares, recorder),
+            _telling(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, recorder),
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
@@ -182,8 +183,8 @@ def _rehearse(
     used = {event.group for event in step.events if event.collective is not None}
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
-    rows_over_mean = told.shares[dist.get_rank() % config.ep_size] * config.ep_size if told.shares else 1.0
-    figures = (batch.num_tokens, batch.num_targets, groups, told, rows_over_mean)
+    rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
+    figures = (batch.num_tokens, batch.num_targets, groups, routing, rows_over_mean)
     return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
 
 
@@ -273,9 +274,9 @@ def _most_held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
     return tuple((max(n for n, _ in held), max(q for _, q in held)) for held in (most, later))
 
 
-def _batch(config: TrainConfig, cp_group: CPGroup | None, told: GivenRouting, fake: FakeTensors) -> Batch:
+def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting, fake: FakeTensors) -> Batch:
     """A batch in which all tokens but each sample's first have a loss; under context parallelism, this rank's chunk."""
-    rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
+    rows, samples = config.per_device_train_batch_size, routing.samples if config.packing else 1
     length = config.max_seq_length // samples
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
@@ -323,21 +324,21 @@ def _telling(
     rows = tokens * top_k
     ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
 
-    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+    def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
         recorder.read()
         sent = split(rows, shares or (1.0,) * ep_size)
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
-    def told_once(dispatcher: OnceDispatcher) -> Rows:
+    def exchange_rows(dispatcher: OnceDispatcher) -> Rows:
         recorder.read()
         return expected_rows(dispatcher, tokens, top_k, shares)
 
     def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
-        told_SC = counts_C.new_empty(group.size(), counts_C.numel())
-        dist.all_to_all_single(torch.empty_like(told_SC), told_SC, group=group)
+        counts_SC = counts_C.new_empty(group.size(), counts_C.numel())
+        dist.all_to_all_single(torch.empty_like(counts_SC), counts_SC, group=group)
 
     with (
-        telling_rows(told, told_once, exchange_all),
+        telling_rows(exchange_counts, exchange_rows, exchange_all),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         never_tracing(),
     ):
