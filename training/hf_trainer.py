@@ -593,7 +593,7 @@ class TrainerMixin(_Base):
     @in_place_of_trainers
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come with the optimizer's state, once there is an optimizer; what is not there is told now."""
-        check_resumable(_state_in(resume_from_checkpoint))
+        check_resumable(_state_in(resume_from_checkpoint), f"resume_from_checkpoint={resume_from_checkpoint!r}: ")
 
     @in_place_of_trainers
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

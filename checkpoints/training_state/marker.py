@@ -40,7 +40,7 @@ def is_checkpoint_entry(path: Path) -> bool:
     return re.fullmatch(rf"(step-\d+|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
 
 
-def check_resumable(path: Path, named: str = "") -> None:
+def check_resumable(path: Path, named: str) -> None:
     """Refuse early what cannot be resumed, by no more than the names of files: before data and weights are read.
 
     Args:
@@ -162,7 +162,7 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
         raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MARKER}")
 
 
-def record(origin: Checkpoint) -> dict[str, Any]:
+def carried_record(origin: Checkpoint) -> dict[str, Any]:
     """What checkpoint.json says of the tensors that exports carry over from `origin`.
 
     Raises:

@@ -29,7 +29,7 @@ from ..files.checksums import file_checksum, seal
 from ..files.directories import finish_replacement, replace_directory, temporary_beside
 from ..hf.side_files import copy_side_files
 from ..hf.source import Checkpoint
-from .marker import FORMAT, MARKER, VERSION, record, step_of, whole_checkpoints
+from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_checkpoints
 from .state_table import brief
 
 BEST = "best"
@@ -84,7 +84,7 @@ class Saver:
         self.transposed: list[str] = []
         with raise_together():
             if dist.get_rank() == 0 and base is None:
-                self.carried = record(origin)
+                self.carried = carried_record(origin)
         # of its own, so that the background thread's collectives do not mix with training's
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
         self.stager: DefaultStager | None = None

@@ -24,7 +24,7 @@ from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
 from expertmesh.checkpoints.hf.source import open_source, read_header
 from expertmesh.checkpoints.hf.untrained_tensors import find_carried
 from expertmesh.checkpoints.training_state import marker
-from expertmesh.checkpoints.training_state.marker import check_carried, record
+from expertmesh.checkpoints.training_state.marker import carried_record, check_carried
 from expertmesh.moe.hf_model.rope import read_rope_scaling
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
@@ -407,7 +407,7 @@ def test_a_training_checkpoint_knows_what_its_exports_carry(
     shutil.copytree(multimodal[0], source)
     opened = open_source(source)
     checkpoint = open_checkpoint(opened, opened.names)
-    recorded = {"carried": record(checkpoint)}
+    recorded = {"carried": carried_record(checkpoint)}
     monkeypatch.setattr(marker, "read_marker", lambda path: recorded)
     check_carried(tmp_path, checkpoint)
     tensors = load_file(source / "extra.safetensors")

@@ -20,8 +20,9 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
     under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
-    "scope", "needs" and "of_export", which say nothing to a parser. "help" and "choices" may be functions without
-    arguments: the parser has what they return when it is made.
+    "scope", "needs" and "of_export", which say nothing to a parser. "scope" marks a setting that may be another on each
+    node: "input", a place that is read; "output", one that is written; "node", anything. "help" and "choices" may be
+    functions without arguments: the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.

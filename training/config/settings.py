@@ -30,8 +30,6 @@ from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_w
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
 Adapter = Literal["none", "lora"]
-Scope = Literal["input", "output", "node"]
-"""What a setting is that may be another on each node: a place that is read, one that is written, or anything."""
 BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
