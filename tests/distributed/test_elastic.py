@@ -1,13 +1,18 @@
 """--elastic: a run that comes back with other ranks is the same run."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.topology import tp_sizes_on_nodes
+from expertmesh.training import elastic
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
 from tests.distributed.pool import RankPool
@@ -48,6 +53,25 @@ def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
         recorded_sequences_per_step("auto", tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
     assert recorded_sequences_per_step("auto", tmp_path) == 24
+
+
+def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the run's beginning, in as many micro-batches as it takes, on the most ranks that experts divide over."""
+    monkeypatch.setattr(elastic, "raise_together", nullcontext)
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda *args, **kwargs: None)
+    config = TrainConfig(model="-", dataset=["-"], ep_size=4, per_device_train_batch_size=2, output_dir=str(tmp_path))
+    config.resume = "auto"
+    assert elastic.fit_to_ranks(config, 8, Ranks(0, 4, torch.device("cpu"), dist.HashStore())) == (config, [])
+    (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 8}))
+    for world_size, ep_size, forwards in ((4, 4, 1), (3, 1, 2), (2, 2, 2), (8, 4, 1)):
+        found, changes = elastic.fit_to_ranks(config, 8, Ranks(0, world_size, torch.device("cpu"), dist.HashStore()))
+        assert (found.ep_size, found.sequences_per_step(world_size)) == (ep_size, 8)
+        assert found.micro_batches(world_size) == forwards
+        assert any("for a global batch of 8 sequences as before" in line for line in changes) == (forwards == 2)
+    config.global_batch_size = 12
+    assert (
+        elastic.fit_to_ranks(config, 8, Ranks(0, 2, torch.device("cpu"), dist.HashStore()))[0].global_batch_size == 12
+    )
 
 
 def test_how_tokens_travel_to_fewer_ranks() -> None:

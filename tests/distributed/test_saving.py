@@ -7,9 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import expertmesh
 from expertmesh.checkpoints.training_state.marker import whole_checkpoints
+from expertmesh.checkpoints.training_state.saving import Progress, Saver
 from expertmesh.training import loop
 from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
@@ -81,3 +83,27 @@ def test_copies_that_do_not_fit_into_host_memory(
         assert float(free) == 1.0
         # files have names and shapes beside the tensors
         assert 0.8 * size < float(copied) * 2**20 < size
+
+
+def _problem_of_one(directory: Path, failing: int) -> str:
+    """What a save tells, of which a rank could not write its part."""
+    saver: Any = Saver.__new__(Saver)
+    saver.directory, saver.group, saver.problem = directory, None, None
+
+    def write() -> None:
+        if dist.get_rank() == failing:
+            raise OSError("the disk is gone")
+
+    saver._finish(write, directory / "partial", Progress(3, 0, {}, {}, {}, {}))
+    told: str = saver.problem
+    return told
+
+
+def test_what_one_rank_could_not_write_is_told_by_all(ranks: RankPool, tmp_path: Path) -> None:
+    for failing in range(2):
+        (tmp_path / "partial" / "state").mkdir(parents=True)
+        (tmp_path / "partial" / "state" / ".metadata").touch()
+        for told in ranks.run(_problem_of_one, 2, tmp_path, failing):
+            assert told.startswith("checkpoint of step 3: ")
+            assert "the disk is gone" in told
+        assert not list(tmp_path.iterdir())

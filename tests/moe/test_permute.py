@@ -168,3 +168,14 @@ def test_expanded_gradient() -> None:
     RowsToTokens.apply(rows_nD, weights_TK, order).sum().backward()
     assert weights_TK.grad is not None
     torch.testing.assert_close(weights_TK.grad, rows_nD.detach().sum(dim=1)[order.position_TK])
+
+
+def test_weights_of_padding_may_be_no_number() -> None:
+    experts_TK = torch.tensor([[0, 1], [2, 2], [1, 0]])  # of two experts: the second token is padding
+    order = first_rows(expert_order(experts_TK, 2, True), 4)
+    weights_TK = torch.tensor([[0.25, 0.75], [torch.nan, torch.inf], [0.5, 0.5]])
+    rows_nD = torch.arange(8.0).view(4, 2)
+    found = permute.plain_gather_sum(rows_nD, order, weights_TK)
+    assert not found[1].any()
+    assert torch.equal(found[0], 0.25 * rows_nD[0] + 0.75 * rows_nD[2])
+    assert torch.equal(found[2], 0.5 * rows_nD[3] + 0.5 * rows_nD[1])

@@ -87,3 +87,16 @@ def test_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mine = DirectoryLock(tmp_path)
         mine.acquire()
         mine.release()
+
+
+def test_a_lock_that_is_anothers_by_now_stays(tmp_path: Path) -> None:
+    """As after one has deleted the file, because its machine seemed to be gone."""
+    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    first.acquire()
+    (tmp_path / FILE).unlink()
+    second.acquire()
+    first.release()
+    with pytest.raises(ExpertMeshError, match="another run writes there"):
+        DirectoryLock(tmp_path).acquire()
+    second.release()
+    assert not (tmp_path / FILE).exists()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertmesh.moe.experts.router_stats import Routing
 from expertmesh.training.monitoring import meter as of_meter
-from expertmesh.training.monitoring.meter import Meter, measured, peak_tflops
+from expertmesh.training.monitoring.meter import Interval, Meter, measured, peak_tflops
 from expertmesh.training.step import StepResult
 
 
@@ -71,3 +71,17 @@ def test_metrics_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured("steps", None, torch.device("cpu"))
     assert math.isnan(found.pop("unknown"))
     assert found == {"sum": 9.0, "mean": 4.5, "max": 6.0, "own": 3.0}
+
+
+def test_means_are_over_what_counts_of_the_finite_steps() -> None:
+    unused: Any = None
+    routing = Routing(torch.ones(2, 4, dtype=torch.int64), torch.ones(2), torch.ones(2))
+    steps = [
+        StepResult(loss, 0.0, 0.0, norm, 8, targets, (16,), routing)
+        for loss, norm, targets in ((2.0, 1.0, 1), (4.0, 3.0, 3), (math.nan, 1.0, 5))
+    ]
+    interval = Interval(unused, steps, 1.0, 0.1, unused, 1.0, 1.0, None)
+    assert interval.mean("loss", "targets") == (2.0 * 1 + 4.0 * 3) / 4
+    assert interval.mean("grad_norm", None) == 2.0
+    assert interval.total("targets") == 9
+    assert Interval(unused, steps[2:], 1.0, 0.1, unused, 1.0, 1.0, None).mean("loss", "targets") is None

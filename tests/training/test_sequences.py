@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.preview import print_preview
+from expertmesh.training.data.samples import _table
 from expertmesh.training.data.sequences import DataOrder, make_rows, pack
 from tests.training.test_data import load, write
 
@@ -86,3 +87,12 @@ def test_every_epoch_is_a_permutation_of_its_own(lengths: torch.Tensor | None) -
     epochs = [[row for step in range(5) for row in order.global_batch(5 * epoch + step)] for epoch in range(3)]
     assert all(sorted(rows) == list(range(40)) for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) == 3
+
+
+def test_targets_are_what_a_token_comes_before() -> None:
+    """Nothing predicts the first token, and what is cut off is no target."""
+    rows = _table([([5, 6, 7], [True, False, True], {7}), ([5, 6, 7, 8], [True] * 4, {8})], 3, {7, 8})
+    assert rows["num_targets"] == [1, 2]
+    assert rows["length"] == [3, 3]
+    assert rows["is_cut"] == [False, True]
+    assert rows["ends"] == [[7], []]
