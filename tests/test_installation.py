@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import expertmesh
 from expertmesh.training.planning import cluster_commands
 
 ROOT = Path(__file__).parents[1]
@@ -184,6 +185,28 @@ def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
     code, said = told()
     assert code == 1
     assert 'expression has type "int", variable has type "str"' in said
+
+
+def test_unknown_names_are_told(tmp_path: Path) -> None:
+    """By a type checker or an editor, though the package finds its names as they are asked for."""
+    pytest.importorskip("mypy")
+    script = tmp_path / "script.py"
+    package = ROOT / ".package"
+    # neither torch nor the modules behind the names are read
+    check = [sys.executable, "-m", "mypy", "--follow-imports", "skip", "--explicit-package-bases", "--config-file="]
+    check += ["--cache-dir", str(tmp_path / "cache"), str(package / "expertmesh/__init__.py"), str(script)]
+
+    def told(text: str) -> str:
+        script.write_text(text)
+        environment = {**os.environ, "MYPYPATH": str(package)}
+        return subprocess.run(check, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+
+    names = ("__version__", *expertmesh.__all__)
+    known = "import expertmesh\n" + "".join(f"print(expertmesh.{name})\n" for name in names)
+    assert "Success" in told(known)
+    said = told(f"{known}expertmesh.lode('x')\nfrom expertmesh import Trainr\n")
+    assert 'Module has no attribute "lode"' in said
+    assert 'has no attribute "Trainr"' in said
 
 
 BLOCKED = """

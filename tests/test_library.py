@@ -177,14 +177,15 @@ def test_what_the_package_tells_of_itself() -> None:
     assert {*expertmesh.__all__, "__version__", "__doc__"} <= set(dir(expertmesh))
     assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(expertmesh))
     tree = ast.parse(Path(expertmesh.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
     seen = {a.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
     assert seen == expertmesh._MODULES, "what editors see is what is imported"
     for name in expertmesh.__all__:
         assert getattr(expertmesh, name) is not None
     assert expertmesh.__version__ == importlib.metadata.version("expertmesh")
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
-        expertmesh.lod  # noqa: B018
+        expertmesh.lod  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_figures_of_a_step(engine: Any) -> None:

@@ -52,19 +52,21 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-        globals()[name] = value  # looked up only once
-        return value
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import PackageNotFoundError, version
+if not TYPE_CHECKING:  # else no name would be unknown to editors and type checkers
 
-    try:
-        return version(__name__)
-    except PackageNotFoundError as error:
-        raise AttributeError(f"{__name__} is not installed, and has no version") from error
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+            globals()[name] = value  # looked up only once
+            return value
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError as error:
+            raise AttributeError(f"{__name__} is not installed, and has no version") from error
 
 
 def __dir__() -> list[str]:
