@@ -59,7 +59,7 @@ from expertmesh.training import metrics
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.attention.layer_kinds import LAYER_KINDS, table_of_layer_kinds
+from expertmesh.training.attention.layer_kinds import LAYER_KINDS, LayerKind, register_layer_kind, table_of_layer_kinds
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -1055,3 +1055,133 @@ def test_a_dispatcher_that_cannot_be_added(entry: dict[str, Any], wrong: str) ->
 
 def test_readme_lists_all_dispatchers() -> None:
     assert table_of_dispatchers() in DISPATCH_README
+
+
+# Whatever it is, what lacks something or is not of its type is refused where it is registered.
+
+
+def no_arguments() -> None:
+    """What no entry's function is."""
+
+
+@pytest.mark.usefixtures("known_optimizers")
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"help": None}, "--optim mine: help is None, not a text"),
+        ({"name": 7}, "--optim 7: name is 7, not a text"),
+        ({"heeds": "weight_decay"}, "--optim mine: heeds is 'weight_decay', not a tuple, each a text"),
+        ({"heeds": ("wd",)}, "--optim mine: there is no setting wd"),
+        ({"dry_run": {"shampoo_strat": 1}}, "--optim mine: there is no setting shampoo_strat"),
+        ({"parameters_in_bf16": 1}, "--optim mine: parameters_in_bf16 is 1, not True or False"),
+        ({"state_bytes": no_arguments}, "--optim mine: state_bytes is .*, not a function of 2 arguments"),
+        ({"calls": (3, 0, 0)}, r"--optim mine: calls is \(3, 0, 0\), not of type UpdateCalls"),
+        ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused goes by one of its names already"),
+        ({"aliases": ("muon",)}, "--optim mine: muon goes by one of its names already"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_added(changed: dict[str, Any], wrong: str) -> None:
+    names = run_example(OPTIM_README, "register_optimizer(")
+    known = OPTIMIZERS.names()
+    with pytest.raises(ValueError, match=wrong):
+        register_optimizer(replace(names["entry"], **{"name": "mine", **changed}), names["build"], nothing_occasional)
+    assert OPTIMIZERS.names() == known
+
+
+@pytest.mark.usefixtures("known_optimizers")
+def test_code_of_an_optimizer_that_cannot_be_called() -> None:
+    names = run_example(OPTIM_README, "register_optimizer(")
+    entry = replace(names["entry"], name="mine")
+    with pytest.raises(ValueError, match="--optim mine: build is None, not a function of 3 arguments"):
+        register_optimizer(entry, None, nothing_occasional)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"--optim mine: occasional is .*, not a function of 1 argument"):
+        register_optimizer(entry, names["build"], no_arguments)  # type: ignore[arg-type]
+    assert "mine" not in OPTIMIZERS.names()
+
+
+@pytest.mark.usefixtures("no_kernels_left")
+@pytest.mark.parametrize(
+    ("changed", "entry", "wrong"),
+    [
+        (
+            {"product": lambda x, counts, weight: x},
+            {},
+            "product is .*, not a function of 3 arguments and needs_output=",
+        ),
+        ({"check": None}, {}, "check is None, not a function of 1 argument"),
+        ({"auto": no_arguments}, {}, "auto is .*, not a function of 1 argument"),
+        ({}, {"where": None}, "where is None, not a text"),
+        ({}, {"beside_fp8": "no"}, "beside_fp8 is 'no', not True or False"),
+    ],
+)
+def test_an_expert_kernel_of_wrong_types(changed: dict[str, Any], entry: dict[str, Any], wrong: str) -> None:
+    kernel = per_row()
+    before = KERNEL_ENTRIES.entries(), KERNELS.entries()
+    with pytest.raises(ValueError, match=f"--expert-kernel mine: {wrong}"):
+        register_expert_kernel(replace(kernel, entry=replace(kernel.entry, **{"name": "mine", **entry}), **changed))
+    assert (KERNEL_ENTRIES.entries(), KERNELS.entries()) == before
+
+
+@pytest.mark.usefixtures("no_dispatchers_left")
+@pytest.mark.parametrize(
+    ("entry", "make", "wrong"),
+    [
+        ({"sums": None}, OneExchange, "mine: sums is None, not True or False"),
+        ({"auto": no_arguments}, OneExchange, "mine: auto is .*, not a function of 1 argument"),
+        ({"elsewhere": "single"}, OneExchange, "mine: elsewhere is 'single', not a tuple, each a text"),
+        ({}, no_arguments, "mine: make is .*, not a function of 1 argument"),
+        ({"elsewhere": ("deepep",)}, OneExchange, "mine: node goes by one of its names already"),
+        ({"name": "deepep", "without_nodes": "deepep"}, OneExchange, "deepep: node goes by one of its names already"),
+    ],
+)
+def test_a_dispatcher_of_wrong_types(entry: dict[str, Any], make: Any, wrong: str) -> None:
+    before = DISPATCHER_ENTRIES.entries(), dict(DISPATCHERS)
+    with pytest.raises(ValueError, match=f"--dispatch {wrong}"):
+        register_dispatcher(entry_of(**{"name": "mine", **entry}), make)
+    assert (DISPATCHER_ENTRIES.entries(), DISPATCHERS) == before
+
+
+@pytest.mark.usefixtures("no_codes_left")
+def test_entries_of_wrong_types() -> None:
+    int8 = run_example(CHECKPOINTS_README, "register_codes")["Int8"]
+    before = [*FORMATS], [*METRICS], dict(CODES), dict(LAYER_KINDS)
+    a_format: dict[str, Any] = {"name": "mine", "columns": ("ask",), "read": upside_down, "unread": ()}
+    a_format |= {"written": "w", "known_from": "k"}
+    for changed, version, wrong in (
+        ({"columns": "ask"}, 1, "columns is 'ask', not a tuple, each a text"),
+        ({"read": no_arguments}, 1, "read is .*, not a function of 2 arguments"),
+        ({"unread": None}, 1, "unread is None, not a tuple, each a text"),
+        ({}, "1", "version is '1', not a whole number"),
+    ):
+        with pytest.raises(ValueError, match=f"the format 'mine': {wrong}"):
+            register_format(Format(**{**a_format, **changed}), before="text", version=version)  # type: ignore[arg-type]
+
+    a_metric: dict[str, Any] = {"name": "mine", "unit": "", "meaning": "m", "of": "steps", "value": len}
+    for changed, wrong in (
+        ({"of": "step"}, "of is 'step', not one of steps, evaluation"),
+        ({"over_ranks": "min"}, "over_ranks is 'min', not one of alike, sum, mean, max"),
+        ({"value": no_arguments}, "value is .*, not a function of 1 argument"),
+        ({"chart": "Mine"}, "chart is 'Mine', not of type Chart or None"),
+    ):
+        with pytest.raises(ValueError, match=f"the metric 'mine': {wrong}"):
+            register_metric(Metric(**{**a_metric, "over_ranks": "alike", **changed}))
+
+    all_tokens: Any = "all"
+    a_number: Any = 7
+    for kind, wrong in (
+        (
+            LayerKind("mine", all_tokens, None),
+            "layers 'mine': sees is 'all', not one of itself, past, window, mask, state",
+        ),
+        (LayerKind("mine", "past", a_number), "layers 'mine': mask is 7, not a function or None"),
+        (LayerKind("", "past", None), "it has no name"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            register_layer_kind(kind)
+
+    with pytest.raises(ValueError, match="no object of a class made of Codes"):
+        register_codes(Codes)  # type: ignore[arg-type]
+    words = type("Mine", (int8,), {"name": "MINE", "quant_methods": "mine"})()
+    with pytest.raises(ValueError, match="the codes 'MINE': quant_methods is 'mine', not a tuple, each a text"):
+        register_codes(words)
+    assert ([*FORMATS], [*METRICS], dict(CODES), dict(LAYER_KINDS)) == before

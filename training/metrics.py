@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..moe.util.entry_checks import check_fields
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -378,8 +380,10 @@ def register_metric(added: Metric, before: str | None = None) -> None:
     names = [metric.name for metric in METRICS]
     if added.name in names or added.name in _OF_LINES:
         raise ValueError(f"register_metric: metrics.jsonl has {added.name!r} already")
+    what = f"register_metric: the metric {added.name!r}"
     if lacking := [field for field in ("name", "meaning") if not getattr(added, field)]:
-        raise ValueError(f"register_metric: the metric {added.name!r} has no {lacking[0]}")
+        raise ValueError(f"{what} has no {lacking[0]}")
+    check_fields(what, added)
     if before is not None and before not in names:
         raise ValueError(f"register_metric: there is no metric {before!r} to come before; known: {', '.join(names)}")
     if (

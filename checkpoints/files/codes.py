@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ...moe.util.entry_checks import check_value, hints_of
 from .dtype_names import CODE_NAMES
 from .dtypes import torch_dtype
 
@@ -368,11 +369,15 @@ def register_codes(added: Codes) -> None:
     Raises:
         ValueError: its name is taken, it lacks an attribute, or no file can have its codes.
     """
+    if not isinstance(added, Codes):
+        raise ValueError(f"register_codes: {added!r:.80} is no object of a class made of Codes")
     if added.name in CODES:
         raise ValueError(f"register_codes: there are codes {added.name!r} already")
     for attribute in ("label", "stored_dtype", "codes_a_byte", "quant_methods", "stored_as", "encoder"):
         if not hasattr(added, attribute):
             raise ValueError(f"register_codes: the codes {added.name!r} have no {attribute}")
+    for attribute, hint in hints_of(Codes).items():
+        check_value(f"register_codes: the codes {added.name!r}", attribute, getattr(added, attribute), hint)
     if added.stored_dtype not in CODE_NAMES or added.codes_a_byte not in (1, 2):
         raise ValueError(
             f"register_codes: the codes {added.name!r} are {added.codes_a_byte} a byte of {added.stored_dtype}; what "

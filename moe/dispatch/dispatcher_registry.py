@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..util.entry_checks import check_fields, check_value
 from .dispatcher_entries import DISPATCHER_ENTRIES, DispatcherEntry
 
 
@@ -130,6 +131,13 @@ def register_dispatcher(entry: DispatcherEntry, make: MakeDispatcher) -> None:
         ValueError: its name is taken, or something does not go together or is missing.
     """
     what, known = f"--dispatch {entry.name}", DISPATCHER_ENTRIES.entries()
+    check_fields(what, entry)
+    check_value(what, "make", make, MakeDispatcher)
+    for other in known:
+        if entry.name in other.elsewhere or {*entry.elsewhere} & {other.name, *other.elsewhere}:
+            raise ValueError(
+                f"{what}: {other.name} goes by one of its names already: {', '.join((other.name, *other.elsewhere))}"
+            )
     if entry.by_nodes and entry.without_nodes not in [other.name for other in known if not other.by_nodes]:
         raise ValueError(f"{what}: is by_nodes, and {entry.without_nodes} without_nodes is none that is not")
     if not entry.by_nodes and entry.without_nodes != entry.name:

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..util.entry_checks import check_fields
 from ..util.registry import Registry
 from .expert_products import Product
 from .kernel_entries import KERNEL_ENTRIES, KernelEntry
@@ -124,5 +125,6 @@ def register_expert_kernel(kernel: ExpertKernel) -> None:
         raise ValueError(f"{what}: has no product, by which it would multiply beside_fp8")
     if entry.recorded_as not in (entry.name, *names):
         raise ValueError(f"{what}: is recorded_as {entry.recorded_as}; known are {', '.join(names)}")
+    check_fields(what, kernel)
     KERNEL_ENTRIES.register(entry)
     KERNELS.register(kernel)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from .entry_checks import check_fields
 from .errors import ExpertMeshError
 
 
@@ -39,8 +40,10 @@ class Registry(Generic[E]):
         """Add an entry.
 
         Raises:
-            ValueError: its name is taken or cannot be given as a flag's value, or one of its texts is empty.
+            ValueError: its name is taken or cannot be given as a flag's value, one of its texts is empty, or a field is
+                not of its type.
         """
+        check_fields(f"{self.flag} {entry.name}", entry)
         if entry.name in (*self._entries, *self.beside):
             raise ValueError(f"{self.flag} {entry.name} is there already; give yours another name")
         if not re.fullmatch(r"\w[\w.-]*", entry.name):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ...moe.experts.model_layers import decoder_layers
+from ...moe.util.entry_checks import check_fields
 
 Sees = Literal["itself", "past", "window", "mask", "state"]
 
@@ -65,8 +66,11 @@ def register_layer_kind(added: LayerKind) -> None:
     is built: one for which it is not true is refused, or computed as if it were not here.
 
     Raises:
-        ValueError: its name is taken.
+        ValueError: its name is taken, or a field is not of its type.
     """
+    if not added.name:
+        raise ValueError("register_layer_kind: it has no name")
+    check_fields(f"register_layer_kind: layers {added.name!r}", added)
     if added.name in LAYER_KINDS:
         raise ValueError(f"register_layer_kind: there are layers {added.name!r} already")
     LAYER_KINDS[added.name] = added

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ...moe.util.entry_checks import check_fields, check_value
+
 # sharegpt's names of roles, and those that other data sets use in their place
 _ROLES = {
     "human": "user",
@@ -374,12 +376,16 @@ def register_format(added: Format, *, before: str, version: int) -> None:
     Raises:
         ValueError: its name or its columns are those of another format, it lacks something, or there is no `before`.
     """
+    what = f"register_format: the format {added.name!r}"
+    for name, value, hint in (("before", before, str), ("version", version, int)):
+        check_value(what, name, value, hint)
+    lacking = [field.name for field in fields(added) if field.name != "unread" and not getattr(added, field.name)]
+    if lacking:
+        raise ValueError(f"{what} has no {lacking[0]}")
+    check_fields(what, added)
     names = [known.name for known in FORMATS]
     if before not in names:
         raise ValueError(f"register_format: there is no format {before!r} to come before; known: {', '.join(names)}")
-    lacking = [field.name for field in fields(added) if field.name != "unread" and not getattr(added, field.name)]
-    if lacking:
-        raise ValueError(f"register_format: the format {added.name!r} has no {lacking[0]}")
     for known in FORMATS:
         if known.name == added.name or set(known.columns) == set(added.columns):
             what = f"is called {known.name!r}" if known.name == added.name else f"has the columns {known.columns}"

@@ -4,7 +4,7 @@ What is known of one without its code is its entry in `training.config.optimizer
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from zlib import crc32
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.experts.model_layers import decoder_layers, router_prefixes
+from ...moe.util.entry_checks import check_fields, check_value
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, trainable_of
 from ..config.optimizers import (
@@ -52,8 +53,22 @@ def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasion
     """Let `--optim` name one more optimizer; README.md has an example.
 
     Raises:
-        ValueError: its name is taken, or is none (see `Registry.register`).
+        ValueError: its name is taken, or is none (see `Registry.register`); a field or a function is not as its type
+            says, or names a setting that there is not.
     """
+    what = f"--optim {entry.name}"
+    check_fields(what, entry)
+    check_value(what, "build", build, Build)
+    check_value(what, "occasional", occasional, Occasional)
+    known = [field.name for field in fields(TrainConfig)]
+    for name in (*entry.heeds, *entry.forecast_reads, *entry.dry_run):
+        if name not in known:
+            raise ValueError(f"{what}: there is no setting {name}")
+    for other in OPTIMIZERS.entries():
+        if entry.name in other.aliases or {*entry.aliases} & {other.name, *other.aliases}:
+            raise ValueError(
+                f"{what}: {other.name} goes by one of its names already: {', '.join((other.name, *other.aliases))}"
+            )
     OPTIMIZERS.register(entry)
     _IMPLEMENTATIONS[entry.name] = Implementation(build, occasional)
 
