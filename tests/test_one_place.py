@@ -70,6 +70,7 @@ from expertmesh.training.data.formats import FORMATS, Format, conversation, regi
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
 from expertmesh.training.engine import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
+from expertmesh.training.monitoring import meter
 from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer
 from expertmesh.training.planning import imbalance
 from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
@@ -331,6 +332,28 @@ def test_a_metric_of_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "busiest": 25}))
     assert imbalance.read_imbalance(str(tmp_path / "metrics.jsonl")) == 1.25
+
+
+@pytest.mark.parametrize(
+    ("over_ranks", "value", "wrong"),
+    [
+        ("alike", "much", "'much', not a number, None, or a list of them"),
+        ("alike", torch.tensor(1.0), r"tensor\(1.\), not a number, None, or a list of them"),
+        ("alike", [1, "much"], r"\[1, 'much'\], not a number, None, or a list of them"),
+        ("sum", "much", "'much', not a number or None"),
+        ("max", [1, 2], r"\[1, 2\], not a number or None"),
+    ],
+)
+def test_a_metric_whose_value_cannot_be_logged(
+    monkeypatch: pytest.MonkeyPatch, over_ranks: Any, value: Any, wrong: str
+) -> None:
+    monkeypatch.setattr(meter, "METRICS", [])
+    monkeypatch.setattr(metrics, "METRICS", meter.METRICS)
+    register_metric(
+        Metric(name="mine", unit="", meaning="m", of="steps", value=lambda interval: value, over_ranks=over_ranks)
+    )
+    with pytest.raises(ValueError, match=f"the metric 'mine': its value is {wrong}"):
+        meter.measured("steps", None, torch.device("cpu"))
 
 
 def test_readme_lists_all_metrics() -> None:

@@ -193,9 +193,17 @@ def measured(
     device: torch.device,
     only: Callable[[Metric], bool] = lambda _: True,
 ) -> dict[str, Any]:
-    """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together."""
+    """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together.
+
+    Raises:
+        ValueError: a metric's value is not what metrics.jsonl can have of it.
+    """
     wanted = [metric for metric in METRICS if metric.of == of and only(metric) and metric.is_logged(known)]
     metrics = {metric.name: metric.value(known) for metric in wanted}
+    for metric in wanted:
+        if not _can_be_logged(metrics[metric.name], of_each_rank=metric.over_ranks != "alike"):
+            kinds = "a number or None" if metric.over_ranks != "alike" else "a number, None, or a list of them"
+            raise ValueError(f"the metric {metric.name!r}: its value is {metrics[metric.name]!r:.80}, not {kinds}")
     for how in ("sum", "mean", "max"):
         names = [metric.name for metric in wanted if metric.over_ranks == how]
         if names:
@@ -204,3 +212,9 @@ def measured(
             dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
             metrics |= zip(names, (values / (dist.get_world_size() if how == "mean" else 1)).tolist(), strict=True)
     return metrics
+
+
+def _can_be_logged(value: Any, of_each_rank: bool) -> bool:
+    if isinstance(value, list):
+        return not of_each_rank and all(_can_be_logged(each, of_each_rank) for each in value)
+    return value is None or isinstance(value, int | float)
