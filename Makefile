@@ -54,10 +54,10 @@ demo: install
 
 # three at a time on two cores: one is with the tests that wait, for time limits and for ranks that are gone
 test: lint
-	$(RUN) $(PYTEST) -m "not exhaustive"
+	$(RUN) $(PYTEST) -m "not slow and not release"
 
 test-rest: install
-	$(RUN) $(PYTEST) -m "exhaustive and not complete"
+	$(RUN) $(PYTEST) -m "slow and not release"
 
 test-all: lint
 	$(RUN) $(PYTEST)
@@ -68,7 +68,7 @@ test-floor:
 	$(RUN) .venv-floor/bin/python -m pytest --numprocesses 3 --dist worksteal
 
 check: lint
-	$(RUN) $(PYTEST) -m "not processes and not exhaustive"
+	$(RUN) $(PYTEST) -m "not processes and not slow and not release"
 
 lint: install
 	$(BIN)/ruff check .

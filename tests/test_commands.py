@@ -47,7 +47,7 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

@@ -148,8 +148,9 @@ def test_forecasts_take_every_recipe(
     assert "m would be read" in capsys.readouterr().err
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "name", [name if name == "mixtral_8x7b" else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES]
+    "name", [name if name == "mixtral_8x7b" else pytest.param(name, marks=pytest.mark.release) for name in RECIPES]
 )
 def test_a_plan_of_a_recipe_is_the_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layout that is tried has all that the recipe says of it, and fits; so do the lines that start them."""
@@ -177,7 +178,6 @@ def test_a_dry_run_of_the_smallest_recipe(tiny_model: Path, capsys: pytest.Captu
         assert all(each["ep"] == 4 for each in told) if command == "plan" else len(told) == 1
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [
@@ -210,7 +210,8 @@ def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, s
     check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_model(name: str) -> None:
     """What train_ep.py would refuse is not asked for, and what is asked for has an effect."""
@@ -247,7 +248,7 @@ def settled(config: TrainConfig, run: PlannedRun) -> Setting:
     return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))
@@ -268,7 +269,7 @@ def test_the_recipes_are_those_of_the_table() -> None:
     assert all(f"| `{file.name}` |" in README for file in CONFIGS)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_table_states(name: str) -> None:
     """Parameters, the GPUs of 80 and of 192 GB on which it fits, ep size, optimizer, and whether rows are packed."""
@@ -319,7 +320,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "configs/launch/torchrun.sh"), *flags, "--output-dir", str(tmp_path / "out")]
     port = str(free_port())
@@ -350,7 +351,7 @@ if [ "$1" = show ]; then echo localhost; fi
 """
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     """With stand-ins for srun and scontrol: it trains, and a run that ends with 75 is put into the queue again."""
     (tmp_path / "bin").mkdir()

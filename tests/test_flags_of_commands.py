@@ -113,7 +113,7 @@ def places(
     }  # fmt: skip
 
 
-@pytest.mark.quick(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LINES)
 def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path: Path) -> None:
     """What a command has not read is refused, or it is told that it has no effect."""

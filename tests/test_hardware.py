@@ -19,25 +19,24 @@ ROW = re.compile(r"^\| \[`(\w+)`\]\([^)]*\) \| (\d+) \| (\d+) \| (\d+) \|$", re.
 TABLE = {name: tuple(map(int, gpus)) for name, *gpus in ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
 
 
-@pytest.mark.quick(4)
 def test_every_recipe_has_a_row() -> None:
     assert sorted(TABLE) == RECIPES
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", RECIPES)
 def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
     assert gpus_of(name) == TABLE[name][0]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_fit(name: str, column: int) -> None:
     assert fits(name, TABLE[name][column], METHODS[column - 1])
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
     """Checked on one model: a forecast that accepted everything would pass the test before."""

@@ -126,7 +126,7 @@ def test_a_checkout_beside_a_users_folders(theirs: Path) -> None:
     assert all(Path(file).is_relative_to(ROOT) for file in files)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "command",
     [["train_ep.py"], *(["-m", name] for name in ("moe", "sharding", "checkpoints", "training.report"))],
@@ -137,7 +137,7 @@ def test_commands_in_a_checkout(command: list[str]) -> None:
     assert "usage:" in python(*command, "--help", cwd=ROOT, paths=(ROOT / ".package",))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_wheel(theirs: Path, wheel: Path, unpacked: Path) -> None:
     assert set(sources()) == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("expertmesh/")}
     check_use(theirs, unpacked)
@@ -146,7 +146,7 @@ def test_a_wheel(theirs: Path, wheel: Path, unpacked: Path) -> None:
     assert "--gpus" in python("-m", "expertmesh.sharding", "plan", "--help", cwd=theirs, paths=(unpacked,))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_editable_install(theirs: Path, tmp_path: Path) -> None:
     """In an environment that sees this one's packages, and comes before them."""
     checkout, venv = copied(tmp_path / "checkout"), tmp_path / "venv"
@@ -165,7 +165,7 @@ def test_an_editable_install(theirs: Path, tmp_path: Path) -> None:
         assert "usage:" in python(str(venv / "bin" / command), "--help", cwd=theirs, interpreter=interpreter)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
     """To mypy, of a user's script beside the installed package: what is right passes, what is wrong is found."""
     pytest.importorskip("mypy")

@@ -62,7 +62,7 @@ print(json.dumps(losses))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_manners(tiny_model: Path, tmp_path: Path) -> None:
     """In one process, as a notebook's: nothing of it changes, two models live side by side, errors are exceptions, and
     its end is a clean one."""

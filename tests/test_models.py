@@ -9,7 +9,7 @@ from expertmesh.moe.hf_model.families import causal_families, families_with_plan
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.training.planning.families_command import main
 from expertmesh.training.planning.support import METHODS
-from tests.families import test_packing
+from tests.families import test_families, test_packing
 from tests.families.models_page import (
     PAGE,
     introduction,
@@ -25,7 +25,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = rows_in(TEXT)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("family", causal_families())
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:
@@ -48,12 +48,14 @@ def test_the_root_readme_has_its_short_form() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert short_table(TEXT) in readme
     supported = len(ROWS.keys() - UNSUPPORTED.keys())
+    if written_for() == transformers.__version__:
+        assert len(set(test_families.FAMILIES)) == supported, "whose gradients are compared"
     assert f"{supported} of the {len(ROWS)} causal MoE families in transformers {written_for()} are supported" in readme
     trained = TEXT.count(" | training |\n")
     assert f"loss and gradients of {supported} families, and updated weights of {trained}, are" in readme
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The command on a family by its default config, also one that makes no model, and on a directory."""
     directory = str(CONFIGS / "granite-4.0-h-tiny")
@@ -66,7 +68,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
 
-@pytest.mark.quick(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", ROWS)
 def test_what_is_supported_is_supported_with_every_method(family: str) -> None:
     """As the tests of packing and of parallelism find, which leave out no family."""

@@ -45,7 +45,7 @@ def commands() -> list[list[str]]:
     ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_help(command: list[str]) -> None:
     """Also that of each command in it, as its own help lists them."""
@@ -66,7 +66,7 @@ def _help(*command: str) -> str:
     return told
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -111,7 +111,7 @@ def test_mesh() -> None:
     assert not modules & HEAVY
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_plan_of_what_was_measured_before(tiny_model: Path) -> None:
     """Only what is not in the cache directory is measured."""
     command = ["-m", "sharding", "plan", "--model", str(tiny_model), "--gpus", "2", "--micro-batch", "1"]

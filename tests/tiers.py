@@ -1,13 +1,19 @@
-"""The tiers: `make test` runs a case of everything, `make test-rest` others that repeat it, `make test-all` all.
+"""The tiers: `make test` runs a case of everything, `make test-rest` what repeats that at some cost, `make test-all`
+all.
 
-Of families `make test` takes those that between them have all that is particular to one, of a table a diagonal, and of
-a test with `@pytest.mark.quick(n)` n cases. What repeats others as a whole says so by `@pytest.mark.exhaustive`.
+A test is in `make test` unless it says otherwise, by two marks and a number:
 
-`make test-rest` takes of the cases of a test that are left one in thirty, of every family another, and one in n of a
-test with `@pytest.mark.one_in(n)`. The others are `complete`: for `make test-all` alone.
+- `slow`: it is in `make test-rest`;
+- `release`: it is in `make test-all` alone;
+- `sample(n)`: of its cases one in n is in the tier that the test is for. Of those left one in n is in the next tier,
+  and the others are in the last.
+
+Which cases are in a sample is decided by the hash of a case's own id, so that a tier holds the same of a file that is
+collected alone as of the whole tree. Of the tests that are the same for every family, `make test` has the families that
+between them have all that is particular to one.
 """
 
-from collections import defaultdict
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,35 +32,34 @@ REPRESENTATIVES = (
 """Families that between them have shared experts and their gates, dense layers, groups and correction biases, biases,
 interleaved and clamped experts, and layers that carry a state."""
 
-OF_LEFT = 30
-"""Of so many cases of a test that are not in the quick tier one is in `make test-rest`, if it does not say itself."""
+OTHER_FAMILIES = 12
+"""Of the other families one in so many is in `make test-rest`, if a test does not say itself."""
+
+TIERS = ("", "slow", "release")
+"""By the mark of what is in them."""
 
 
-def mark_tiers(items: Sequence[pytest.Item]) -> None:
-    """Mark what is not for `make test`, and of that what is not for `make test-rest` either."""
-    cases: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
+def mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Mark what is not for `make test` by the tier that it is for."""
     for item in items:
-        cases[item.path, getattr(item, "originalname", item.name)].append(item)
-    for number, same in enumerate(cases.values()):
-        for item in without_quick(same):
-            item.add_marker("exhaustive")
-        left = [item for item in same if item.get_closest_marker("exhaustive") is not None]
-        if len(left) > 1:
-            marker = left[0].get_closest_marker("one_in")
-            step = OF_LEFT if marker is None else marker.args[0]
-            for place, item in enumerate(left):
-                # each test begins one further, so that another family is left out
-                if (number + place) % len(left) % step:
-                    item.add_marker("complete")
+        if tier := tier_of(item):
+            item.add_marker(tier)
 
 
-def without_quick(same: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Which of the cases of a test are not in the quick tier for what `quick(n)` says, their family, or `complete`."""
-    marker = same[0].get_closest_marker("quick")
-    representative = [item for item in same if family_of(item) in (None, *REPRESENTATIVES)]
-    number = len(representative) if marker is None else marker.args[0]
-    quick = {id(representative[index * len(representative) // number]) for index in range(number) if representative}
-    return [item for item in same if id(item) not in quick or item.get_closest_marker("complete") is not None]
+def tier_of(item: pytest.Item) -> str:
+    """One of TIERS, by the marks and the id of the item alone."""
+    if item.get_closest_marker("release") is not None:
+        return "release"
+    is_other_family = family_of(item) not in (None, *REPRESENTATIVES)
+    first = 1 if is_other_family or item.get_closest_marker("slow") is not None else 0
+    sample = item.get_closest_marker("sample")
+    one_in = sample.args[0] if sample is not None else OTHER_FAMILIES if is_other_family else 1
+    drawn = int.from_bytes(hashlib.blake2b(item.nodeid.encode(), digest_size=8).digest(), "big")
+    for tier in TIERS[first:-1]:
+        if drawn % one_in == 0:
+            return tier
+        drawn //= one_in
+    return TIERS[-1]
 
 
 def family_of(item: pytest.Item) -> str | None:
@@ -66,21 +71,10 @@ def family_of(item: pytest.Item) -> str | None:
     return family
 
 
-def diagonal(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
-    """Every pair, as cases of `parametrize`: in the quick tier each row and each column stands at least once."""
-    rows, columns = list(rows), list(columns)
-    quick = {(i % len(rows), i % len(columns)) for i in range(max(len(rows), len(columns)))}
-    return [
-        pytest.param(row, column, marks=() if (i, j) in quick else pytest.mark.exhaustive)
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
-
-
 def two_diagonals(rows: Sequence[Any], columns: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Pairs of what does not act on one another: each row and each column stands at least twice, beside another.
 
-    The other pairs would go through the same code again. In this order, of which `quick(n)` takes every so many.
+    The other pairs would go through the same code again.
     """
     pairs = [
         (rows[number % len(rows)], columns[(number + shift) % len(columns)])

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import chaos
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "num_ranks"), [("cp", 2), ("tp", 2), ("pp", 4)])
 def test_killed_ranks_lose_nothing(
     run_whole: Callable[[int, list[str]], chaos.Run],
@@ -31,7 +31,7 @@ def test_killed_ranks_lose_nothing(
     assert figures["left_behind"] == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_counts_as_complete(tmp_path: Path) -> None:
     figures = {"epoch": 0.5, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 8, "target_tokens": 4}
     steps = [json.dumps({"step": step, **figures, "expert_tokens": [[8]], "seconds": step}) for step in range(1, 5)]
@@ -53,7 +53,7 @@ def test_what_counts_as_complete(tmp_path: Path) -> None:
         assert chaos.is_complete(tmp_path / "found", expected) == is_complete, lines
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_is_left_behind(tmp_path: Path) -> None:
     for name in ("checkpoints/step-00000005", "checkpoints/.step-00000006-x.part", "hf", ".hf-x.part"):
         (tmp_path / name).mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_what_is_left_behind(tmp_path: Path) -> None:
     assert sorted(found) == [".hf-x.part", ".step-00000006-x.part", "best.part", "metrics.jsonl.part"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

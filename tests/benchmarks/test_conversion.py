@@ -8,7 +8,7 @@ import pytest
 from benchmarks import conversion
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(conversion, "SETTLE_SECONDS", 0)
     flags = ["--gigabytes", "0.01", "--rounds", "1", "--caches", "warm", "--ep-size", "1"]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_less_memory_for_the_same_loss(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.cross_entropy", "--tokens", "2048", "--width", "64", "--device", "cpu"]
     command += ["--share", "0.4", "--dtype", "bfloat16", "--repetitions", "1", "--rounds", "1"]

@@ -47,7 +47,7 @@ def test_fails_where_one_task_is_not_learnt(
     assert ("right after training: 84% of 'sum'" in capsys.readouterr().err) == bool(code)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_root_readmes_example(ranks: RankPool, tmp_path: Path) -> None:
     """Each line that it shows is one that the command prints, but for figures; in two steps in place of 400."""
     model, data, run = tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "run"

@@ -18,7 +18,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.a
 """As torchrun does: it starts a process, and waits for it."""
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     code = faults.main(["--short"], run_whole)
     printed = capfd.readouterr().out
@@ -28,7 +28,7 @@ def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Ca
         assert (f"| {fault.what} | " in printed) == (fault.in_short and not fault.of_pipelines), name
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
@@ -39,7 +39,7 @@ def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytes
     assert "every rank reports where it hangs, the stage included" in printed
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""

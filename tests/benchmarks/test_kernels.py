@@ -52,7 +52,7 @@ def launched_kernels() -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_every_kernel_is_there(rows: list[dict[str, Any]]) -> None:
     there = {(row["module"], row["kernel"]) for row in rows}
     assert ("expertmesh.moe.kernels.swiglu_triton", "_forward_kernel") in launched_kernels()
@@ -65,7 +65,7 @@ def test_every_kernel_is_there(rows: list[dict[str, Any]]) -> None:
         assert {row["capability"] for row in of_kernel} == {sm for sm in SHARED_LIMITS if sm >= earliest}
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_kernels_are_fine(rows: list[dict[str, Any]]) -> None:
     """Beyond the exit code: figures are there, and of what is narrow nothing is explained that is wide."""
     for row in rows:

@@ -12,7 +12,7 @@ def test_differences_of_means() -> None:
     assert learning.differences([2.0, 4.0, 1.0, 3.0, 9.0], [1.0, 3.0, 4.0, 4.0, 0.0], 2) == [0.5, -0.5]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_on_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Schedules that begin at the same rate: the losses of two steps are the same, and what is learned is not."""
     data, figures = tmp_path / "data.jsonl", tmp_path / "figures.json"

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.plan_accuracy import MOST_ERROR, cases, error, run
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("named", ["narrow, ep 2, selective, 2 x 512", "tp 2, ep 4, none, 2 x 256"])
 def test_memory_and_bytes_of_a_real_run(named: str) -> None:
     ((number, case),) = ((number, case) for number, case in enumerate(cases()) if str(case) == named)

@@ -53,7 +53,7 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
     return dict(traffic.sent), dict(traffic.calls)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_counts_what_collectives_send(ranks: RankPool) -> None:
     row = 3 * 4
     for rank, (sent, calls) in enumerate(ranks.run(every_collective, 2)):
@@ -82,7 +82,7 @@ def run_variant(name: str, work: Work) -> Figures:
     return take_figures(name, work, warm_up=1, num_steps=1, ranks=ranks)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [True, False])
 def test_variants_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
     skip_if_older("has no DistributedConfig(ep_size=...)")
@@ -157,7 +157,7 @@ def test_rows_of_a_sweep() -> None:
         divide_rows(300, 256)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_command(tmp_path: Path) -> None:
     sizes = ["--hidden-size=64", "--intermediate-size=64", "--layers=1", "--vocabulary=64", "--seq-length=16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -51,7 +51,7 @@ def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("original", [True, False], ids=["per-expert", "fused"])
@@ -144,7 +144,7 @@ def _add(tensors: dict[str, torch.Tensor]) -> list[str]:
     return ["model.surplus.weight"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [_flip_bit, _swap_experts, _swap_gate_and_up, _remove, _add])
 def test_verify_names_what_differs(
     tiny_model: Path, shards: Path, tmp_path: Path, change: Any, capsys: pytest.CaptureFixture[str]

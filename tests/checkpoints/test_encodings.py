@@ -157,7 +157,7 @@ def test_any_rectangle() -> None:
             assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SOURCES)
 def test_shards_keep_the_encoding(
     sources: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -232,7 +232,7 @@ def test_two_floats_of_four_bits_a_byte(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_verify_across_encodings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model and what FP8 makes of it: the same to a sixteenth of a row's largest value, and not to less."""
     model: Any = tiny_model("deepseek_v3", seed=1)
@@ -319,7 +319,7 @@ DAMAGE: dict[Callable[[Tensors], None], str] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_scales_are_named(
     sources: dict[str, Path], tmp_path: Path, damage: Callable[[Tensors], None], load_alone: Callable[[Path], Any]
@@ -338,7 +338,7 @@ def test_damaged_scales_are_named(
 GROUPS = "model.layers.0.mlp.experts.down_proj"
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -130,7 +130,7 @@ def test_which_are_published(encoding: Encoding, there: bool) -> None:
 # ---- what was not trained ----
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SOURCES)
 def test_untouched_comes_back(
     sources: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -181,7 +181,7 @@ def changed_blocks(before: Tensor, after: Tensor) -> Tensor:
     return changed
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_merged_is_quantized_again(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

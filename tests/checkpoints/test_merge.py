@@ -130,7 +130,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(16)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -298,7 +298,7 @@ def test_ranks_are_held_against_the_config(
     assert "lora_B.weight [64, 3]; " in capsys.readouterr().err
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("names", ["of the whole model", "of the language model"])
 def test_names_of_either_class_are_read(bases: dict[str, Path], tmp_path: Path, names: str) -> None:
     """An adapter of the language model alone, as peft makes it, has its names."""

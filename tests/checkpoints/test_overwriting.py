@@ -43,7 +43,7 @@ def exporting(root: Path, out: Path) -> list[str]:
     return ["export", str(root / "shards"), str(out)]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("links", [False, True], ids=["", "links"])
 @pytest.mark.parametrize(
     ("command", "out"),

@@ -202,7 +202,7 @@ def assert_same_logits(found: nn.Module, wanted: nn.Module) -> None:
     torch.testing.assert_close(logits_of(found), logits_of(wanted), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("family", "form"), FORMS)
 def test_peft_gives_the_logits_of_merged_weights(family: str, form: str, tmp_path: Path) -> None:
     model = base_of(family)
@@ -417,7 +417,7 @@ def test_tensors_of_another_shape_are_refused() -> None:
         unpack_experts(packed, layout, "new")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", [*FAMILIES, "dots3_note", "granitemoe"])
 def test_which_families_peft_reads_by_expert(family: str) -> None:
     model = base_of(family)

@@ -63,7 +63,7 @@ def check_names(family: str, found: dict[str, tuple[int, ...]], config: dict[str
     assert layers == set(range(int(str(config["num_hidden_layers"]))))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain(family: str, tmp_path: Path) -> None:
     """What `export` makes of EP shards; training's export has the same table of names."""
@@ -78,7 +78,7 @@ def test_plain(family: str, tmp_path: Path) -> None:
     assert {dtype for name, (dtype, _, _) in found.items() if "e_score" not in name} == {"BF16"}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoded(family: str, tmp_path: Path) -> None:
     """The same of quantized ones, in FP8 or, of GPT-OSS, MXFP4, exported as they came."""

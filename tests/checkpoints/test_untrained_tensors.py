@@ -114,7 +114,7 @@ def test_the_whole_decides_whether_embeddings_are_tied(
     assert torch.equal(causal.lm_head.weight, model.lm_head.weight)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_layers_beyond_the_last_go_there_and_back(
     deepseek: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,7 +262,7 @@ def encoded(deepseek: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.T
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_encoded_predictors_stay_codes_in_shards(
     encoded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,7 +279,7 @@ def test_encoded_predictors_stay_codes_in_shards(
         assert run("inspect", path, "--check") == 0, capsys.readouterr().out
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("way", ["directly", "via shards", "via bfloat16"])
 def test_encoded_predictors_are_dequantized_in_exports(
     encoded: Path, tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]

@@ -100,7 +100,7 @@ DIFFERENT: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], 
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(DIFFERENT))
 def test_a_different_model_is_never_equal(
     forms: list[Path], tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]

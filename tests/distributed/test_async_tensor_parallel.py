@@ -108,8 +108,8 @@ def _produce_and_all_to_all(
 
 
 # projections by way of low ranks, which every rank computes alike; MLPs that are divided too
-@pytest.mark.exhaustive
-@pytest.mark.one_in(6)
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "qwen2_moe"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("operators", [OnGloo, StandIns])
@@ -149,7 +149,7 @@ def adapted(*targets: str, base_dtype: str = "fp32") -> dict[str, Any]:
     return {"adapter": "lora", "lora_targets": [*targets], "base_dtype": base_dtype}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "calls"),
     [
@@ -175,7 +175,7 @@ def test_beside_adapters(ranks: RankPool, tmp_path: Path, settings: dict[str, An
     assert bool(found) == bool(calls)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [

@@ -86,7 +86,7 @@ class Measured:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("jitter", [0.0, 0.2])
 def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: float) -> None:
     save_model(tmp_path, num_hidden_layers=LAYERS, router_jitter_noise=jitter)
@@ -116,7 +116,7 @@ def _measure(path: Path) -> list[Measured]:
     return [_measure_mode(path, Topology(2, 2), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_what_would_be_sent_is_not_computed_again(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
     """The last of an expert's three GEMMs is not recomputed, as only its all-to-all reads the result; nor are tokens as
@@ -145,7 +145,7 @@ def _measure_products(path: Path, ep_size: int) -> list[Measured]:
     return [_measure_mode(path, Topology(2, ep_size), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     case = Case(SAMPLES, **KINDS[kind])
@@ -155,7 +155,7 @@ def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind
         assert not _differing(none, selective)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @interpreted
 def test_gradients_by_megablocks(ranks: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path, **MEGABLOCKS)

@@ -42,7 +42,7 @@ def round_trip(source: Path, out: Path, topology: Topology, max_shard_size: int 
 
 
 # of dtype, names and size of files each two together on every parallel layout, though not all three
-@pytest.mark.quick(2)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("original", "dtype", "max_shard_size"),
     [
@@ -95,7 +95,7 @@ def test_round_trip_is_bit_exact(
     assert AutoTokenizer.from_pretrained(out)("say")["input_ids"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 1), Topology(8, 2)], ids=str)
 def test_rows_that_do_not_divide_evenly(ranks: RankPool, tmp_path: Path, topology: Topology) -> None:
     """Row counts prime to the number of ranks: 321 vocabulary rows, 50 rows an expert."""

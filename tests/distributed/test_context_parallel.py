@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
@@ -73,7 +73,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, topology: Topology, na
     assert_same(found, expected(name), CASES[name])
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Packed, evaluated, asked, saved; and resumed by ranks that share no rows, or share them among more."""
     common = (
@@ -102,7 +102,7 @@ def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path
     assert_equal_weights(read(tmp_path / "shared" / "hf"), read(tmp_path / "whole" / "hf"))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two ranks in place of four share a row by twos, as before; three do not, and are refused."""
     common = (

@@ -12,7 +12,7 @@ from tests.distributed.test_train_ep import ROOT
 from tests.distributed.test_training import start
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """It opens before training, goes on, opens again where rank 1 meets an error, and ends the run."""
     command = [
@@ -36,7 +36,7 @@ def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Pa
     assert done.returncode == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_unknown_rank(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     flags = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--max-steps", 1)
     for code, errors in start(ranks, 2, *flags, "--debug-ranks", 2):

@@ -70,7 +70,7 @@ def test_memory_is_not_filled(ranks: RankPool) -> None:
     assert ranks.run(empty_memory, 1) == [(True, False)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [["--packing"], ["--bf16", "--gradient-checkpointing", "--expert-kernel=torch-grouped"]]
 )

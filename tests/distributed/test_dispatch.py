@@ -98,7 +98,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("family", "name"),
     list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(LAYOUTS)), *product(REPRESENTATIVES, ON_8_RANKS)])),
@@ -144,7 +144,8 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "dispatch"),
     [
@@ -180,7 +181,7 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
             assert [name for name, figure in first.items() if not torch.equal(figure, other[name])] == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["rank", "node"])
 def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """A whole model on 8 ranks, all of whose tokens go to the experts of the first three: the others have no row."""
@@ -223,7 +224,7 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["plain", "rank", "node"])
 def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """Also where recomputation ends before the layer does; and what was kept for it has been taken."""
@@ -428,7 +429,7 @@ def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int
         assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kind", "num_parts"), product(["rank", "node"], [1, 2]))
 def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
@@ -588,7 +589,7 @@ def _taken(path: Path) -> list[tuple[int, int] | None]:
     return found
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "full"), ("zero-bubble", "selective")])
 def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str, checkpointing: Checkpointing) -> None:
     """Of stages that span two nodes each, the first without experts."""

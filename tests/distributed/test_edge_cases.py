@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernel", ["loop", "torch-grouped"])
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 4), (4, 2)])
 def test_all_tokens_to_one_expert(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, kernel: str) -> None:
@@ -89,7 +89,7 @@ def _reference_grads(model: Any, case: Case) -> dict[str, torch.Tensor]:
     return in_our_layout(model, "grad")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "lengths", [[9], [2], [1], [2, 11], [1, 1, 30]], ids=["one row", "one target", "no target", "two rows", "uneven"]
 )
@@ -106,7 +106,7 @@ def test_fewer_rows_than_ranks(ranks: RankPool, models: Any, world_size: int, ep
 TIED = {"num_key_value_heads": 1, "tie_word_embeddings": True}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("topology", "changes"),
     [
@@ -134,7 +134,8 @@ def test_other_shapes(ranks: RankPool, models: Any, topology: Topology, changes:
 NOISY = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "changes", "dtype"),
     [

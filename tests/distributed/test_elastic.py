@@ -30,7 +30,7 @@ def common(tiny_model: Path, tiny_data: Path) -> list[object]:
     ]  # fmt: skip
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
     """4 ranks, then 3, then 8. Neither 3 nor 8 divide 8 sequences in micro-batches of 2 without a rest, and 3 divides
     no number of experts."""
@@ -100,7 +100,7 @@ def test_tensor_parallel_groups_stay_on_a_node(size: int, nodes: str, fits: list
     assert tp_sizes_on_nodes(size, nodes) == fits
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
     common += ["--output-dir", tmp_path, "--resume", "auto", "--save-steps", 1, "--max-steps", 1]
     assert start(ranks, 4, *common) == [(0, "")] * 4

@@ -173,7 +173,8 @@ def has_plan(path: Path) -> bool:
     return "ep_dispatch_experts" in (getattr(config.get_text_config(), "base_model_ep_plan", None) or {}).values()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str, ep_size: int) -> None:
@@ -189,7 +190,8 @@ def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str
     assert relative_error(torch.cat([ours.logits for ours, _ in found]), expected.logits) <= TOLERANCE
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)))
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,
@@ -206,7 +208,8 @@ def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     assert relative_error(ours.logits, theirs.logits) <= 3 * TOLERANCE
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "case",
     [
@@ -224,7 +227,8 @@ def test_other_settings(ranks: RankPool, tmp_path: Path, family: str, case: Case
         assert_same(ours, theirs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -247,8 +251,8 @@ def test_in_bf16(ranks: RankPool, tmp_path: Path, family: str, case: Case) -> No
     assert distance(ours, exact) <= 1.25 * distance(theirs, exact)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ep_size", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
     """Routers of zeros tie all experts, and every token takes the same two: of the others' ranks none gets a row."""
     model = tiny_model("mixtral", seed=1)
@@ -264,7 +268,7 @@ def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> No
     assert sum(bool(grad.any()) for grad in down) == 2
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     """Two runs give the same bits, and so does one that recomputes its layers in backward."""
     save(tmp_path, "mixtral")
@@ -297,7 +301,7 @@ def trained_by_trainer(path: Path, implementation: str, output_dir: Path) -> lis
     return [line[key] for line in trainer.state.log_history if "grad_norm" in line for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_in_trainer(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path / "model", "qwen3_moe")
     ours, theirs = (

@@ -48,7 +48,7 @@ def test_near_fp32(alone: Figures) -> None:
     assert all(grad.dtype == torch.float32 for grad in alone.grads.values())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "case"),
     [(2, 1, "full", FP8), (2, 2, "full", FP8), (4, 2, "full", FP8), (4, 2, "hybrid", ACCUMULATED)],
@@ -70,7 +70,7 @@ def test_arrangements(
 DENSE = Case(SAMPLES, z=0.01, compute_dtype=torch.bfloat16, settings={"dense_precision": "fp8"})
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "checkpointing"), [(2, 2, "full", "selective"), (4, 2, "hybrid", "full")]
 )
@@ -90,7 +90,7 @@ def test_dense_gemms(
     assert _error(found, alone) < 5e-3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dense_gemms_beside_adapters(ranks: RankPool, model: Path) -> None:
     case = replace(DENSE, settings={"dense_precision": "fp8", "adapter": "lora", "lora_rank": 4})
     (alone,) = ranks.run(ours, 1, model, Topology(1, 1), case)
@@ -146,7 +146,7 @@ def _multiply_in_fp32(a: Scaled, b: Scaled) -> torch.Tensor:
     return a_wide @ b_wide.t()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp 2", "tp 2 x cp 2", "tp 2, lora"])
 def test_divided_dense_gemms(ranks: RankPool, unlike_heads: Path, name: str) -> None:
     """Ranks round what one process rounds; what differs is the order of sums. By scales of a rank's own the figures
@@ -160,7 +160,7 @@ def test_divided_dense_gemms(ranks: RankPool, unlike_heads: Path, name: str) -> 
     assert _error(apart, alone) > 0.1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dense_gemms_that_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -> None:
     """Attention by way of low ranks, whose first projections are not divided. To round each rank's summand of a
     gradient would be another result."""
@@ -180,7 +180,7 @@ def test_dense_gemms_that_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -
     assert max(relative_error(other.grads[name], grad) for name, grad in last.items()) > 1e-2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_dense_gemms_of_samples_one_by_one(ranks: RankPool, tmp_path: Path, cp_size: int) -> None:
     """Of numbers of rows that the ranks do not divide."""

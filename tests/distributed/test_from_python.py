@@ -221,14 +221,14 @@ def assert_same_run(found: list[dict[str, Any]], run: Any, written: Path, since:
     assert all(torch.equal(ours[name], weights[name]) for name in weights), "other bits than train_ep.py's"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_loop_of_ones_own(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     model, settings, *_ = run
     logs = ranks.run(own_loop, 4, model, settings, tmp_path)[0]
     assert_same_run(logs, run, tmp_path / "model")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Killed after its checkpoint and resumed, it ends with the same bits."""
     model, settings, *_ = run
@@ -241,7 +241,7 @@ def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Its own collator and its own ideas of a forward."""
     model, settings, *_ = run
@@ -249,7 +249,7 @@ def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     assert_same_run(logs, run, tmp_path / "model")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Both ranks of a pipeline are given the same batches."""
     settings = settings_of(data, 2, lora=False) | {"pp_size": 2}

@@ -25,7 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("frozen", [["experts"], ["router", "embeddings", "norms", "attention"]], ids=" ".join)
 @pytest.mark.parametrize(
     "flags",

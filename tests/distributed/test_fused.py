@@ -41,7 +41,7 @@ def fused(path: Path, topology: Topology, case: Case) -> Figures | None:
         return ours(path, topology, case)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @interpreted
 @pytest.mark.parametrize(("checkpointing", "steps", "accumulation"), [("selective", 2, 1), ("full", 1, 2)])
 def test_fused_equals_one_process(

@@ -64,7 +64,7 @@ def this_rank() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("number_of_prompts", [6, 2, 1])
 @pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
 def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, number_of_prompts: int) -> None:
@@ -79,7 +79,7 @@ def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, n
     assert found == [expected] * world_size
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
 def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: int) -> None:
     free = hf_continuations(PROMPTS, eos=-1)
@@ -92,7 +92,7 @@ def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: i
     assert found == [expected] * world_size
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "reshard"),
     [(1, 1, True), (4, 2, True), (4, 4, True), (4, 2, False)],

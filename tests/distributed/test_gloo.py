@@ -176,7 +176,7 @@ def test_another_order_of_calls_is_refused() -> None:
             scatter(out_P, data_nP, group, dist.ReduceOp.SUM)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_micro_batches_in_flight(ranks: RankPool) -> None:
     """Forwards A and B, then their backwards in either order: to the last bit what torch's own memory gives."""
     ranks.run(_two_in_flight, 4)

@@ -135,7 +135,7 @@ def test_settings_of_the_loop_are_warned_of_from_python(
             assert not needs.met(config), setting.name
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_flags_are_heeded_or_told(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, mode: str

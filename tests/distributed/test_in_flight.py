@@ -68,7 +68,7 @@ class Found:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("family", "way"),
     list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(WAYS)), *((STATEFUL, way) for way in WAYS)])),

@@ -30,7 +30,7 @@ def case_of(way: str) -> Case:
     return Case(samples, kernel="torch-grouped", compute_dtype=torch.bfloat16, steps=2, **WAYS[way])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_two_gemms(ranks: RankPool, tmp_path: Path, way: str) -> None:
     case = case_of(way)
@@ -44,7 +44,7 @@ def test_training_is_that_of_two_gemms(ranks: RankPool, tmp_path: Path, way: str
         assert distance(grad, two.grads[name]) < 1e-2, name
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_training_does_not_depend_on_ranks(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
     """On one rank, on two, and on two that gather experts, which have two GEMMs: as near as bf16 is."""
@@ -58,7 +58,7 @@ def test_training_does_not_depend_on_ranks(ranks: RankPool, tmp_path: Path, ep_s
         assert distance(grad, alone.grads[name]) < 1e-2, name
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_left_for_later_have_the_same_bits(ranks: RankPool, tmp_path: Path, way: str) -> None:
     case = case_of(way)

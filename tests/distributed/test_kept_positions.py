@@ -24,7 +24,7 @@ TP_2 = Topology(2, 2, tp_size=2)
 LORA = {"adapter": "lora"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "settings", "checkpointing", "more"),
     [

@@ -23,7 +23,7 @@ CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidde
 KERNEL = "megablocks-sparse"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @interpreted
 @pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2), (4, 4), (4, 2)])
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int) -> None:

@@ -52,7 +52,7 @@ def nodes(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_nodes_with_files_of_their_own(ranks: RankPool, nodes: Path) -> None:
     """Alike in content, they train; the processes that tokenize may be more on one node."""
     shared = [*FLAGS, "--output-dir", str(nodes / "out")]
@@ -152,7 +152,7 @@ def test_unlike_nodes_are_named(ranks: RankPool, nodes: Path, name: str) -> None
     assert not list(nodes.glob("node-1/out"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> None:
     """All that is then written rank 0 writes."""
     argv = [[*FLAGS, "--output-dir", "out", "--save-steps", "0"]] * 2
@@ -162,7 +162,7 @@ def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> No
     assert not (nodes / "node-1" / "out").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_tensor_parallel_group_on_two_nodes(ranks: RankPool, nodes: Path) -> None:
     """Is refused on all ranks before weights are read, unless their links are said to be fast."""
     shared = [*FLAGS, "--output-dir", str(nodes / "out"), "--save-steps", "0", "--tp-size", "2"]
@@ -178,7 +178,7 @@ def test_a_tensor_parallel_group_on_two_nodes(ranks: RankPool, nodes: Path) -> N
     assert ranks.run(run_on_node, 2, [fast, fast], nodes, 1, join_group=False) == [(0, "")] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
     """As two machines start it: both end, and say the same."""
     save_model(nodes / "node-1" / "model", seed=1)

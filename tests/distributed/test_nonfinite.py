@@ -117,7 +117,7 @@ FOUND = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("what", "world_size", "rank", "more"),
     [
@@ -200,7 +200,7 @@ def test_which_is_the_first(ranks: RankPool, spoilt: list[tuple[int, int, str]],
     assert ranks.run(first_found, 2, spoilt) == [(f"first non-finite tensor: {said}", 0)] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_norm_that_overflows_is_no_tensors_fault(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_norm_that_overflows_is_no_tensors_fault(
     assert "every tensor is finite" in results[0][1]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_detecting_changes_nothing(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, mode: str
@@ -228,7 +228,7 @@ def test_detecting_changes_nothing(
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(("world_size", "dense_shard"), [(4, "hybrid")])
 def test_skipped_steps_leave_no_trace_and_resume(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, world_size: int, dense_shard: str
@@ -267,7 +267,7 @@ def test_skipped_steps_leave_no_trace_and_resume(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_means_are_over_finite_steps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """With a learning rate of 0 all runs have the same losses; an interval's is the mean of those not skipped."""
     common = [*shares(2), "--learning-rate", "0", "--save-steps", "0", "--no-export", "--max-steps", "3"]
@@ -286,7 +286,7 @@ def test_means_are_over_finite_steps(ranks: RankPool, tiny_model: Path, tiny_dat
     assert [sum(layer) for layer in line["expert_tokens"]] == [2 * (first["tokens"] + third["tokens"])] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_does_not_skip_all_night(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two steps are skipped, one is not, and then ten in a row."""
     argv = [*flags(tiny_model, tiny_data, tmp_path, *shares(2)), "--max-steps", "20", "--on-nonfinite", "skip"]
@@ -308,7 +308,7 @@ def run_with_evaluations(argv: list[str], losses: list[float]) -> tuple[int, str
         return run_poisoned(argv, None)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_an_evaluation_that_is_not_finite_is_never_the_best(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, schedule: str
@@ -337,7 +337,7 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best(
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_only_evaluations_that_are_not_finite(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize(("world_size", "kind"), [(1, "mixtral"), *((2, kind) for kind in KINDS)])
 def test_no_bit_changes(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     case = Case(SAMPLES, accumulation=2, **KINDS[kind])

@@ -27,7 +27,7 @@ OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "sh
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shampoo": 1e-5}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(31)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -57,7 +57,8 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -86,7 +87,7 @@ def test_shampoo_of_an_expert_that_is_reached_late() -> None:
     assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
 def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
     """But for a value here and there that fp32 noise takes to the other side of a rounding."""
@@ -117,7 +118,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
     return {name: decays.pop(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as parallel layouts are."""
@@ -168,7 +169,7 @@ def test_factors_of_other_blocks_and_missing_roots_are_refused(settings: dict[st
         check_trained(saved, train_config(optim="shampoo", **settings), Path("step-00000002"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon", "shampoo"])
 def test_offload_changes_nothing(ranks: RankPool, tiny_model: Path, optim: str) -> None:
     """On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""

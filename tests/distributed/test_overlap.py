@@ -44,7 +44,7 @@ def case_of(kind: str, **settings: Any) -> Case:
     return replace(case, gradient_checkpointing=mode, settings={"ep_size": 2, **case.settings, **settings})
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Losses, gradients and routing keep their bits, with two and three of a rank's experts per chunk, with an FSDP
@@ -141,7 +141,7 @@ def _watching() -> Iterator[list[str]]:
         yield seen
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_what_is_kept_is_not_computed_again(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Two products a layer that keeps them, of those that are fused and those that are not."""

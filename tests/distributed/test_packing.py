@@ -35,7 +35,7 @@ def packed_rows() -> list[list[Sample]]:
     return rows
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("attention", "changes"),
     [
@@ -107,7 +107,7 @@ def _losses_of_transformers(**changes: Any) -> Tensor:
     return torch.cat(losses)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("attention", ["sdpa", OWN])
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
 def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, attention: str) -> None:

@@ -66,7 +66,7 @@ def modes(world_size: int, ep_size: int) -> list[tuple[str, str]]:
     return [*full, *(("hybrid", name) for name in ("aux-grouped", "accumulate-2", "checkpointing"))]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "name"),
     [(*topology, *mode) for topology in TOPOLOGIES for mode in modes(*topology)],
@@ -79,7 +79,7 @@ def test_equals_one_process(
     assert_same(found, expected(name), CASES[name])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "world_size", "ep_size"),
     [
@@ -95,7 +95,7 @@ def test_other_cases_equal_one_process(ranks: RankPool, model: Path, world_size:
     assert_same(found, expected(name), OTHER_CASES[name])
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(("world_size", "backend"), [(1, None), (2, "eager")], ids=["inductor", "eager"])
 def test_compiled_equals_one_process(ranks: RankPool, model: Path, world_size: int, backend: str | None) -> None:
     topology = Topology(world_size, world_size)

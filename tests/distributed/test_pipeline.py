@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)
@@ -46,7 +46,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: 
     assert_same(found, expected(), CASE)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_bits_are_those_without_a_pipeline(
@@ -57,7 +57,7 @@ def test_bits_are_those_without_a_pipeline(
     assert_same_bits(ranks, model, Topology(pp * dp * ep, ep, pp_size=pp), case, {})
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "pp", "dp", "ep"),
     [
@@ -83,7 +83,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_cuts_and_schedules(ranks: RankPool, deep: Path, seed: int) -> None:
     """Stages of any lengths, however many of them a rank has, and any number of micro-batches."""
@@ -112,7 +113,7 @@ def assert_same_bits(ranks: RankPool, model: Path, topology: Topology, case: Cas
     assert_same(found, want, case)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("pp", "dp", "ep", "chunks"), [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2)])
 def test_generates_through_the_stages(ranks: RankPool, model: Path, pp: int, dp: int, ep: int, chunks: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)

@@ -82,7 +82,7 @@ def rehearsed(config: TrainConfig, world_size: int, rank: int) -> Figures:
         dist.destroy_process_group()
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("topology", [Topology(4, 2, pp_size=2), Topology(4, 1, pp_size=4)], ids=["2", "4"])
 def test_exports_are_those_without_a_pipeline(ranks: RankPool, model: Path, tmp_path: Path, topology: Topology) -> None:
     """Byte for byte, from Hugging Face form and from EP shards, of which a damaged one is found on any stage."""
@@ -55,7 +55,7 @@ def test_exports_are_those_without_a_pipeline(ranks: RankPool, model: Path, tmp_
         shutil.rmtree(spoilt)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_quantized_sources(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Each stage reads, and dequantizes, its own layers."""
@@ -69,7 +69,7 @@ def _bytes(directory: Path, pattern: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.glob(pattern) if file.is_file()}
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_whole_run(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Trains, evaluates, saves and exports, as without a pipeline: tokens count once."""
     common = ["--eval-ratio", "0.1", "--eval-steps", "2", "--save-steps", "2", "--max-steps", "4"]
@@ -118,7 +118,7 @@ def test_a_whole_run(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Pa
     assert checkpoints_main(["verify", str(tmp_path / "shards"), str(found / "hf")]) == 0
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_adapters_are_merged(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     adapters = ["--adapter", "lora", "--lora-rank", "4", "--max-steps", "2", "--save-steps", "0", "--merge"]
     for out, layout, world_size in (("stages", spread(2, 1, 1), 2), ("alone", spread(1, 1, 1), 1)):
@@ -129,7 +129,7 @@ def test_adapters_are_merged(ranks: RankPool, model: Path, tiny_data: Path, tmp_
         assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_damaged_and_unfinished_checkpoints(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """A file that a later stage wrote is damaged: it is named; what was left half-written is removed."""
     out = tmp_path / "run"
@@ -147,7 +147,7 @@ def test_damaged_and_unfinished_checkpoints(ranks: RankPool, model: Path, tiny_d
     assert [line["step"] for line in logged(out)] == [1, 2, 3]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_resumed_run_keeps_its_pipeline(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Also one that it would not choose; its config.yaml serves a run of another size."""
     out = tmp_path / "run"
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """Every refusal names its flag, and ends all ranks."""
@@ -193,7 +193,7 @@ def test_bad_input(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
     assert said in results[0][1]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_other_ranks_keep_the_pipeline(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two ranks in place of four: pp 2, ep 1. The same run all the way."""
     whole, out = tmp_path / "whole", tmp_path / "elastic"
@@ -214,7 +214,7 @@ def test_other_ranks_keep_the_pipeline(ranks: RankPool, model: Path, tiny_data: 
         assert [line[name] for line in logged(out)] == pytest.approx([line[name] for line in logged(whole)], rel=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_is_not_finite_is_named_where_it_came_about(
     ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -261,8 +261,8 @@ def _packed(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None)
     return [collate(mine[number :: case.accumulation], cp_group) for number in range(case.accumulation)]
 
 
-@pytest.mark.one_in(36)
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_one_pp_index(ranks: RankPool, tmp_path: Path, name: str) -> None:
     assert_stages_equal_one(ranks, tmp_path, ROWS[name], trained)
@@ -277,7 +277,7 @@ def assert_stages_equal_one(ranks: RankPool, tmp_path: Path, row: Row, train: Ca
     assert_same(found, want, row)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_compiled(ranks: RankPool, tmp_path: Path) -> None:
     assert_stages_equal_one(ranks, tmp_path, Row(PP, SELECTIVE | {"compile": True}, INTERLEAVED), _compiled)
 

@@ -77,7 +77,8 @@ ARRANGEMENTS: list[tuple[Layout, Layout]] = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("saved", "layout"), ARRANGEMENTS, ids=str)
 def test_resume_on_any_ranks(
     ranks: RankPool, finished: Finished, model: Path, tiny_data: Path, tmp_path: Path, saved: Layout, layout: Layout
@@ -119,7 +120,8 @@ RUNS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 TOLERANCES = {"8-bit": 3e-5, "bf16": 3e-4, "lora": 1e-4}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_state_is_resumed(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """On the same ranks bit for bit; on one, and on four in other stages, but for rounding."""

@@ -54,7 +54,7 @@ SPOILT: dict[str, list[tuple[Poison, str]]] = {
 }
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_is_found_over_all_stages(ranks: RankPool, tmp_path: Path, name: str) -> None:
     samples = random_samples([9 + (5 * i) % 12 for i in range(16)])
@@ -80,7 +80,7 @@ def _firsts(path: Path, case: Case, poisons: list[Poison]) -> list[str]:
     return found
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_step_is_skipped_on_all_stages(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """And profiled on all."""
     argv = flags(tiny_model, tiny_data, tmp_path, *shares(2, accumulation=3), "--pp-size", "2", "--ep-size", "2")

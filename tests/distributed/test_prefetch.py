@@ -38,7 +38,7 @@ class Order(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("ep_size", "dense_shard", "checkpointing"), [(1, "full", "none"), (2, "full", "selective"), (2, "hybrid", "full")]
 )

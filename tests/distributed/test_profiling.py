@@ -67,7 +67,7 @@ def is_in(event: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     return any(o["ts"] <= event["ts"] and event["ts"] + event["dur"] <= o["ts"] + o["dur"] for o in others)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -99,7 +99,7 @@ def test_training_keeps_its_bits(
     assert not (tmp_path / "plain" / "profile").exists()
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Steps 2 and 3 of two ranks: the trace, the sums made of it, the report and the log."""
     flags = ("--gradient-checkpointing", "selective", "--profile", "2-3", "--profile-ranks", "all")
@@ -148,7 +148,7 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
     assert shown[0]["parts"] == profile_of(tmp_path, "rank-0.steps-2-3")["parts"]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_resumed_run_passes_over_what_is_behind_it(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_resumed_run_passes_over_what_is_behind_it(
     assert names_in(tmp_path) == files_of("rank-0.step-4")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_what_comes_between_two_steps_is_not_profiled(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +182,7 @@ def run_stopped(argv: list[str]) -> tuple[int, str, str]:
         return run_telling(argv)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_run_that_is_stopped_leaves_what_it_has(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has(
     assert names_in(tmp_path) == files_of("rank-0.steps-1-2")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_written_stops_nothing(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

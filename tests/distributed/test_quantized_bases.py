@@ -39,7 +39,7 @@ def gathered(path: Path, topology: Topology, case: Case) -> dict[str, tuple[Tens
     return seen
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 @pytest.mark.parametrize("topology", [Topology(1, 1), Topology(2, 1), Topology(2, 2)], ids=str)

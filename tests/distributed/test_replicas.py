@@ -159,7 +159,7 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
         return run_main(argv)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_stops_before_it_saves_bad_replicas(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -179,7 +179,6 @@ def test_a_run_stops_before_it_saves_bad_replicas(
     assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 
-@pytest.mark.quick(1)
 def test_checked_every_so_many_steps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     argv = flags(tiny_model, tiny_data, tmp_path, *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
     results = ranks.run(run_flipped, 4, [*argv, "--check-replicas", "3", "--save-steps", "0"], 1, join_group=False)

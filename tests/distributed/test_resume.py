@@ -86,7 +86,7 @@ def finished(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factor
     return out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard"),
     [(4, 2, "full"), (4, 4, "full"), (4, 1, "full"), (1, 1, "full"), (2, 2, "full"), (4, 2, "hybrid")],
@@ -117,7 +117,7 @@ def test_resume_on_any_ranks(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 def test_same_ranks_same_bits_with_noise_and_accumulation(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, background: str
@@ -136,7 +136,7 @@ def test_same_ranks_same_bits_with_noise_and_accumulation(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_a_save_leaves_and_keeps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two of six are kept, nothing temporary stays, and the newest is the run's result."""
     out = tmp_path / "run"
@@ -179,7 +179,7 @@ def run_with_late_copies(argv: list[str]) -> None:
         assert run_main(argv)[0] == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_nothing_changes_before_it_is_copied(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -222,7 +222,7 @@ def run_as_on_a_gpu(argv: list[str]) -> list[int]:
     return made
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_memory_for_copies_is_made_before_the_first_checkpoint(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -256,7 +256,7 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
     return found["logits"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_export_gives_the_sharded_models_logits(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -273,7 +273,7 @@ def test_export_gives_the_sharded_models_logits(
         assert relative_error(found[is_token], expected[is_token]) < 1e-5
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_by_file_and_an_older_one_taken(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path, damage: str
@@ -309,7 +309,7 @@ def test_nothing_to_resume_starts_afresh(ranks: RankPool, tiny_model: Path, tiny
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -385,7 +385,7 @@ def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[in
     return run_main(argv)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preemption(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, number: signal.Signals
@@ -410,7 +410,7 @@ def test_preemption(
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_stopped_run_with_adapters_is_at_the_step_it_stopped_at(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -456,7 +456,7 @@ run_command(train_ep.main)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Ctrl-C leaves nothing of the checkpoint under way, one line, and the exit code that shells know."""
     argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(1), "--save-steps", "2")
@@ -490,7 +490,7 @@ def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_full_disk(
@@ -559,7 +559,7 @@ def _find(path: Path) -> Path | None:
     return find_checkpoint(str(path), path.parent)[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_to_check_a_checkpoint_may_take_longer_than_a_collective(ranks: RankPool, finished: Path) -> None:
     saved = finished / "checkpoints" / "step-00000006"
     assert ranks.run(_find_slowly, 2, saved, join_group=False) == [[saved, saved]] * 2
@@ -586,7 +586,7 @@ def _find_slowly(path: Path) -> list[Path | None]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_going_back_gives_up_what_came_later(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -602,7 +602,7 @@ def test_going_back_gives_up_what_came_later(
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(1, 7))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_other_weights_or_data_are_not_resumed(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "topology", [Topology(1, 1), Topology(2, 2), Topology(4, 2, "hybrid"), Topology(4, 4), Topology(8, 8)], ids=str
 )
@@ -124,7 +124,7 @@ def spoilt_by(damage: str, names: list[str]) -> list[str]:
     return names if damage == "byte in the middle" else names[list(DAMAGES).index(damage) % 3 :: 3]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("topology", "damage"),
     [

@@ -78,7 +78,7 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
         return run_main(argv), clock.trained
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_speed_is_of_the_time_between_logged_steps(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, logging_steps: int

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -66,7 +66,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str
     assert_same(found, expected(name), CASES[name])
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("layout", "name"), [("tp 2", "aux"), ("tp 2 x ep 2", "selective"), ("tp 2 x cp 2", "accumulate")], ids=str
 )
@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid", "tp 2 x cp 2"])
 @pytest.mark.parametrize("name", ["complete logits", "muon", "shampoo"])
 def test_settings_equal_one_process(
@@ -107,7 +107,8 @@ def test_settings_equal_one_process(
     assert_same(found, reference(replace(case, settings=in_one_process)), case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -156,7 +157,7 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[st
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two ranks in place of four keep --tp-size, which does not divide three."""
     common = (

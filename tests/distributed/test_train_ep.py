@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     save_model(tmp_path / "model", **changes)
@@ -78,7 +78,7 @@ def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: P
     assert any(relative_error(found[0][name], before[name]) > 1e-3 for name in before), "nothing was trained"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_same_weights_however_a_batch_is_divided(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_run_outlives_the_reader_of_its_output(
         assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Started as a user starts it: one process without torchrun, and two with it."""
     common = [
@@ -159,7 +159,7 @@ def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: 
     assert "cpu_matmul" in json.loads((tmp_path / "2" / "environment.json").read_text())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """bf16, activation checkpointing, hybrid sharding and the grouped kernel or fp8, against fp32 without any."""
     batch = ("--per-device-train-batch-size", "4")
@@ -177,7 +177,7 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
         assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2, products
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("precision", ["same", "fp8"])
 def test_working_weights_that_are_kept(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str
@@ -192,7 +192,7 @@ def test_working_weights_that_are_kept(
     assert not all(torch.equal(anew[name], before[name]) for name in anew if "experts" in name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_config_that_asks_for_router_logits(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """Models saved after training with HF's balancing loss say so in their config; ours is then on by default."""
     save_model(tmp_path / "model", output_router_logits=True)
@@ -444,7 +444,7 @@ def test_mistakes_under_torchrun_are_told_first_and_last(tmp_path: Path, late: s
     assert "<NO_OTHER_FAILURES>" in done.stderr
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
     """An error met after the process group has formed: the launcher ends, with a code other than 0."""
     save_model(tmp_path / "model")

@@ -49,7 +49,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("how", ["--packing", "--group-by-length"])
 def test_rows_of_any_kind_at_any_arrangement(
     ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path, how: str
@@ -81,7 +81,7 @@ def test_rows_of_any_kind_at_any_arrangement(
         assert other_losses == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_evaluation_is_that_of_transformers(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """The last evaluation against the exported model and tokenizer in transformers, conversation by conversation."""
     train(ranks, 2, tiny_model, chats, tmp_path, "--ep-size", "2", "--eval-dataset", str(chats))
@@ -103,7 +103,7 @@ def test_evaluation_is_that_of_transformers(ranks: RankPool, tiny_model: Path, c
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_early_stop_and_best_checkpoint(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """A rate that makes things worse after a while: training stops, the best checkpoint outlives --save-total-limit,
     its weights are exported, and a restart does not train on."""
@@ -166,7 +166,7 @@ def test_of_improvements_the_best_is_kept(ranks: RankPool, tiny_model: Path, cha
     assert f"export {tmp_path}/checkpoints/step-00000009 DIR` exports them" in said
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_resumed_evaluations_go_on_counting(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """A run stopped and resumed on other ranks has the same evaluations, best one and end as one that was not."""
     common = [
@@ -186,7 +186,7 @@ def test_resumed_evaluations_go_on_counting(ranks: RankPool, tiny_model: Path, c
     assert (tmp_path / "parts/checkpoints/best").resolve().name == (tmp_path / "whole/checkpoints/best").resolve().name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """Resumed from before the best step, at a rate that spoils the model: that step is made again, with other weights,
     and what counts as best is what was best at the point of resumption. In another directory it is found, too."""
@@ -209,7 +209,7 @@ def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, cha
         assert lines(tmp_path / "e", "eval_loss")[0]["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """As in transformers: an evaluation that is better by less than the threshold is still the best."""
     argv = [
@@ -225,7 +225,7 @@ def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, 
     assert sum(line["steps"] for line in lines(tmp_path, "loss")) == 4, "every step is in a logged interval"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     common = ["--model", tiny_model, "--dataset", chats, "--logging-steps", 4, "--save-steps", 3, "--output-dir"]
     assert start(ranks, 2, *common, tmp_path / "whole", "--max-steps", 6)[0][0] == 0
@@ -239,7 +239,7 @@ def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, 
     assert [line["step"] for line in whole] == [3, 4, 6]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_router_collapse_is_warned_of_once(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """No router is quite even: over the second step and the fourth, two windows, the load is above 1."""
     argv = ["--model", tiny_model, "--dataset", chats, "--output-dir", tmp_path, "--ep-size", 2, "--max-steps", 4]
@@ -274,7 +274,7 @@ def test_answers_of_plain_text(ranks: RankPool, tiny_model: Path, tmp_path: Path
     assert not (tmp_path / "out" / "hf" / "chat_template.jinja").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """Every so many steps and at the end, and nothing of training is different for it."""
     plain = train(ranks, 2, tiny_model, chats, tmp_path / "plain", "--ep-size", "2", "--eval-ratio", "0.1")
@@ -301,7 +301,7 @@ def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, 
         assert one["text"] == tokenizer.decode(out[0, tokens.shape[1] :])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -327,7 +327,7 @@ def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp
     assert all([sum(layer) for layer in line["expert_tokens"]] == [2 * line["tokens"]] * 2 for line in logged)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_preview_trains_and_writes_nothing(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = ["--model", tiny_model, "--dataset", chats, "--output-dir", out, "--packing", "--preview"]

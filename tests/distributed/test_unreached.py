@@ -34,7 +34,8 @@ def expected(name: str) -> Figures:
     return reference(case_of(name), seed=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("topology", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, name: str, topology: Topology) -> None:

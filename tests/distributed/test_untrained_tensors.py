@@ -44,7 +44,7 @@ def lines_about(names: Any, told: str) -> list[str]:
     return [line for line in told.splitlines() if any(line.startswith(f"{name}:") for name in names)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_multimodal_model(
     ranks: RankPool,
     tiny_data: Path,
@@ -118,7 +118,7 @@ def test_a_multimodal_model(
     assert (tmp_path / "as-trained" / "config.json").read_text() == (out / "hf" / "config.json").read_text()
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_layers_beyond_the_last_from_shards(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +138,7 @@ def test_layers_beyond_the_last_from_shards(
     assert_same_bits(read(out / "hf"), beyond)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_adapter_merged(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     untrained = save_multimodal(model)

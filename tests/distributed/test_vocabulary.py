@@ -162,7 +162,7 @@ def test_as_in_one_process(ranks: RankPool) -> None:
         ranks.run(_compare, size, [problem for problem in QUICK if problem.size == size])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_as_in_one_process_at_length(ranks: RankPool, size: int) -> None:
     ranks.run(_compare, size, [problem for problem in REST if problem.size == size])
@@ -187,7 +187,7 @@ def _compare(problems: Sequence[Problem], in_kernels: bool = False) -> None:
             assert not any(tensor.any() for tensor in found)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks: RankPool, size: int) -> None:
     ranks.run(_compare_bf16, size)
 
@@ -298,7 +298,7 @@ def test_shapes_without_ranks() -> None:
     assert [gradient.shape for gradient in gradients] == [(2, 6, WIDTH), (VOCABULARY // 4, WIDTH)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_as_torch_does_it(ranks: RankPool, size: int) -> None:
     """Its `loss_parallel`, which holds all logits of a rank's part of the vocabulary at once."""
@@ -410,7 +410,6 @@ def assert_parts(
 MODELS: dict[str, Any] = {"no bias": tiny_mixtral, "bias": head_with_bias}
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize(("world_size", "tp_size"), [(4, 2), (2, 2), (4, 4)])
 def test_in_a_model(ranks: RankPool, world_size: int, tp_size: int, which: str) -> None:
@@ -493,7 +492,7 @@ def test_what_is_divided(which: str) -> None:
     assert found.head == ("head divided" in said)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scaled_logits, capped_logits])
 def test_logits_that_are_worked_on_are_not_divided(make: Any) -> None:
     model = build_model(make().config)

@@ -68,7 +68,7 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
     return before.all, step.all
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, name: str) -> None:
     topology, settings = LAYOUTS[name]

@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[Topology, dict[str, Any]]] = {
 CASES = [("mixtral", way) for way in WAYS] + [("gpt_oss", way) for way in ("ep", "dp", "dp and ep")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("family", "way"), CASES)
 def test_bits_are_those_of_an_ordinary_backward(ranks: RankPool, tmp_path: Path, family: str, way: str) -> None:
     topology, settings = WAYS[way]

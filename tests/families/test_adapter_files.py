@@ -91,7 +91,8 @@ def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> T
     return logits
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "form"), [*((name, "per-expert") for name in PER_EXPERT), *((name, "packed") for name in MODELS)]
 )
@@ -159,7 +160,7 @@ def logits_of_class(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("name", WHOLE)
 def test_peft_loads_it_onto_the_named_class(
@@ -190,7 +191,7 @@ def test_peft_loads_it_onto_the_named_class(
     assert relative_error(logits_of_class(whole_model(tmp_path / "merged")), want) < 1e-5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PER_EXPERT)
 def test_merged_bits(
     ranks: RankPool,
@@ -240,7 +241,7 @@ def differing(base: dict[str, Tensor], merged: dict[str, Tensor], adapter: dict[
     return wrong
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", MODELS)
 def test_goes_on_from_what_peft_made(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str
@@ -268,7 +269,7 @@ def test_goes_on_from_what_peft_made(
     assert 1e-4 < relative_error(logits_by_peft(models[name], further / "adapter"), want) < 1
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_inspect(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,7 +281,7 @@ def test_inspect(
     assert "experts.7.w3.lora_B.weight" in said
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_verify(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,7 +365,7 @@ def test_an_adapter_begins_a_pipeline(
     assert checkpoints_main(["verify", str(adapter), str(tmp_path / "new" / "adapter")]) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_an_adapter_says_what_is_adapted(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str

@@ -43,7 +43,7 @@ def trained(*arguments: Any) -> dict[str, torch.Tensor]:
     return adapter
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_runs_end_alike(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str
@@ -67,7 +67,7 @@ def test_resumed_runs_end_alike(
     assert all("lora_" in name for name in of_model)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_what_does_not_belong_together_is_refused(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_what_does_not_belong_together_is_refused(
     )[0][1]  # fmt: skip
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     "flags",
     [

@@ -70,7 +70,7 @@ def expected(name: str) -> LoraFigures:
     return reference(Case(samples=SAMPLES, **{k: v for k, v in CASES[name].items() if k != "kernel"}))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "topology", "more"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
 def test_equals_one_process(
     ranks: RankPool, tmp_path: Path, name: str, topology: Topology, more: dict[str, Any]
@@ -98,7 +98,7 @@ def test_equals_one_process(
     assert any("w2_lora_B" in name and weight.any() for name, weight in want.weights.items())
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("topology", [Topology(1, 1), Topology(4, 2)], ids=str)
 def test_dropout_is_the_same_in_two_runs(ranks: RankPool, tmp_path: Path, topology: Topology) -> None:
     dropping: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.5}

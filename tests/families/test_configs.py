@@ -39,11 +39,7 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "down_proj")]
 
 
-def test_families_are_found() -> None:
-    assert len(FAMILIES) >= 45  # transformers 5.17 has 46
-    assert len(set(FAMILIES)) == len(FAMILIES)
-
-
+@pytest.mark.sample(7)
 @every_family
 def test_config_is_small(family: str) -> None:
     config = tiny_config(family)
@@ -60,6 +56,7 @@ def test_config_is_small(family: str) -> None:
         assert 0 <= getattr(text, name) < text.vocab_size
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("family", [family for family in SHRUNK if family not in UNSUPPORTED])
 def test_model_trains_without_chance(family: str) -> None:
     model = tiny_model(family, seed=0).train()

@@ -64,7 +64,7 @@ ROTARY = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
     """A sample per row, and several; test_packing.py verifies which families refuse packed samples."""
@@ -76,8 +76,7 @@ def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
 CHOOSING = [family for family in FAMILIES if few_choices(family)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CHOOSING)
 def test_layers_that_choose_tokens(ranks: RankPool, family: str) -> None:
     """Fewer than sequences have: the choice is to come about in complete sequences, and to be a mask for attention."""
@@ -87,7 +86,7 @@ def test_layers_that_choose_tokens(ranks: RankPool, family: str) -> None:
         _compare(ranks, family, [PACKED], packing=True, changes=changes)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_rows_that_do_not_come_out_even(ranks: RankPool, rows: int) -> None:
     """Fewer than ranks, each of which computes one, or more, of which some ranks compute one more than others."""
@@ -106,7 +105,7 @@ BY_HEADS = {
 
 
 @pytest.mark.skipif(is_older(), reason="which functions transformers has depends on its release")
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_HEADS)
 def test_what_is_split_by_heads_is_found_by_trying(name: str) -> None:
     """And said, with what it costs where it is not."""
@@ -132,7 +131,7 @@ def test_heads_that_do_not_divide_are_not_split() -> None:
     assert not any(found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("sharers", [2, 4])
 def test_one_row_by_heads(ranks: RankPool, sharers: int) -> None:
     """Of ranks, each has more positions than a convolution reaches."""
@@ -167,7 +166,7 @@ TRAINED: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
 """A parallel layout, what its model is trained with, and settings of the run."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name"), list(zip(["qwen3_next", "qwen3_5_moe", "qwen3_next"], TRAINED, strict=True))
 )
@@ -191,7 +190,7 @@ RUNS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """Trained, evaluated and asked: the same on 2 ranks and on 4 that share sequences by twos."""
@@ -216,7 +215,7 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> N
     assert answers["generations"] == expected["generations"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True], ids=["one row", "packed"])
 def test_compiled(ranks: RankPool, packing: bool) -> None:
     """What is given complete sequences is not compiled, norms are; bit for bit the same."""

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 4, "hybrid")], ids=str)
 @pytest.mark.parametrize("family", SAVE)
 def test_ranks_read_what_transformers_dequantizes(
@@ -65,7 +65,7 @@ def _logits(path: Path, topology: Topology, family: str) -> tuple[torch.Tensor, 
     return logits, in_full(dict(model.named_parameters()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SAVE)
 def test_trained_and_exported(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str
@@ -88,7 +88,7 @@ def test_trained_and_exported(
     torch.testing.assert_close(sharded, exported(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"), [("deepseek_v3", ["--ep-size", "4"]), ("gpt_oss", ["--ep-size", "2", "--pp-size", "2"])]
 )
@@ -151,7 +151,7 @@ def _told_by_main(argv: list[str]) -> tuple[int, str]:
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
     """LoRA beside a base in FP8: merged, then quantized; what has no adapter is the base's."""
     source = models["deepseek_v3"]
@@ -172,7 +172,7 @@ def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: 
         assert torch.equal(tensor.view(torch.uint8), base[name].view(torch.uint8)) == ("o_proj" not in name), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_refused_before_training(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
     """An encoding that can be read, and has no published encoder."""
     source = tmp_path / "model"

@@ -57,11 +57,7 @@ larger numbers that cancel."""
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=290)
 
 
-def test_all_but_few_are_supported() -> None:
-    assert len(FAMILIES) >= 45
-
-
-@pytest.mark.complete
+@pytest.mark.release
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m expertmesh.moe families`, of some."""
     known = sorted(UNSUPPORTED.keys() & set(causal_families()))
@@ -74,8 +70,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
 
 
-@pytest.mark.one_in(10)
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family)

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS, load_model
-from tests.tiers import REPRESENTATIVES, diagonal, two_diagonals
+from tests.tiers import REPRESENTATIVES, two_diagonals
 from tests.tiny import relative_error, save_tokenizer
 
 PAIR = Topology(2, 2)
@@ -214,13 +215,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(27)
 @pytest.mark.parametrize(
     ("feature", "family"),
     [
         cell
-        for cell in diagonal(FEATURES, REPRESENTATIVES)
-        if cell.values[0] in OF_LAYERS or cell.values in two_diagonals(list(FEATURES), REPRESENTATIVES)
+        for cell in product(FEATURES, REPRESENTATIVES)
+        if cell[0] in OF_LAYERS or cell in two_diagonals(list(FEATURES), REPRESENTATIVES)
     ],
 )
 def test_feature(

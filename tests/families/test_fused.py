@@ -31,7 +31,7 @@ NO_ROTATION = {
 """Families of which nothing is rotated by kernels."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(6)
 @interpreted
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:

@@ -96,7 +96,7 @@ def their_choices(path: Path) -> list[Tensor]:
     return choices(experts, lambda: model.train()(**arguments))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize(
     ("family", "how"),
     [(family, "fp32 masters") for family in FAMILIES if family not in FAILING]
@@ -122,7 +122,7 @@ def test_choices(ranks: RankPool, tmp_path: Path, family: str, how: str) -> None
     assert max(different) <= NOISE, different
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "is_divided", "how"),
     [(family, False, how) for family in ("deepseek_v4", "ernie4_5_moe", "hy_v4") for how in HOW]

@@ -31,7 +31,7 @@ BESIDE = [family for family in FAMILIES if family not in MODEL_FOR_CAUSAL_LM_MAP
 COUNTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|num_experts_per_tok")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_class_with_experts_is_found() -> None:
     """By the settings of its default config, and not by its code: none is passed over in silence."""
     known, passed_over = set(causal_families()), []
@@ -54,6 +54,7 @@ def test_many_are_supported() -> None:
     assert UNSUPPORTED.keys().isdisjoint(BESIDE)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", BESIDE)
 def test_towers_hold_no_memory(family: str) -> None:
     """All that text passes is trained, with its names in the complete class, and nothing else."""
@@ -100,7 +101,7 @@ def test_wrappers_of_any_language_model(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, original[name]) for name, tensor in written.items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("ernie4_5_vl_moe", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("ernie4_5_vl_moe", marks=pytest.mark.slow)])
 def test_inspect_says_what_a_tower_lacks(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     assert checkpoints_main(["inspect", str(tmp_path), "--check"]) == 0

@@ -46,7 +46,7 @@ REFUSED = {"mistral_large4": "do not run with packed samples"}
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone(family: str) -> None:
     """A family that an older transformers has, and that cannot be packed there, is refused."""
@@ -66,6 +66,7 @@ def test_packed_equals_alone(family: str) -> None:
         assert abs(leaking - alone) > LEAK * alone, attention
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_choose_tokens(family: str) -> None:
     """Each sample's own, by fewer choices than it has tokens."""
@@ -205,6 +206,7 @@ def test_sdpa_would_leave_out_sinks(family: str) -> None:
         build_model(config, "sdpa")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", [*SINKS, "afmoe", "gemma4_text"])
 def test_answers(family: str) -> None:
     """With windows, most with sinks too: prompts of two lengths, padded in front, and what is kept of keys, values."""

@@ -79,7 +79,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("family", "name"), two_diagonals(FAMILIES, list(CASES)))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights. Each family's layers are tested on several
@@ -105,7 +105,7 @@ def compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, tol
     assert not wrong, wrong
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """The same loss and gradients, whether samples have a row each or share one."""
@@ -135,7 +135,8 @@ SPLIT_PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
 STATEFUL = ["qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "name"), [*zip(cycle(STATEFUL), PACKED, strict=False), *product(STATEFUL, SPLIT_PACKED)]
 )

@@ -61,7 +61,7 @@ def _expected(family: str, balance: float) -> Figures:
     return reference(replace(case_of(family, "pp 2"), balance=balance), seed=1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "name"), two_diagonals(REPRESENTATIVES, list(CASES)))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights. What stages send one another is alike in all

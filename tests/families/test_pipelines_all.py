@@ -18,7 +18,7 @@ from tests.families.configs import TEXT_IDS, skip_if_older, tiny_model
 from tests.families.test_families import FAMILIES, SAMPLES, TOLERANCE, compare, gradients_of
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_every_cut(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Two micro-batches in flight, in three stages: most of these models have three layers, so that each boundary
@@ -34,8 +34,7 @@ def test_at_every_cut(ranks: RankPool, tmp_path: Path, family: str) -> None:
     compare(our_grads, grads, str(topology), tolerance=2 * TOLERANCE)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("index_topk", [2, 20])
 @pytest.mark.parametrize("layout", [{}, {"cp_size": 2}, {"tp_size": 2}], ids=str)

@@ -1,6 +1,6 @@
 """LoRA beside quantized weights, of every family, against its own class computing with the dequantized numbers."""
 
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,18 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples
 from tests.families.lora import reference
 from tests.families.test_families import CANCELLED, FAMILIES, TOLERANCE
-from tests.tiers import REPRESENTATIVES, diagonal
+from tests.tiers import REPRESENTATIVES
 from tests.tiny import relative_error
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=290)
 TOPOLOGIES = {"fp8": Topology(2, 2), "nf4": Topology(1, 1)}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *diagonal(REPRESENTATIVES, TOPOLOGIES),
+        *product(REPRESENTATIVES, TOPOLOGIES),
         *zip([family for family in FAMILIES if family not in REPRESENTATIVES], cycle(TOPOLOGIES), strict=False),
     ],
 )

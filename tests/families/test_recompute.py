@@ -49,7 +49,7 @@ def gradients(model: Any) -> tuple[Counter[str], Counter[str], dict[str, Tensor]
     return forward.number, backward.number, grads
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_chosen_or_attended_to_twice(family: str) -> None:
     config = tiny_config(family)

@@ -68,7 +68,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers_beyond_the_old_positions(ranks: RankPool, tmp_path: Path, case: str) -> None:
     family, text, parameters, positions = CASES[case]
@@ -158,7 +159,7 @@ def stretched(path: Path) -> tuple[Any, Any, int]:
     return parameters["rope_type"], parameters.get("factor"), config["max_position_embeddings"]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_what_a_run_writes(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Export and training checkpoints have it, and --resume asks for the same."""
     flags = ["--save-steps", 1, "--rope-scaling"]
@@ -174,7 +175,7 @@ def test_what_a_run_writes(ranks: RankPool, model: Path, tiny_data: Path, tmp_pa
     assert stretched(tmp_path / "again" / "hf") == ("yarn", 4.0, 128)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_what_becomes_of_adapters(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     lora = ["--adapter", "lora", "--lora-rank", 4, "--save-steps", 0]
     assert train(ranks, 2, model, tiny_data, tmp_path / "run", *lora, "--merge", "--rope-scaling", "linear:2")[0] == 0
@@ -198,7 +199,7 @@ def first_lines(argv: list[str]) -> str:
     return " ".join(said.getvalue().split())
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "say", "response": "x" * 60}))

@@ -77,7 +77,7 @@ FROZEN: dict[str, tuple[Topology, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in FROZEN if name != "for Muon"])
 def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Losses, gradient norms and weights; what is frozen has neither gradient nor optimizer state, and stays."""
@@ -98,7 +98,7 @@ def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: s
     assert all(torch.equal(found.weights[name], want.weights[name]) for name in frozen)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_muon_leaves_frozen_matrices_alone(ranks: RankPool, tmp_path: Path) -> None:
     topology, settings = FROZEN["for Muon"]
     case = Case(samples=SAMPLES, **settings)
@@ -136,7 +136,7 @@ def reference_over_choices(model: Any, coefficient: float) -> tuple[float, float
 
 
 @pytest.mark.parametrize(
-    "family", ["ernie4_5_moe", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("minimax_m2", "laguna"))]
+    "family", ["ernie4_5_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax_m2", "laguna"))]
 )
 def test_balancing_loss_is_over_what_was_chosen(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Where a correction bias decides who is chosen: transformers counts those of the largest logits instead."""
@@ -161,7 +161,7 @@ STEPS, RATE = 6, 0.001
 BIAS = "e_score_correction_bias"
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_bias_moves_alike_on_any_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """After 6 steps every bit is the same: at (1,1), (4,2), (4,4), in one forward a step or several, with layers
     recomputed in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""

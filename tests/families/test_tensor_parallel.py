@@ -44,7 +44,8 @@ def test_most_families_have_a_plan() -> None:
     assert len(PLANNED) >= 30
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("family", PLANNED)
 def test_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family, changes=two_heads(family))
@@ -65,7 +66,8 @@ UNLIKE = {"qwen3_5_moe": 5e-5}
 """Gradients of its A_log, a sum over all tokens for each head, are 5e-6 off in one process, packed, too."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", [family for family in PLANNED if family not in REFUSED])
 def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Also where attention runs sample by sample, and the ranks of a CP group have each some of the sequences."""
@@ -81,8 +83,8 @@ def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
         compare(our_grads, grads, str(topology), UNLIKE.get(family) or TOLERANCES.get(family, TOLERANCE))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.one_in(4)
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", [family for family in PLANNED if few_choices(family) and family not in REFUSED])
 @pytest.mark.parametrize("packing", [False, True])
 def test_layers_that_choose_tokens(ranks: RankPool, tmp_path: Path, family: str, packing: bool) -> None:
@@ -110,7 +112,7 @@ def test_windows_as_wide_as_a_ranks_positions(ranks: RankPool, tmp_path: Path, p
     _compare_divided(ranks, tmp_path, case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_as_many_sequences_as_a_ranks_positions(ranks: RankPool, tmp_path: Path) -> None:
     """Under a mask that sdpa needs not, and has not, in the short sequences that the model is tried with."""
     changes = {"sliding_window": 20}
@@ -158,7 +160,8 @@ TRAINED = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("family", "layout"), product(TRAINED, LAYOUTS))
 def test_training(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights, as in one process."""
@@ -185,6 +188,7 @@ def heads(family: str) -> dict[str, Any]:
     return {} if hasattr(config, "kv_lora_rank") else {"num_key_value_heads": 4}
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PLANNED])
 def test_refused_without_a_plan(family: str) -> None:
     said = "the attention of .* cannot be divided" if family in UNDIVIDED else "transformers has no plan"

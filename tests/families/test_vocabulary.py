@@ -15,6 +15,7 @@ from tests.families.configs import VOCABULARY, tiny_config
 from tests.families.test_families import FAMILIES
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_an_embedding(family: str) -> None:
     """Whatever the family's class does with what it looks up, the sum of the parts is that, to the last bit; and no

@@ -20,8 +20,7 @@ def test_seeds(ranks: RankPool, share: int) -> None:
     _run(ranks, share, SHARES, SECONDS)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES_OF_REST))
 def test_more_seeds(ranks: RankPool, share: int) -> None:
     _run(ranks, FIRST_OF_REST + share, SHARES_OF_REST, SECONDS_OF_REST)

@@ -87,6 +87,6 @@ def adapter_files(watch: Watch, num_cases: int, source: Path, base: Path) -> Non
     fuzz(num_cases // 2, configs, lambda content: attempt(f"{content!r:.2000}", config_file, content))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_adapter_files(campaign: Callable[..., None], adapter: Path, base: Path) -> None:
     campaign(adapter_files, adapter, base)

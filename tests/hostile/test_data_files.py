@@ -250,21 +250,21 @@ def chat_templates(watch: Watch, _: int, tokenizer_directory: Path) -> None:
         watch.refuse(f"{name!r:.50}", functools.partial(set_chat_template, tokenizer, name), "--chat-template")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_data_files(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(data_files, tokenizer_directory)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_data_rows(campaign: Callable[..., None]) -> None:
     campaign(data_rows)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tokenizer_files(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(tokenizer_files, tokenizer_directory)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_chat_templates(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(chat_templates, tokenizer_directory)

@@ -76,7 +76,7 @@ def encoded_files(watch: Watch, num_cases: int, kind: str, source: Path) -> None
     fuzz(num_cases, changed_weights(original), lambda content: attempt(f"{content!r:.300}", content))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_encoded_files(campaign: Callable[..., None], encoded: dict[str, Path], kind: str) -> None:
     campaign(encoded_files, kind, encoded[kind])

@@ -108,11 +108,11 @@ def tensors_of_families(watch: Watch, num_cases: int, models: dict[str, Path]) -
         assert call().keys() == expected.keys()
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_configs_of_families(campaign: Callable[..., None], models: dict[str, Path]) -> None:
     campaign(configs_of_families, models)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_tensors_of_families(campaign: Callable[..., None], models: dict[str, Path]) -> None:
     campaign(tensors_of_families, models)

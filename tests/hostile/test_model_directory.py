@@ -180,21 +180,21 @@ def distribution_plans(watch: Watch, num_cases: int, small: Path) -> None:
     fuzz(num_cases, changed, lambda plans: attempt(f"{plans!r:.2000}", plans))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_safetensors_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(safetensors_files, small)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_index_files(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(index_files, in_parts)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_config_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(config_files, small)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_distribution_plans(campaign: Callable[..., None], small: Path) -> None:
     campaign(distribution_plans, small)

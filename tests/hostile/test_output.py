@@ -115,7 +115,7 @@ def _disappearing(argv: list[str], how: str, before_check: int) -> tuple[int, st
         RunLog.check_directory = check  # type: ignore[method-assign]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
 @pytest.mark.parametrize("before_check", [2, 4], ids=["before step 2 is logged", "before the export"])
 @pytest.mark.parametrize("save_steps", ["0", "1"])
@@ -175,7 +175,7 @@ def _without_room_for_the_tokenizer(argv: list[str]) -> tuple[int, str]:
         return run_main(argv)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("flags", "said", "left"),
     [
@@ -326,7 +326,7 @@ def test_conversion_whose_directory_goes_away(
         assert not out.exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_overwriting_clears_what_a_run_writes_and_nothing_else(
     ranks: RankPool, tmp_path: Path, arguments: list[str], tiny_data: Path
 ) -> None:

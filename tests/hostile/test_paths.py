@@ -200,7 +200,7 @@ def code_beside_weights(watch: Watch, _: int, small: Path, saved: Path) -> None:
     assert not canary.exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("table_campaign", [names_in_tables, links])
 def test_tables(
     campaign: Callable[..., None], in_parts: Path, shards: Path, saved: Path, table_campaign: Callable[..., None]
@@ -212,7 +212,6 @@ def test_hub_cache(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(hub_cache, in_parts)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("model_campaign", [things_that_are_no_files, code_beside_weights])
 def test_models(campaign: Callable[..., None], small: Path, saved: Path, model_campaign: Callable[..., None]) -> None:
     campaign(model_campaign, small, saved)

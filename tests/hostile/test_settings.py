@@ -156,7 +156,7 @@ def plans(watch: Watch, num_cases: int, small: Path) -> None:
     fuzz(num_cases, st.one_of(changed_config, changed_rates), lambda case: attempt(f"{case!r:.2000}", *case))
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_yaml_files(campaign: Callable[..., None]) -> None:
     campaign(yaml_files)
 
@@ -165,6 +165,6 @@ def test_model_names(campaign: Callable[..., None]) -> None:
     campaign(model_names)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_plans(campaign: Callable[..., None], small: Path) -> None:
     campaign(plans, small)

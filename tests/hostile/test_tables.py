@@ -225,17 +225,17 @@ def test_manifest_says_which_matrices_are_transposed(shards: Path, tmp_path: Pat
         open_readable(tmp_path / "ep2")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_manifests(campaign: Callable[..., None], shards: Path) -> None:
     campaign(manifests, shards)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_markers(campaign: Callable[..., None], saved: Path) -> None:
     campaign(markers, saved)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_damaged_shards(campaign: Callable[..., None], shards: Path) -> None:
     campaign(damaged_shards, shards)
 
@@ -244,6 +244,6 @@ def test_damaged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(damaged_states, saved)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_forged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(forged_states, saved)

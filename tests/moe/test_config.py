@@ -22,7 +22,7 @@ def test_model_type() -> None:
         check_config({}, "here")
 
 
-@pytest.mark.quick(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("family", causal_families())
 def test_every_family_has_numbers_within_bounds(family: str) -> None:
     """Also its default config, which is that of a real model."""

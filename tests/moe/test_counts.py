@@ -50,7 +50,7 @@ LENGTHS = (21, 5, 13)
 """Of samples in a packed sequence; windows are 8 tokens wide."""
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("attention", ["auto", "eager"])
 @pytest.mark.parametrize(
     ("family", "changes"),

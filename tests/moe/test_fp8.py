@@ -123,7 +123,7 @@ def test_runs_are_padded_with_zeros(counts: list[int]) -> None:
         assert torch.equal(found[:, : counts[n]], rounded(x.t(), 1) if counts[n] else found[:, :0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(5)
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)

@@ -41,7 +41,7 @@ def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, devi
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype))]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @interpreted
 @pytest.mark.parametrize(
     ("counts", "width"),

@@ -69,7 +69,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 # The interpreter cuts bf16 off where a GPU rounds: one unit in the last place.
-@pytest.mark.quick(10)
+@pytest.mark.sample(4)
 @interpreted
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], ids=str)
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)

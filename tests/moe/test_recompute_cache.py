@@ -81,7 +81,7 @@ def test_fp8(counts: list[int]) -> None:
     assert (all_of_it.products(), less.products()) == (3 * experts, 2 * experts)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("counts", [[3, 0, 130], [0, 0]], ids=str)
 def test_megablocks(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

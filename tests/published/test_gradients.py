@@ -25,8 +25,8 @@ fp32."""
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=TEXT_IDS)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.one_in(11)
+@pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """A layout is refused where the family has no plan of tensor parallelism, and otherwise in no case."""

@@ -60,7 +60,7 @@ def plans_of(capsys: pytest.CaptureFixture[str], name: str, *given: str) -> tupl
     return code, json.loads(plans), said
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, plans, said = plans_of(capsys, name)
@@ -77,7 +77,7 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["fits"] == (plan["memory"]["total"] <= 80 * 2**30)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_rehearsal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It needs as much as is planned."""

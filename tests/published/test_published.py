@@ -39,7 +39,7 @@ def as_published(parameters: int, model: Any, figure: Figure) -> bool:
     return written - unit / 2 <= Decimal(parameters) / 10**9 < written + unit
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_config_makes_the_published_model(name: str) -> None:
     model, published = open_source(CONFIGS / name).build(), MODELS[name]
@@ -54,7 +54,7 @@ def test_a_published_config_makes_the_published_model(name: str) -> None:
     assert found == (by_score | {UNKNOWN} if published.has_table and not is_older() else by_score)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_what_transformers_has_under_another_type_says_so(tmp_path: Path) -> None:
     """Kimi-K2: what the message advises makes the model of its card, 1 trillion parameters and 32 billion active."""
     source = open_source(CONFIGS / "kimi-k2")

@@ -45,7 +45,7 @@ def tensors_of(published: Published, num_experts: int) -> Iterator[tuple[str, tu
                 yield f"{name}_scale_inv", tuple(-(-size // 128) for size in shape), "F32", is_trained
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TENSORS)
 def test_published_tensors_map_without_a_rest(name: str, tmp_path: Path) -> None:
     published = TENSORS[name]

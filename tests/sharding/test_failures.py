@@ -139,7 +139,7 @@ def _reduce_on_a_gpu() -> None:
     end_process_group()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
     assert ranks.run(_gather_over_ep, 4) == ["all_gather over ep of Float [2]"] * 4
 

@@ -197,7 +197,7 @@ def test_beside_gemms_nccl_has_few_blocks(topology: Topology, overlaps: bool, mo
     assert len({id(options) for options in found}) == len(found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_its_time_limit_and_its_name(ranks: RankPool) -> None:
     for topology in (Topology(4, 4), Topology(4, 2, "hybrid"), Topology(4, 2)):
         # a group of its own where FSDP uses that of ep, too

@@ -41,7 +41,7 @@ def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[
     return calls(rehearse(config, model_config, world_size, rank).step.events)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("world_size", MEMBERS)
 def test_members_of_a_group_call_in_the_same_order(world_size: int, checkpointing: Checkpointing) -> None:

@@ -35,7 +35,7 @@ def scheduled(run: PlannedRun, schedule: Any) -> PlannedRun:
     return replace(run, setting=replace(run.setting, schedule=schedule))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     """With checkpointing what waits for its weight gradients is more than what is in flight."""
@@ -67,7 +67,7 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     assert (chosen.run.setting.schedule, chosen.why) == ("zero-bubble", "as asked")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("flags", "can_queue"),
     [({"adapter": "lora", "lora_rank": 4}, True), ({}, False)],
@@ -150,7 +150,7 @@ def test_stages_of_a_rank_are_balanced_against_one_another() -> None:
     assert (len(found[3]), len(found[7])) == (1, 1)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_dear_head_leaves_its_stage_fewer_layers() -> None:
     """Layers of two kinds, and a head that takes as long as two layers: by seconds, not by operations."""
     run = run_of(4, {"vocab_size": 16384, "num_hidden_layers": 12}, pp_size=4)
@@ -170,7 +170,7 @@ def test_a_dear_head_leaves_its_stage_fewer_layers() -> None:
     assert balanced(asked, *cluster, PLENTY)[0] is asked
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_first_stage_that_would_not_fit_gets_fewer_layers() -> None:
     """It keeps the most micro-batches in flight."""
     run = run_of(4, {"num_hidden_layers": 12, "hidden_size": 256}, pp_size=4, max_seq_length=512)
@@ -192,13 +192,13 @@ def test_a_first_stage_that_would_not_fit_gets_fewer_layers() -> None:
     assert step_time(between, SLOW, 8).total <= step_time(by_memory, SLOW, 8).total
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_on_a_cpu_stages_do_not_depend_on_what_is_free() -> None:
     run = tiny_run(4, {"pp_size": 4, "gradient_accumulation_steps": 8}, EIGHT_LAYERS, "cpu")
     assert balanced(run, CPU, 4, 0.0)[0].setting == balanced(run, CPU, 4, PLENTY)[0].setting
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_plan_and_dry_run_have_the_stages_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the same figures: what `plan` launches is what it has forecast, and what a dry run of that command runs, and
     of one that leaves it open."""

@@ -55,7 +55,7 @@ def config_file() -> Path:
     return CONFIGS / "mixtral-8x7b" / "config.json"
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--micro-batch", "2"]) == 0
     out = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_sizes_that_cannot_be_measured_are_left_out(
     assert "too long" in capsys.readouterr().err
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_advice_has_been_tried(shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where nothing fits, each way that is named fits when it is taken."""
     common = ["--model", str(shallow), *ALONE]
@@ -228,7 +228,7 @@ def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nor does it fit with any of: --optim adamw_torch_8bit, --optim adamw_bf16, --adapter lora" in out
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
@@ -245,7 +245,7 @@ def test_16_bytes_a_parameter_need_more_than_8_gpus(
         assert plan["fits"] == (memory["total"] <= 80 * 2**30)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -256,7 +256,7 @@ def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--optim" not in out.split("nothing fits")[1], "which takes more than 40 GiB all the same"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "rate", "precision", "command"),
     [
@@ -299,7 +299,7 @@ def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dic
     return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Chunked overlap applies where tokens are sent, and GEMM outputs are kept where checkpointing is selective; what
     is recommended says all of it."""
@@ -318,7 +318,7 @@ def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pyte
         assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_plan_with_shared_rows_and_inputs_in_host_memory(
     config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +338,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         assert any(name.startswith("all-to-all, heads") for name in plan["bytes_a_step"]), plan["bytes_a_step"].keys()
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is measured, those that the model cannot have are left out, and the launch line says which is best."""
     common = ["plan", "--model", str(shallow), "--gpus", "16", "--global-batch-size", "64", "--pp-size", "1"]
@@ -361,7 +361,7 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
     assert "gathers of activations" in told.out
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_tensor_parallelism_is_tried_with_one_sequence(
     shallow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +383,7 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     assert {plan["tp"] for plan in told("--micro-batch", "2")} == {1}
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_tensor_parallelism_that_a_model_cannot_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +401,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     assert "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to" in capsys.readouterr().err
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -532,7 +532,7 @@ def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
     tiny_config(family).save_pretrained(tmp_path)
@@ -600,7 +600,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
     return terminal.lines
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"]], ids=" ".join)
 def test_plan_fits_the_terminal(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
@@ -625,7 +625,7 @@ def test_plan_fits_the_terminal(
         assert is_whole == (width >= 200), width
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_columns_that_are_the_same_in_all_rows_are_told_once(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,7 +681,7 @@ def measure_groups(topology: Topology) -> tuple[list[GroupSpeed], Any]:
     return speeds, measured_hardware(speeds, 2, device)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(measure_groups, 4, Topology(4, 2, "full", 4))
     for speeds, _ in results:
@@ -700,14 +700,14 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     assert load_measured(tmp_path / "rates.json") == hardware
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4, cp_size=2, tp_size=2))[0]
     found = {(speed.name, speed.ranks) for speed in speeds}
     assert found >= {("tp", (0, 1)), ("tp", (2, 3)), ("cp", (0, 2)), ("cp", (1, 3))}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) -> None:
     """Those of each stage, and of the ranks that pass micro-batches on to one another."""
@@ -717,7 +717,7 @@ def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) 
     assert {(speed.name, speed.ranks) for speed in speeds} == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_check_measures_inside_nodes_where_every_group_spans_them(ranks: RankPool) -> None:
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4))[0]
     assert {(speed.name, speed.ranks) for speed in speeds} == {
@@ -739,7 +739,7 @@ def test_check_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--check runs under torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it would in training: decays, buffers in fp32, are multiplied with activations in bf16."""
     skip_if_older("trains this model in bf16")
@@ -752,7 +752,7 @@ def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*plan, "--fp32"]) == 0
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_model_that_asks_how_many_tokens_a_mask_shows(tmp_path: Path) -> None:
     """All of them, for the forecast: the most that it could be."""
     tiny_config("qwen4_exp").save_pretrained(tmp_path)

@@ -175,7 +175,7 @@ def test_slower_links_cost_time(ep_size: int) -> None:
         assert 0 <= time.exposed <= time.sharding
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_uneven_experts_cost_time_only_where_rows_travel() -> None:
     def matrices(ep_size: int, imbalance: float) -> float:
         flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1}

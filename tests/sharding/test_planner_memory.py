@@ -49,7 +49,7 @@ def measure_lasting(world_size: int, flags: dict[str, Any], sizes: dict[str, Any
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("world_size", "flags", "sizes"),
     [
@@ -99,7 +99,7 @@ def measure_gathered(flags: dict[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", [{"ep_size": 2}, {"ep_size": 2, "bf16": True}], ids=["fp32", "bf16"])
 def test_gathered_parameters(ranks: RankPool, flags: dict[str, Any]) -> None:
     units = tiny_run(4, flags, ODD_SIZES).units
@@ -119,7 +119,7 @@ def plain_model(flags: dict[str, Any]) -> Any:
     return model.train()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_activations(mode: str) -> None:
     """What is allocated once forward is done: what layers keep, and what is around them."""

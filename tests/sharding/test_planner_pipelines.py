@@ -43,7 +43,7 @@ def run_of(world_size: int, sizes: dict[str, Any] | None = None, **flags: Any) -
     return tiny_run(world_size, settings, EIGHT_LAYERS | (sizes or {}), "cuda")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 2)])
 def test_each_rank_holds_what_it_does_in_a_run(tied: bool, pp: int, chunks: int) -> None:
@@ -60,7 +60,7 @@ def test_each_rank_holds_what_it_does_in_a_run(tied: bool, pp: int, chunks: int)
     assert len(shared) == tied
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_stages_together_compute_what_one_rank_does() -> None:
     def computed(acts: tuple[Act, ...] | list[Act]) -> list[tuple[int, str, bool]]:
         return [(act.layer, str(act.span), act.is_backward) for act in acts if act.layer is not None]
@@ -74,7 +74,7 @@ def test_stages_together_compute_what_one_rank_does() -> None:
         assert computed(forward + backward) == computed(whole.acts)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_fullest_rank_is_found(schedule: str) -> None:
     """Of ranks with the same layers the first has the most in flight, and the last the most that waits for its weight
@@ -99,7 +99,7 @@ def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, mic
     assert found == [*pipeline_seconds(setting, [costs]), *pipeline_seconds(setting, [slower])]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (4, 2)])
 def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     run = run_of(pp, {"vocab_size": 16}, pp_size=pp, pipeline_chunks=chunks)
@@ -132,7 +132,7 @@ def test_without_a_pipeline_nothing_waits() -> None:
     assert not [traffic for traffic in step_traffic(run) if traffic.group == "pp"]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_memory_grows_with_the_micro_batches_in_flight() -> None:
     def activations(micro_batches: int, **flags: Any) -> float:
         return peak(run_of(4, pp_size=4, gradient_accumulation_steps=micro_batches, **flags)).memory.activations
@@ -170,7 +170,7 @@ def tiny_search(tried: Tried, between: float, accumulation: int = 16) -> list[Se
     return [plan.setting for plan in plans]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_slow_network_asks_for_a_pipeline() -> None:
     assert tiny_search(Tried((1,), pp_size=None, chunks=1), between=1e6)[0].pp_size == 2
     tried = tiny_search(Tried((1,), pp_size=None), between=1e12)

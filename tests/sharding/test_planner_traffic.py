@@ -30,7 +30,7 @@ def count(world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> dict
     return dict(counted.sent)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(19)
 @pytest.mark.parametrize(
     ("world_size", "flags", "sizes"),
     [
@@ -58,7 +58,8 @@ def test_bytes_are_exact(ranks: RankPool, world_size: int, flags: dict[str, Any]
         assert {kind: n for kind, n in sent.items() if n} == pytest.approx(expected, abs=2, rel=0)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

@@ -56,7 +56,7 @@ print(mallinfo2().hblks - before)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 @pytest.mark.parametrize(("how", "own_pages"), [("settled", 1), ("as it is", 0)])
 def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
@@ -89,7 +89,7 @@ libc.fflush(None)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 @pytest.mark.parametrize(("how", "least", "most"), [("settled", 1, 2), ("as it is", 6, 1000)])
 def test_threads_that_come_and_go_share_few_heaps(how: str, least: int, most: int) -> None:
@@ -227,7 +227,7 @@ os.read(begun[0], 1)  # until the rank has ended, too
 """
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

@@ -62,7 +62,7 @@ def generate(number: int) -> list[Setting]:
 GENERATED = generate(500)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_generated_schedules_never_deadlock() -> None:
     """And have each action once, in the micro-batches' order, and are received in the order in which they are sent."""
     for setting in GENERATED:
@@ -198,7 +198,7 @@ def test_bubble_is_that_of_the_papers(pp_size: int, micro_batches: int) -> None:
         assert bubble("interleaved", pp_size, 3, micro_batches) == pytest.approx(after / (3 * work + after))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("of_weights", [1.0, 0.7, 0.3, 0.05])
 def test_zero_bubble_takes_no_longer(of_weights: float) -> None:
     """However much of a backward can wait."""

@@ -96,7 +96,8 @@ DRY_RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_every_module_that_calls_operators_is_listed_on_a_gpu(name: str) -> None:
     family, world_size, flags = DRY_RUNS[name]
@@ -117,7 +118,7 @@ REAL_RUNS: dict[str, tuple[Topology, Case]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_every_module_that_calls_operators_is_listed_on_a_cpu(ranks: RankPool, tmp_path: Path, name: str) -> None:
     save_model(tmp_path)

@@ -414,7 +414,7 @@ def test_all_are_expected() -> None:
     assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
 
 
-@pytest.mark.quick(80)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
 @pytest.mark.parametrize(("name", "conversation"), EXPECTED)
 def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
@@ -515,7 +515,7 @@ def random_conversation(
     return turns
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 @pytest.mark.parametrize("word", ["assistant", "<|im_end|"])
 def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, word: str) -> None:
@@ -567,7 +567,7 @@ def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
         return None
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans that are taken over from messages of the same kind are those that each message shows by itself."""
@@ -589,7 +589,7 @@ def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch
     assert take_over.called
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str) -> None:
     tokenizer, counts = with_template(tmp_path, name), []

@@ -54,7 +54,7 @@ def gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "graphs"), [("sdpa", 2), (OWN, 1)])
 def test_graphs_of_many_lengths(attention: str, graphs: int) -> None:
     """Twenty lengths of rows, one graph for all norms and one for all attentions; the same gradients as without."""
@@ -69,7 +69,7 @@ def test_graphs_of_many_lengths(attention: str, graphs: int) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_evaluation_compiles_nothing() -> None:
     model = built("sdpa", compiled=True)
     gradients(model, batch_of(7, 9))
@@ -78,7 +78,7 @@ def test_evaluation_compiles_nothing() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "tp_size", "said"),
     [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from expertmesh.training.data.samples import (
 )
 from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.inputs import Inputs, _read_samples
-from tests.tiers import diagonal
 
 OPTIONS = DataOptions(max_seq_length=512)
 PLAIN = replace(OPTIONS, prompt_template="{prompt}\\n")
@@ -203,8 +203,8 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.quick(9)
-@pytest.mark.parametrize(("name", "kind"), diagonal(FORMATS, ["json", "jsonl", "parquet", "directory"]))
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(("name", "kind"), product(FORMATS, ["json", "jsonl", "parquet", "directory"]))
 def test_formats(tmp_path: Path, tokenizer: Any, name: str, kind: str) -> None:
     row, expected = FORMATS[name]
     file = tmp_path / f"data.{kind}"
@@ -423,8 +423,8 @@ def read_texts(tokenizer: Any, samples: Samples) -> list[str]:
     return [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize(("name", "parent"), diagonal(LAYOUTS, ["plain", "test [1] x", "train"]))
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("name", "parent"), product(LAYOUTS, ["plain", "test [1] x", "train"]))
 def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent: str) -> None:
     """Each split holds its own files alone, whatever the folder above is called."""
     directory = lay_out(tmp_path / parent, LAYOUTS[name])
@@ -922,7 +922,7 @@ def adding(tokenizer: Any, template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>"])
 @pytest.mark.parametrize(
     ("row", "prompt_template", "bare", "with_bos"),
@@ -977,7 +977,7 @@ def test_plain_prompts_have_no_place_for_more(tmp_path: Path, tokenizer: Any) ->
 ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rows", "template", "eos", "endless"),
     [
@@ -1256,7 +1256,7 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
     return json.dumps({"messages": [{"role": "assistant", "tool_calls": calls, **more}]}).encode()
 
 
-@pytest.mark.quick(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("content", "said"),
     [

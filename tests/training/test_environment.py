@@ -48,7 +48,7 @@ def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
     return facts
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_facts_of_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(facts_of_a_rank, 2, tmp_path)
     assert first == second == json.loads((tmp_path / "environment.json").read_text())

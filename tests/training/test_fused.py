@@ -92,7 +92,7 @@ def test_what_is_no_norm_is_left() -> None:
     assert all("forward" not in vars(module) for module in modules)
 
 
-@pytest.mark.quick(16)
+@pytest.mark.sample(4)
 @interpreted
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
@@ -198,7 +198,7 @@ def test_what_is_no_rotation_is_left() -> None:
     assert try_rotary(lambda hidden, position_ids, cos: hidden) is None
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(8)
 @interpreted
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)

@@ -176,7 +176,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 @pytest.mark.parametrize("which", MODELS)
 def test_head_in_a_model(kind: str, which: str) -> None:
@@ -239,7 +239,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkpointing) -> None:
@@ -248,7 +249,7 @@ def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkp
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str) -> None:
     nothing_to_learn = [Sample.of_prompt(sample.tokens, len(sample.tokens)) for sample in SAMPLES[1:4]]

@@ -122,7 +122,7 @@ def _content_of(report: Path) -> bytes:
     return re.sub(rb'"written":"[^"]*"', b"", report.read_bytes())
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_report_of_what_the_run_remembers(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """The page is that of the file at every evaluation, of a resumed run too, and no evaluation reads the file."""
     argv = [

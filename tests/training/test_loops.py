@@ -31,9 +31,8 @@ def figures(part: Measured) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.release
 # lengths that end within a chunk, or a round of the short lengths
-@pytest.mark.complete
 @pytest.mark.parametrize(("family", "length", "rows"), [("qwen3_next", 700, 1), ("jamba", 43, 2)])
 @pytest.mark.parametrize("checkpointing", ["selective", "none"])
 def test_a_loop_is_told_as_it_is(family: str, length: int, rows: int, checkpointing: str) -> None:

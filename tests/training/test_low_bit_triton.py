@@ -90,7 +90,7 @@ def test_8bit_is_torchs(monkeypatch: pytest.MonkeyPatch, size: tuple[int, ...]) 
     assert_equal(*both(monkeypatch, torch.randn(size), gradients(size), EXACT))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.sample(3)
 @interpreted
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("size", "first_row", "number"), BF16_CASES)

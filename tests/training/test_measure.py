@@ -80,7 +80,8 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     family, world_size, flags = SETTINGS[name]
@@ -94,7 +95,8 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     assert sum(each.size for each in communicators(run)) == sum(each.size for each in recorded)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", [(3, {}), (1, {}), (8, {"ep_size": 4, "dense_shard": "hybrid"})], ids=str)
 @pytest.mark.parametrize("optim", ["shampoo", "muon"])
 def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> None:
@@ -114,7 +116,7 @@ def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> 
     assert sum(event.needed for event in rehearsed.step.events if event.phase == "optimizer step") == 0
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -147,7 +149,7 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
     assert time.host == pytest.approx(cost.time.host, rel=0.12)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 @pytest.mark.parametrize(
     "flags",
@@ -172,7 +174,7 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
     assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across nodes", "ep inside node"})
 
 
-@pytest.mark.complete
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world_size", "flags", "most"),
     [
@@ -201,14 +203,14 @@ def test_memory_and_time_of_a_pipeline(world_size: int, flags: dict[str, Any], m
     assert step_time(run, H100, gpus_per_node=8).total == pytest.approx(max(seconds), rel=0.05)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
     assert len(run.measured.kinds) == 1
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     """A config with heads that differ by layer refuses to be asked for them without one."""
     model_config = tiny_config("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True)
@@ -219,7 +221,7 @@ def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     rehearsed, run = both(tiny_mixtral(), 16, ep_size=4, gradient_checkpointing="full")
     found: dict[str, float] = {}
@@ -233,7 +235,7 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     assert rows == pytest.approx(found["all-to-all"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     """A region begins with an all-gather and ends with a reduce-scatter, and its backward with the other: a GPU's, not
@@ -261,7 +263,7 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     )
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_agreements_on_scales() -> None:
     """Where dense matmuls run in fp8: before o_proj's forward, and the backward of the three projections before it, a
     number for each token and for each element of the width that is not divided."""
@@ -279,7 +281,7 @@ def test_agreements_on_scales() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_activations_of_a_tensor_parallel_rank() -> None:
     """A rank has a quarter of the positions between regions, and a quarter of the heads in them; of what a region
     gathers it keeps a quarter. Its experts' weights in bf16 are none of that: they are as large."""
@@ -341,7 +343,7 @@ class _Noting(TrainConfig):
 NOTED: set[str] = set()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", ["not checkpointed", "hybrid", "LoRA beside nf4", "shared rows", "divided, and shared rows", "frozen"]
 )
@@ -356,7 +358,7 @@ def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
     assert NOTED <= cached.READ
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_rank_that_takes_its_part_of_what_is_complete() -> None:
     """Of sinks that are kept in fp32."""
     config = flags_of(ep_size=2, tp_size=2)
@@ -370,7 +372,7 @@ def test_what_is_measured_of_a_rank_that_divides_has_files_of_its_own() -> None:
     assert len(files) == 4
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}'])
 def test_a_broken_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -99,7 +99,7 @@ def run_with_little_memory(argv: list[str]) -> tuple[int, str]:
         memory.available_memory = whole
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_cannot_fit(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
     argv += ["--max-steps", "1", "--save-steps", "0", "--no-export", "--ep-size", "2"]

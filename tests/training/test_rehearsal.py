@@ -166,7 +166,7 @@ def parts(step: Rehearsed) -> dict[str, PartCost]:
     return {part.name: part for part in account(step).parts}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, model_config = step
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
@@ -174,7 +174,7 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
     assert account(rehearsed).needed == pytest.approx(formula, rel=1e-2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_step_in_fp8() -> None:
     """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
     (step, config), hardware = rehearsed("mixtral-8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
@@ -194,7 +194,7 @@ def test_a_step_in_fp8() -> None:
     assert fast.time.kernels < slow.time.kernels
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, config = step
     rows = TOKENS * config.num_experts_per_tok

@@ -62,7 +62,7 @@ def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, tables.splitlines())) <= 80
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys)
     fit, kinds = account["fit"], account["memory"]["kinds"]
@@ -76,12 +76,12 @@ def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFi
     assert account["fits"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: " in told(model, capsys, "--gpu-memory", "512MiB", code=1)
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["rehearse", "--model", model, *FLAGS, "--pp-size", "2", "--gradient-accumulation-steps", "5"]
     assert main([*command, "--ranks", "all"]) == 0
@@ -144,7 +144,7 @@ def test_every_stage_is_run_by_its_most_loaded_rank(tmp_path: Path, capsys: pyte
     assert not run("--ranks", "all", "--gpu-memory", card, code=1)[5]["fits"]
 
 
-@pytest.mark.complete
+@pytest.mark.release
 def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Their collectives have one order; what runs beside them on a GPU is not known."""
     said = told(model, capsys, "--tp-size", "2", "--cp-size", "2", "--ranks", "all", "--async-tp")
@@ -157,7 +157,7 @@ def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixt
     assert "--async-tp: not modelled" in said
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
@@ -178,7 +178,7 @@ def test_shares_of_skewed_routing() -> None:
     assert GivenRouting().among(num_experts=8, ep_size=8).shares == ()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flops = {
         samples: {
@@ -192,7 +192,7 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
     assert flops["4"]["expert GEMMs"] == flops["1"]["expert GEMMs"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys, "--offload")
     kinds, fit = account["memory"]["kinds"], account["fit"]
@@ -200,7 +200,7 @@ def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.Cap
     assert fit["tensors"] == account["memory"]["peak"] - fit["host"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inputs_of_layers_in_host_memory(model: str, capsys: pytest.CaptureFixture[str], mode: str) -> None:
     flags = ["--gradient-checkpointing", mode, "--max-seq-length", "2048"]
@@ -230,7 +230,7 @@ def test_what_fails_is_told_with_its_layer(
     assert said.count("\n") == 1
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

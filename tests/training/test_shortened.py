@@ -64,7 +64,7 @@ def hybrid() -> Any:
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_kinds_are_found_in_the_model_itself() -> None:
     assert kinds_of_layers(build_model(uniform(), "sdpa")) == [0] * 7
     assert kinds_of_layers(build_model(dense_first(), "sdpa")) == [0] * 2 + [1] * 6
@@ -150,7 +150,8 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "world_size", "flags"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )

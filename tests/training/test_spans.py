@@ -19,7 +19,7 @@ def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:
 
 
 # the second one has layers that loop over tokens
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "jamba"])
 @pytest.mark.parametrize(("checkpointing", "ep_size"), [("none", 1), ("selective", 2)])
 def test_what_lies_between_is_as_measured(family: str, checkpointing: Any, ep_size: int) -> None:

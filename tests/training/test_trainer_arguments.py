@@ -291,7 +291,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("settings", "seen"), CHANGES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
