@@ -195,6 +195,8 @@ def _work(pipe: Connection, campaign: Campaign, directory: Path, now: Any, began
     torch.set_num_threads(1)
     start_process_group(use_cpu=True, timeout_seconds=60)
     watch = Watch(directory, now, began)
+    # where what is seen of models is kept
+    watch.allow_writing(Path(os.environ["XDG_CACHE_HOME"]))
     problem = None
     with memory_limit():
         try:

@@ -123,7 +123,8 @@ def _forward(norm: Norm, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and _takes_kernel(args[0]):
         weight = None if norm.weight is None else getattr(self, norm.weight)
         if weight is None or weight.shape == args[0].shape[-1:]:
-            return FusedNorm.apply(args[0], weight, norm)
+            # a view of what the function returns, not a view that it returns: some models clamp it in place
+            return FusedNorm.apply(_in_rows(args[0]), weight, norm).view(args[0].shape)
     return type(self).forward(self, *args, **kwargs)
 
 
@@ -141,23 +142,24 @@ class FusedNorm(Function):
     """`plain_norm` by Triton's kernels; keeps x, which is there anyway, and one value per row for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor | None, norm: Norm) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor | None, norm: Norm) -> Tensor:
         from .fused_norm_triton import norm_forward
 
-        x_ND = _in_rows(x)
         out_ND, factor_N = norm_forward(x_ND, weight_D, norm.eps, norm.scale)
         ctx.save_for_backward(x_ND, weight_D, factor_N)
         ctx.scale = norm.scale
-        return out_ND.view(x.shape)
+        return out_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         from .fused_norm_triton import norm_backward
 
         x_ND, weight_D, factor_N = ctx.saved_tensors
-        d_x_ND, d_weight_D = norm_backward(_in_rows(grad), x_ND, weight_D, factor_N, ctx.scale, ctx.needs_input_grad[1])
-        return d_x_ND.view(grad.shape), d_weight_D, None
+        d_x_ND, d_weight_D = norm_backward(
+            _in_rows(grad_ND), x_ND, weight_D, factor_N, ctx.scale, ctx.needs_input_grad[1]
+        )
+        return d_x_ND, d_weight_D, None
 
 
 def _in_rows(x: Tensor) -> Tensor:
