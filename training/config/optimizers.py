@@ -175,10 +175,13 @@ EIGEN_FLOPS = 9
 Computations, section 8.3)."""
 
 
-def first_roots(settings: Mapping[str, Any]) -> int:
-    """The step with Shampoo's first preconditioner."""
-    start: int | None = settings["shampoo_start"]
-    return int(settings["shampoo_frequency"]) if start is None else start
+def first_roots(start: int | None, frequency: int) -> int:
+    """The step with Shampoo's first preconditioner.
+
+    Args:
+        start, frequency: by `--shampoo-start` and `--shampoo-frequency`.
+    """
+    return frequency if start is None else start
 
 
 def block_shapes(shape: tuple[int, int], size: int) -> Counter[tuple[int, int]]:
@@ -189,10 +192,11 @@ def block_shapes(shape: tuple[int, int], size: int) -> Counter[tuple[int, int]]:
 
 def _shampoo_state_settings(settings: Mapping[str, Any]) -> list[StateSetting]:
     """The shapes of its state depend on the one, and whether there are roots yet on the other."""
-    by_default = ", by default its --shampoo-frequency" if settings["shampoo_start"] is None else ""
+    start, frequency = settings["shampoo_start"], settings["shampoo_frequency"]
+    by_default = ", by default its --shampoo-frequency" if start is None else ""
     return [
         StateSetting("--shampoo-block-size", settings["shampoo_block_size"], ""),
-        StateSetting("--shampoo-start", first_roots(settings), by_default),
+        StateSetting("--shampoo-start", first_roots(start, frequency), by_default),
     ]
 
 

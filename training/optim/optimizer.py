@@ -178,7 +178,7 @@ def _shampoo(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOpti
         **_adam_settings(config),
         weight_decay=config.weight_decay,
         frequency=config.shampoo_frequency,
-        start=first_roots(vars(config)),
+        start=first_roots(config.shampoo_start, config.shampoo_frequency),
         block_size=config.shampoo_block_size,
     )
 
