@@ -82,18 +82,8 @@ NODE_ENTRY = DispatcherEntry(
     elsewhere=("deepep",),
 )
 
-DISPATCHER_ENTRIES: Registry[DispatcherEntry] = Registry("--dispatch", ("auto",))
+DISPATCHER_ENTRIES = Registry("--dispatch", ("auto",), (PLAIN_ENTRY, RANK_ENTRY, NODE_ENTRY))
 """All that can be asked for; `moe.dispatch.dispatcher_registry.register_dispatcher` adds to it."""
-
-for _entry in (PLAIN_ENTRY, RANK_ENTRY, NODE_ENTRY):
-    DISPATCHER_ENTRIES.register(_entry)
-
-_OURS = frozenset(DISPATCHER_ENTRIES.names())
-
-
-def has_dispatchers_from_outside() -> bool:
-    """Whether a dispatcher is registered that is not of this project, whose text no digest of our sources includes."""
-    return not _OURS.issuperset(DISPATCHER_ENTRIES.names())
 
 
 def dispatchers_of(asked: str) -> tuple[DispatcherEntry, ...]:
@@ -120,10 +110,6 @@ def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k
     entry = max(places, key=lambda each: each[1])[0] if asked == "auto" else DISPATCHER_ENTRIES.get(asked)
     has_nodes = ranks_per_node is not None and 1 < ranks_per_node < ep_size
     return entry if has_nodes or not entry.by_nodes else DISPATCHER_ENTRIES.get(entry.without_nodes)
-
-
-def choices_of_dispatch() -> tuple[str, ...]:
-    return ("auto", *DISPATCHER_ENTRIES.names())
 
 
 def help_of_dispatch() -> str:

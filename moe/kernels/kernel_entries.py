@@ -59,18 +59,8 @@ MEGABLOCKS_SPARSE_ENTRY = KernelEntry(
     recorded_as="torch-grouped",
 )
 
-KERNEL_ENTRIES: Registry[KernelEntry] = Registry("--expert-kernel", ("auto",))
+KERNEL_ENTRIES = Registry("--expert-kernel", ("auto",), (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY))
 """All that can be asked for; `moe.kernels.kernel_registry.register_expert_kernel` adds to it."""
-
-for _entry in (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY):
-    KERNEL_ENTRIES.register(_entry)
-
-_OURS = frozenset(KERNEL_ENTRIES.names())
-
-
-def has_kernels_from_outside() -> bool:
-    """Whether a kernel is registered that is not of this project, whose text no digest of our sources includes."""
-    return not _OURS.issuperset(KERNEL_ENTRIES.names())
 
 
 def kernels_that(can: Callable[[KernelEntry], bool]) -> str:
@@ -101,7 +91,7 @@ def check_beside_fp8(name: str) -> None:
 
 def help_of_kernels() -> str:
     """What `--help` says of `--expert-kernel`."""
-    return f"Expert kernel: auto, {', '.join(KERNEL_ENTRIES.names())}"
+    return f"Expert kernel: {', '.join(KERNEL_ENTRIES.choices())}"
 
 
 def table_of_kernels() -> str:

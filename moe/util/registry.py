@@ -29,12 +29,16 @@ class Registry(Generic[E]):
     Args:
         flag: whose values they are, as in `--optim`.
         beside: its values that are no entries, such as auto.
+        ours: the entries of this project.
     """
 
-    def __init__(self, flag: str, beside: Sequence[str] = ()):
+    def __init__(self, flag: str, beside: Sequence[str] = (), ours: Sequence[E] = ()):
         self.flag = flag
         self.beside = tuple(beside)
         self._entries: dict[str, E] = {}
+        for entry in ours:
+            self.register(entry)
+        self._ours = frozenset(self._entries)
 
     def register(self, entry: E) -> None:
         """Add an entry.
@@ -44,7 +48,7 @@ class Registry(Generic[E]):
                 not of its type.
         """
         check_fields(f"{self.flag} {entry.name}", entry)
-        if entry.name in (*self._entries, *self.beside):
+        if entry.name in self.choices():
             raise ValueError(f"{self.flag} {entry.name} is there already; give yours another name")
         if not re.fullmatch(r"\w[\w.-]*", entry.name):
             raise ValueError(f"{self.flag} {entry.name!r}: a name is letters, digits, dots, dashes and underscores")
@@ -60,14 +64,22 @@ class Registry(Generic[E]):
             ExpertMeshError: there is none.
         """
         if name not in self._entries:
-            raise ExpertMeshError(f"{self.flag} {name} is unknown; use {', '.join((*self.beside, *self._entries))}")
+            raise ExpertMeshError(f"{self.flag} {name} is unknown; use {', '.join(self.choices())}")
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
+    def choices(self) -> tuple[str, ...]:
+        """All values of the flag."""
+        return (*self.beside, *self._entries)
+
     def entries(self) -> tuple[E, ...]:
         return tuple(self._entries.values())
+
+    def has_entries_from_outside(self) -> bool:
+        """Whether one is registered that is not of this project, whose text no digest of our sources includes."""
+        return not self._ours.issuperset(self._entries)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

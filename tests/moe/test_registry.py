@@ -57,3 +57,13 @@ def test_what_a_test_registers_is_forgotten() -> None:
         registry.register(Fruit("plum", "as in jam", 1))
         assert registry.get("plum").seeds == 1
     assert registry.names() == ("pear", "apple")
+
+
+def test_entries_from_outside_are_told_from_ours() -> None:
+    registry = Registry("--fruit", ("auto",), (Fruit("pear", "as in belle helene", 8),))
+    assert registry.choices() == ("auto", "pear")
+    assert not registry.has_entries_from_outside()
+    with registry.restored():
+        registry.register(Fruit("apple", "as in pie", 5))
+        assert registry.has_entries_from_outside()
+    assert not registry.has_entries_from_outside()

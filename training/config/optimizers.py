@@ -324,9 +324,7 @@ SHAMPOO = OptimizerEntry(
 )
 
 OUR_OPTIMIZERS = (ADAMW_FUSED, ADAMW_8BIT, ADAMW_BF16, MUON, SHAMPOO)
-OPTIMIZERS: Registry[OptimizerEntry] = Registry("--optim")
-for _entry in OUR_OPTIMIZERS:
-    OPTIMIZERS.register(_entry)
+OPTIMIZERS = Registry("--optim", ours=OUR_OPTIMIZERS)
 
 
 def optimizers_in_words() -> str:

@@ -8,12 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from ...moe.dispatch.dispatcher_entries import (
-    DISPATCHER_ENTRIES,
-    choices_of_dispatch,
-    dispatchers_of,
-    help_of_dispatch,
-)
+from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.kernels.kernel_entries import Precision, check_beside_fp8, check_kernel_name, help_of_kernels
 from ...moe.util.errors import ExpertMeshError
@@ -315,7 +310,7 @@ class ParallelSettings:
         "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
         needs=_EP,
     )
-    dispatch: str = _flag("Parallelism", "auto", help_of_dispatch, choices=choices_of_dispatch, needs=_EP)
+    dispatch: str = _flag("Parallelism", "auto", help_of_dispatch, choices=DISPATCHER_ENTRIES.choices, needs=_EP)
     dispatch_sums: DispatchSums = _flag(
         "Parallelism",
         "same",

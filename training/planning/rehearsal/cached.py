@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ....moe.dispatch.dispatcher_entries import has_dispatchers_from_outside
+from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import ParameterCounts
-from ....moe.kernels.kernel_entries import has_kernels_from_outside
+from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
 from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.sources import sources_digest
@@ -190,8 +190,8 @@ def has_code_from_outside(config: TrainConfig) -> bool:
     layer_kinds = sys.modules.get(LAYER_KINDS_MODULE)
     return (
         has_modules_from_outside()
-        or has_kernels_from_outside()
-        or has_dispatchers_from_outside()
+        or KERNEL_ENTRIES.has_entries_from_outside()
+        or DISPATCHER_ENTRIES.has_entries_from_outside()
         or config.optimizer_entry not in OUR_OPTIMIZERS
         or config.attn_implementation not in KNOWN_ATTENTION
         or (layer_kinds is not None and layer_kinds.has_layer_kinds_from_outside())
