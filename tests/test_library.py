@@ -23,7 +23,7 @@ import transformers
 
 import expertmesh
 from expertmesh.training import evaluate as evaluation
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.data.batch import Batch
 from expertmesh.training.evaluate import Best
 from tests.families.configs import is_older
@@ -80,14 +80,38 @@ def test_manners(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def engine(tiny_model: Path) -> Any:
-    engine = expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", learning_rate=1e-3)
-    yield engine
+    yield load(tiny_model, learning_rate=1e-3)
     dist.destroy_process_group()
+
+
+def load(model: Path, **settings: Any) -> Any:
+    return expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
 
 
 def batch_of_text() -> dict[str, torch.Tensor]:
     ids = torch.arange(3, 27).view(2, 12)
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def rows_of_text() -> list[dict[str, torch.Tensor]]:
+    return [{name: tensor[0] for name, tensor in batch_of_text().items()}] * 4
+
+
+def without_targets(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"labels": torch.full_like(labels, -100)}
+
+
+def trainer_arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
+    own: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "remove_unused_columns": False}
+    return transformers.TrainingArguments(str(path), **own, **settings)
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.to_local().clone() for name, parameter in engine.model.named_parameters()}
+
+
+def assert_stays(engine: Any, before: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
 
 
 @pytest.mark.parametrize("name", [name for name in expertmesh.__all__ if not (is_older() and "register" in name)])
@@ -100,38 +124,25 @@ def test_names_are_told_and_their_examples_run(
     assert "Example:" in said
     code = re.split(r"\n\n[A-Z][a-z]+:\n", said.partition("Example:\n")[2])[0]
     code = textwrap.dedent(code.replace('"DIR"', repr(str(tiny_model))))
-    arguments = transformers.TrainingArguments(
-        "out", use_cpu=True, max_steps=1, report_to=[], save_strategy="no", remove_unused_columns=False
-    )  # fmt: skip
-    rows = [{name: tensor[0] for name, tensor in batch_of_text().items()}] * 4
     names = dict(
-        expertmesh=expertmesh, transformers=transformers, engine=engine, batch=batch_of_text(), arguments=arguments,
-        batches=[batch_of_text()] * 2, dataset=rows, collator=transformers.default_data_collator,
+        expertmesh=expertmesh, transformers=transformers, engine=engine, batch=batch_of_text(),
+        arguments=trainer_arguments(tmp_path, max_steps=1), batches=[batch_of_text()] * 2, dataset=rows_of_text(),
+        collator=transformers.default_data_collator,
     )  # fmt: skip
     exec(compile(code, f"example of {name}", "exec"), names)
 
 
 def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
     """`load` has none of its own, and what the command refuses it refuses, with the same words."""
-    from expertmesh.training.config.train_config import make_config, parse_config
-
     for setting in fields(TrainConfig):
         assert make_config({"model": "m", setting.name: getattr(engine.config, setting.name)}), setting.name
-    for settings, flags in (
-        ({"ep_size": 0}, ["--ep-size=0"]),
-        ({"init_adapter": "d"}, ["--init-adapter=d"]),
-        ({"learning_rate": "fast"}, ["--learning-rate=fast"]),
-        ({"adapter": "lorra"}, ["--adapter=lorra"]),
-    ):
-        said = []
-        for parse in (
-            lambda s=settings: make_config({"model": "m", **s}),
-            lambda f=flags: parse_config(["--model=m", *f]),
-        ):
-            with pytest.raises(expertmesh.ExpertMeshError) as error:
-                parse()
-            said.append(str(error.value))
-        assert said[0] == said[1]
+    wrong: dict[str, Any] = {"ep_size": 0, "init_adapter": "d", "learning_rate": "fast", "adapter": "lorra"}
+    for name, value in wrong.items():
+        with pytest.raises(expertmesh.ExpertMeshError) as of_load:
+            make_config({"model": "m", name: value})
+        with pytest.raises(expertmesh.ExpertMeshError) as of_command:
+            parse_config(["--model=m", f"--{name.replace('_', '-')}={value}"])
+        assert str(of_load.value) == str(of_command.value)
 
 
 def test_settings_have_the_types_of_flags() -> None:
@@ -166,8 +177,6 @@ def _wrong_types() -> None:
     ],
 )  # fmt: skip
 def test_types_beyond_the_flags(name: str, value: Any) -> None:
-    from expertmesh.training.config.train_config import make_config
-
     adapter = {"adapter": "lora"} if name == "lora_targets" else {}
     found = getattr(make_config({"model": "m", name: value, **adapter}), name)
     assert found not in (None, "", [], "none", "{}")
@@ -212,7 +221,7 @@ def test_figures_of_a_step(engine: Any) -> None:
 )
 def test_settings_that_will_not_do(engine: Any, tiny_model: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(expertmesh.ExpertMeshError, match=said):
-        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", **settings)
+        load(tiny_model, **settings)
 
 
 def test_tokenizer_of_the_settings(tiny_model: Path, engine: Any, tmp_path: Path) -> None:
@@ -220,15 +229,14 @@ def test_tokenizer_of_the_settings(tiny_model: Path, engine: Any, tmp_path: Path
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "other")
-    settings: dict[str, Any] = dict(use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2)
-    engine = expertmesh.load(str(tiny_model), tokenizer=tmp_path / "other", **settings)
+    engine = load(tiny_model, tokenizer=tmp_path / "other", adapter="lora", lora_rank=2)
     saved = engine.save(tmp_path / "saved")
     engine.export(tmp_path / "adapter")
     engine.merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
     for made in (saved / "model", tmp_path / "adapter", tmp_path / "merged"):
         assert transformers.AutoTokenizer.from_pretrained(made).chat_template == tokenizer.chat_template
     with pytest.raises(expertmesh.ExpertMeshError, match="nowhere: no tokenizer there"):
-        expertmesh.load(str(tiny_model), tokenizer="/nowhere", **settings)
+        load(tiny_model, tokenizer="/nowhere")
 
 
 def test_arguments_that_will_not_do(engine: Any) -> None:
@@ -251,7 +259,7 @@ def test_arguments_that_will_not_do(engine: Any) -> None:
 def test_an_update_of_what_is_not_finite(engine: Any, what: str) -> None:
     """There is none in three pieces either."""
     engine.step(batch_of_text())
-    before = {name: parameter.to_local().clone() for name, parameter in engine.model.named_parameters()}
+    before = weights_of(engine)
     figures = engine.forward_backward(batch_of_text())
     if what == "loss":
         figures = replace(figures, loss=math.nan)
@@ -259,9 +267,9 @@ def test_an_update_of_what_is_not_finite(engine: Any, what: str) -> None:
         next(engine.model.parameters()).grad.to_local().fill_(math.inf)
         assert not math.isfinite(engine.clip())
     engine.update(figures)
-    assert all(torch.equal(p.to_local(), before[name]) for name, p in engine.model.named_parameters())
+    assert_stays(engine, before)
     engine.update(engine.forward_backward(batch_of_text()))
-    assert not torch.equal(next(engine.model.parameters()).to_local(), before[next(iter(before))])
+    assert not torch.equal(weights_of(engine)["model.norm.weight"], before["model.norm.weight"])
 
 
 def test_a_step_in_three_pieces_follows_the_schedule(engine: Any) -> None:
@@ -279,10 +287,7 @@ def test_a_step_in_three_pieces_follows_the_schedule(engine: Any) -> None:
 
 def test_a_checkpoint_of_another_run_is_not_resumed(engine: Any, tiny_model: Path, tmp_path: Path) -> None:
     saved = engine.save(tmp_path)
-    others: tuple[dict[str, Any], ...] = ({}, {"optim": "adamw_bf16"})
-    same, other = (
-        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", **settings) for settings in others
-    )
+    same, other = load(tiny_model), load(tiny_model, optim="adamw_bf16")
     assert same.resume(saved) == saved
     with pytest.raises(expertmesh.ExpertMeshError, match="that run had --optim"):
         other.resume(saved)
@@ -291,10 +296,9 @@ def test_a_checkpoint_of_another_run_is_not_resumed(engine: Any, tiny_model: Pat
 
 
 def test_what_trainers_heed_is_not_said_to_be_without_effect(engine: Any, tiny_model: Path) -> None:
-    with pytest.warns(
-        UserWarning, match="detect_anomaly: of Trainer's loop and train_ep.py's, without effect in one of"
-    ):
-        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", detect_anomaly=True)
+    said = "detect_anomaly: of Trainer's loop and train_ep.py's, without effect in one of"
+    with pytest.warns(UserWarning, match=said):
+        load(tiny_model, detect_anomaly=True)
 
 
 def test_what_a_forward_gathers_is_let_go_of(engine: Any, tmp_path: Path) -> None:
@@ -309,7 +313,7 @@ def test_what_a_forward_gathers_is_let_go_of(engine: Any, tmp_path: Path) -> Non
         engine.export(tmp_path / "model")
 
 
-def test_trainers_that_cannot_be_heeded(engine: Any) -> None:
+def test_trainers_that_cannot_be_heeded(engine: Any, tmp_path: Path) -> None:
     class Own(expertmesh.TrainerMixin, transformers.Trainer):
         pass
 
@@ -318,7 +322,7 @@ def test_trainers_that_cannot_be_heeded(engine: Any) -> None:
             raise AssertionError
 
     def arguments(**settings: Any) -> transformers.TrainingArguments:
-        return transformers.TrainingArguments("out", use_cpu=True, report_to=[], **settings)
+        return trainer_arguments(tmp_path, **settings)
 
     for make, said in (
         (lambda: Own(model=engine.model), "give the engine that expertmesh.load returns"),
@@ -350,8 +354,8 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
     """A step without a target updates nothing, and an evaluation of none is better than no other."""
     batch = batch_of_text()
     engine.step(batch)  # so that the optimizer has momentum by which weights would move
-    nothing = batch | {"labels": torch.full_like(batch["labels"], -100)}
-    before = {name: parameter.to_local().clone() for name, parameter in engine.model.named_parameters()}
+    nothing = batch | without_targets(batch["labels"])
+    before = weights_of(engine)
     with pytest.warns(UserWarning, match="every label is -100"):
         result = engine.step(nothing)
     assert math.isnan(result.loss)
@@ -360,7 +364,7 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
     with pytest.warns(UserWarning, match="every label is -100"):
         result = engine.forward_backward(nothing)
     engine.update(result)
-    assert all(torch.equal(p.to_local(), before[name]) for name, p in engine.model.named_parameters())
+    assert_stays(engine, before)
     with pytest.warns(UserWarning, match="the loss of an evaluation is NaN"):
         found = engine.evaluate([nothing])
     assert math.isnan(found.loss)
@@ -376,17 +380,14 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
 
 
 def test_a_trainers_best_is_no_evaluation_of_nothing(engine: Any, tmp_path: Path) -> None:
-    batch = batch_of_text()
-    rows = [{name: tensor[0] for name, tensor in batch.items()}] * 4
-    nothing = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", remove_unused_columns=False,
-        eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
+    rows = rows_of_text()
+    nothing = [row | without_targets(row["labels"]) for row in rows]
+    arguments = trainer_arguments(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", logging_steps=1
+    )
     trainer = expertmesh.Trainer(
-        model=engine, args=arguments, train_dataset=rows, eval_dataset=nothing,
-        data_collator=transformers.default_data_collator,
-    )  # fmt: skip
+        engine, arguments, transformers.default_data_collator, train_dataset=rows, eval_dataset=nothing
+    )
     with pytest.warns(UserWarning, match="the loss of an evaluation is NaN"):
         trainer.train()
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]

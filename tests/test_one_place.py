@@ -5,9 +5,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,16 @@ from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToR
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, table_of_kernels
+from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry, table_of_kernels
 from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import is_replaying, kept
 from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import metrics
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.attention.layer_kinds import LAYER_KINDS, LayerKind, register_layer_kind, table_of_layer_kinds
+from expertmesh.training.attention.layer_kinds import LAYER_KINDS, register_layer_kind, table_of_layer_kinds
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -84,26 +84,242 @@ from tests.families.configs import tiny_model as tiny_family
 from tests.families.test_context_parallel import all_ranks, losses_and_grads
 from tests.moe.test_experts import KINDS, check, random
 from tests.tiny import relative_error, save_tokenizer, tiny_config, tiny_mixtral
+from tests.untrained import assert_same_bits, read
 
 ROOT = Path(__file__).parents[1]
-DATA_README = (ROOT / "training" / "data" / "README.md").read_text(encoding="utf-8")
-DISPATCH_README = (ROOT / "moe" / "dispatch" / "README.md").read_text(encoding="utf-8")
-KERNELS_README = (ROOT / "moe" / "kernels" / "README.md").read_text(encoding="utf-8")
-ATTENTION_README = (ROOT / "training" / "attention" / "README.md").read_text(encoding="utf-8")
-CHECKPOINTS_README = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
-OPTIM_README = (ROOT / "training" / "optim" / "README.md").read_text(encoding="utf-8")
-MONITORING_README = (ROOT / "training" / "monitoring" / "README.md").read_text(encoding="utf-8")
+SCRIPTS = {
+    "format": ("training/data", "register_format"),
+    "metric": ("training/monitoring", "register_metric"),
+    "kernel": ("moe/kernels", "register_expert_kernel("),
+    "codes": ("checkpoints", "register_codes"),
+    "attention": ("training/attention", "AttentionInterface"),
+    "layer kind": ("training/attention", "register_layer_kind"),
+    "optimizer": ("training/optim", "register_optimizer("),
+    "dispatcher": ("moe/dispatch", "register_dispatcher("),
+}
+"""By what they add: the folder whose README shows the script, and what it calls."""
+TABLES: tuple[Any, ...] = (
+    FORMATS, formats._added, METRICS, CODES, LAYER_KINDS, DISPATCHERS,
+    ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
+)  # fmt: skip
+REGISTRIES: tuple[Any, ...] = (KERNEL_ENTRIES, KERNELS, OPTIMIZERS, DISPATCHER_ENTRIES)
+"""With the tables, all that can be added to."""
 
 
-def run_example(readme: str, calls: str) -> dict[str, Any]:
+def add(kind: str) -> dict[str, Any]:
     """Run the script of one's own that a README shows; its names."""
+    folder, calls = SCRIPTS[kind]
+    readme = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if calls in block]
     names: dict[str, Any] = {"__name__": "a_script_of_ones_own"}
     exec(code, names)
     return names
 
 
-# A data format: the one that its README shows.
+def registered() -> list[Any]:
+    return [*map(copy, TABLES), *(registry.entries() for registry in REGISTRIES)]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """What is registered within is forgotten afterwards."""
+    before = [*map(copy, TABLES)]
+    with contextlib.ExitStack() as stack:
+        for registry in REGISTRIES:
+            stack.enter_context(registry.restored())
+        try:
+            yield
+        finally:
+            for table, content in zip(TABLES, before, strict=True):
+                table.clear()
+                (table.extend if isinstance(table, list) else table.update)(content)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    with restored():
+        yield
+
+
+# Of each of them: what its README lists, what cannot be registered.
+
+
+@pytest.mark.parametrize(
+    ("readme", "table"),
+    [
+        ("training/data", table_of_formats),
+        ("training/monitoring", table_of_metrics),
+        ("moe", table_of_kernels),
+        ("checkpoints", table_of_codes),
+        ("training/attention", table_of_layer_kinds),
+        ("moe/dispatch", table_of_dispatchers),
+    ],
+)
+def test_readmes_list_what_there_is(readme: str, table: Callable[[], str]) -> None:
+    assert table() in (ROOT / readme / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_lists_all_optimizers() -> None:
+    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", readme.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
+    assert rows == [entry.name for entry in OUR_OPTIMIZERS]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if kind != "attention"])
+def test_nothing_is_added_twice(kind: str) -> None:
+    add(kind)
+    added = registered()
+    with pytest.raises(ValueError, match=r"already|another format is called 'ask/say'"):
+        add(kind)
+    assert registered() == added
+
+
+def no_arguments() -> None:
+    """What no entry's function is."""
+
+
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "format": [
+        ({"before": "txet"}, "there is no format 'txet' to come before; known: messages, sharegpt, "),
+        ({"name": "alpaca"}, "another format is called 'alpaca'"),
+        ({"columns": ("output", "instruction")}, r"another format has the columns \('instruction', 'output'\)"),
+        ({"columns": ("question", "answer", "why")}, "'mine' would never be found behind 'question/answer'"),
+        ({"written": ""}, "the format 'mine' has no written"),
+        ({"columns": ()}, "the format 'mine' has no columns"),
+        ({"columns": "ask"}, "the format 'mine': columns is 'ask', not a tuple, each a text"),
+        ({"read": no_arguments}, "the format 'mine': read is .*, not a function of 2 arguments"),
+        ({"unread": None}, "the format 'mine': unread is None, not a tuple, each a text"),
+        ({"version": "1"}, "the format 'mine': version is '1', not a whole number"),
+    ],
+    "metric": [
+        ({"name": "loss"}, "has 'loss' already"),
+        ({"name": "step"}, "has 'step' already"),
+        ({"meaning": ""}, "the metric 'mine' has no meaning"),
+        ({"chart": Chart("Loss")}, "the chart 'Loss' has two lines already"),
+        ({"before": "last"}, "no metric 'last' to come before; known: epoch, steps, "),
+        ({"of": "step"}, "the metric 'mine': of is 'step', not one of steps, evaluation"),
+        ({"over_ranks": "min"}, "the metric 'mine': over_ranks is 'min', not one of alike, sum, mean, max"),
+        ({"value": no_arguments}, "the metric 'mine': value is .*, not a function of 1 argument"),
+        ({"chart": "Mine"}, "the metric 'mine': chart is 'Mine', not of type Chart or None"),
+    ],
+    "kernel": [
+        ({"name": "loop"}, "--expert-kernel loop is there already"),
+        ({"name": "auto"}, "--expert-kernel auto is there already"),
+        ({"name": "a b"}, "--expert-kernel 'a b': a name is letters"),
+        ({"how": ""}, "--expert-kernel mine: has no how"),
+        ({"product": None}, "mine: has neither product nor fused"),
+        ({"joined": print}, "mine: has joined, which is beside fused"),
+        ({"product": None, "fused": print, "beside_fp8": True}, "mine: has no product"),
+        ({"recorded_as": "lop"}, "mine: is recorded_as lop; known are loop, torch-grouped"),
+        ({"product": lambda x, counts, weight: x}, "mine: product is .*, not a function of 3 arguments and needs_out"),
+        ({"check": None}, "--expert-kernel mine: check is None, not a function of 1 argument"),
+        ({"auto": no_arguments}, "--expert-kernel mine: auto is .*, not a function of 1 argument"),
+        ({"where": None}, "--expert-kernel mine: where is None, not a text"),
+        ({"beside_fp8": "no"}, "--expert-kernel mine: beside_fp8 is 'no', not True or False"),
+    ],
+    "codes": [
+        ({"stored_dtype": "I16"}, "the codes 'mine' are 1 a byte of I16; what can be read is 1 or 2, of F8_E4M3"),
+        ({"quant_methods": "mine"}, "the codes 'mine': quant_methods is 'mine', not a tuple, each a text"),
+    ],
+    "layer kind": [
+        ({"sees": "all"}, "layers 'mine': sees is 'all', not one of itself, past, window, mask, state"),
+        ({"mask": 7}, "layers 'mine': mask is 7, not a function or None"),
+        ({"name": ""}, "it has no name"),
+    ],
+    "optimizer": [
+        ({"help": ""}, "--optim mine: has no help"),
+        ({"help": None}, "--optim mine: help is None, not a text"),
+        ({"name": 7}, "--optim 7: name is 7, not a text"),
+        ({"heeds": "weight_decay"}, "--optim mine: heeds is 'weight_decay', not a tuple, each a text"),
+        ({"heeds": ("wd",)}, "--optim mine: there is no setting wd"),
+        ({"dry_run": {"shampoo_strat": 1}}, "--optim mine: there is no setting shampoo_strat"),
+        ({"parameters_in_bf16": 1}, "--optim mine: parameters_in_bf16 is 1, not True or False"),
+        ({"state_bytes": no_arguments}, "--optim mine: state_bytes is .*, not a function of 2 arguments"),
+        ({"calls": (3, 0, 0)}, r"--optim mine: calls is \(3, 0, 0\), not of type UpdateCalls"),
+        ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused goes by one of its names already"),
+        ({"aliases": ("muon",)}, "--optim mine: muon goes by one of its names already"),
+        ({"build": None}, "--optim mine: build is None, not a function of 3 arguments"),
+        ({"occasional": no_arguments}, "--optim mine: occasional is .*, not a function of 1 argument"),
+    ],
+    "dispatcher": [
+        ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is there already"),
+        ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is there already"),
+        ({"how": ""}, "--dispatch mine: has no how"),
+        ({"by_nodes": True}, "mine: is by_nodes, and mine without_nodes is none that is not"),
+        ({"by_nodes": True, "without_nodes": "node"}, "mine: is by_nodes, and node without_nodes is none"),
+        ({"without_nodes": "rank"}, "mine: is not by_nodes, and rank without_nodes"),
+        ({"sums": None}, "--dispatch mine: sums is None, not True or False"),
+        ({"auto": no_arguments}, "--dispatch mine: auto is .*, not a function of 1 argument"),
+        ({"elsewhere": "single"}, "--dispatch mine: elsewhere is 'single', not a tuple, each a text"),
+        ({"make": no_arguments}, "--dispatch mine: make is .*, not a function of 1 argument"),
+        ({"elsewhere": ("deepep",)}, "--dispatch mine: node goes by one of its names already"),
+        ({"name": "deepep", "without_nodes": "deepep"}, "--dispatch deepep: node goes by one of its names already"),
+    ],
+}  # fmt: skip
+"""By what is added, changes of the README's entry, or of what is given beside it, and what is said of them."""
+
+
+def of_readme(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
+    """(register, entry, what is given beside it) of a README's script, the entry called mine."""
+    entry: Any
+    with restored():
+        names = add(kind)
+        match kind:
+            case "format":
+                (entry,) = (known for known in FORMATS if known.name == "ask/say")
+                return register_format, replace(entry, name="mine"), {"before": "text", "version": 1}
+            case "metric":
+                (entry,) = (known for known in METRICS if known.name == "bits_per_token")
+                return register_metric, replace(entry, name="mine"), {"before": None}
+            case "kernel":
+                kernel = KERNELS.get("per-row")
+                entry = replace(kernel.entry, name="mine", recorded_as="loop")
+                return register_expert_kernel, replace(kernel, entry=entry), {}
+            case "codes":
+                return register_codes, type("Mine", (names["Int8"],), {"name": "mine"}), {}
+            case "layer kind":
+                return register_layer_kind, replace(LAYER_KINDS["capped_attention"], name="mine"), {}
+            case "optimizer":
+                given = {"build": names["build"], "occasional": nothing_occasional}
+                return register_optimizer, replace(names["entry"], name="mine"), given
+            case _:
+                entry = replace(names["entry"], name="mine", without_nodes="mine")
+                return register_dispatcher, entry, {"make": DISPATCHERS["last-first"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "wrong"),
+    [(kind, changes, wrong) for kind, cases in WRONG.items() for changes, wrong in cases],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_cannot_be_added(kind: str, changes: dict[str, Any], wrong: str) -> None:
+    """What lacks something, is not of its type, or does not go together is refused where it is registered."""
+    register, entry, given = of_readme(kind)
+    beside = {name: changes.get(name, value) for name, value in given.items()}
+    own = {name: value for name, value in changes.items() if name not in given}
+    if kind == "codes":
+        entry = type("Mine", (entry,), own)()
+    elif kind == "kernel":
+        in_entry = {field.name for field in fields(KernelEntry)} & own.keys()
+        of_entry = {name: own.pop(name) for name in in_entry}
+        entry = replace(entry, entry=replace(entry.entry, **of_entry), **own)
+    else:
+        entry = replace(entry, **own)
+    before = registered()
+    with pytest.raises(ValueError, match=wrong):
+        register(entry, **beside)
+    assert registered() == before
+
+
+def test_what_are_no_codes() -> None:
+    no_object: Any = Codes
+    with pytest.raises(ValueError, match="no object of a class made of Codes"):
+        register_codes(no_object)
+    with pytest.raises(TypeError, match="abstract"):
+        type("Half", (Codes,), {"name": "half"})()
+
+
+# A data format.
 
 
 @pytest.fixture
@@ -111,13 +327,6 @@ def tokenizer(tiny_model: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     set_chat_template(tokenizer, "mistral")
     return tokenizer
-
-
-@pytest.fixture
-def no_formats_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes registrations."""
-    monkeypatch.setattr(formats, "FORMATS", [*FORMATS])
-    monkeypatch.setattr(formats, "_added", {})
 
 
 def read_data(tmp_path: Path, tokenizer: Any, **row: Any) -> Samples:
@@ -132,19 +341,18 @@ def trained_text(tokenizer: Any, sample: Sample) -> str:
     return str(tokenizer.decode(trained)).strip()
 
 
-@pytest.mark.usefixtures("no_formats_left")
 def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ExpertMeshError, match=r"has the columns ask, say, but one of these is needed: .*; text;"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo")
-    run_example(DATA_README, "register_format")
+    add("format")
 
     samples = read_data(tmp_path, tokenizer, ask="hi", say="yo", system="Be brief.")
     assert samples.origins[0].format == "ask/say"
     (sample,) = samples
     as_messages = [("system", "Be brief."), ("user", "hi"), ("assistant", "yo")]
     messages = [{"role": role, "content": text} for role, text in as_messages]
-    (reference,) = read_data(tmp_path, tokenizer, messages=messages)
-    assert (sample.tokens, sample.is_trained) == (reference.tokens, reference.is_trained)
+    (expected,) = read_data(tmp_path, tokenizer, messages=messages)
+    assert (sample.tokens, sample.is_trained) == (expected.tokens, expected.is_trained)
     assert trained_text(tokenizer, sample) == "yo</s>"
 
     with pytest.raises(ExpertMeshError, match=r"one of these is needed: .*; ask \+ say; text;"):
@@ -153,94 +361,45 @@ def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
         read_data(tmp_path, tokenizer, ask="hi", say="yo", images=["a.png"])
 
 
-def upside_down(row: Any, columns: Any) -> Any:
-    turns = [{"role": "user", "content": row["say"]}, {"role": "assistant", "content": row["ask"]}]
-    return conversation(row, columns, turns, [None, None])
-
-
-def test_what_is_cached_was_read_by_the_same_format(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = FORMATS
-
+def test_what_is_cached_was_read_by_the_same_format(tmp_path: Path, tokenizer: Any) -> None:
     def answer(read: Any, version: int) -> str:
-        monkeypatch.setattr(formats, "FORMATS", [*known])
-        monkeypatch.setattr(formats, "_added", {})
-        register_format(
-            Format("ask/say", ("ask", "say"), read, (), "`ask`, `say`", "us"), before="text", version=version
-        )
-        (sample,) = read_data(tmp_path, tokenizer, ask="hi", say="yo")
+        with restored():
+            added = Format("ask/say", ("ask", "say"), read, (), "`ask`, `say`", "us")
+            register_format(added, before="text", version=version)
+            (sample,) = read_data(tmp_path, tokenizer, ask="hi", say="yo")
         return trained_text(tokenizer, sample)
 
-    assert answer(upside_down, version=1) == answer(lambda *_: pytest.fail("is cached"), version=1) == "hi</s>"
+    def upside_down(row: Any, columns: Any) -> Any:
+        turns = [{"role": "user", "content": row["say"]}, {"role": "assistant", "content": row["ask"]}]
+        return conversation(row, columns, turns, [None, None])
 
     def upright(row: Any, columns: Any) -> Any:
         return upside_down({"ask": row["say"], "say": row["ask"]}, columns)
 
+    assert answer(upside_down, version=1) == answer(lambda *_: pytest.fail("is cached"), version=1) == "hi</s>"
     assert answer(upright, version=2) == "yo</s>"
 
 
-@pytest.mark.usefixtures("no_formats_left")
-@pytest.mark.parametrize(
-    ("changed", "before", "wrong"),
-    [
-        ({}, "txet", "no format 'txet' to come before; known: messages, sharegpt, "),
-        ({"name": "alpaca"}, "text", "another format is called 'alpaca'"),
-        ({"columns": ("output", "instruction")}, "text", r"another format has the columns \('instruction', 'output'\)"),
-        ({"columns": ("question", "answer", "why")}, "text", "'ask/say' would never be found behind 'question/answer'"),
-        ({"written": ""}, "text", "the format 'ask/say' has no written"),
-        ({"columns": ()}, "text", "the format 'ask/say' has no columns"),
-    ],
-)
-def test_a_data_format_that_cannot_be_added(changed: dict[str, Any], before: str, wrong: str) -> None:
-    entry = {"name": "ask/say", "columns": ("ask", "say"), "read": upside_down, "unread": ()}
-    with pytest.raises(ValueError, match=wrong):
-        register_format(Format(**{**entry, "written": "w", "known_from": "k", **changed}), before=before, version=1)
+# A metric.
 
 
-def test_readme_lists_all_data_formats() -> None:
-    assert table_of_formats() in DATA_README
+def metric(name: str, value: Callable[..., Any], over_ranks: Any = "alike", **more: Any) -> Metric:
+    of: Any = more.pop("of", "steps")
+    return Metric(name=name, unit="", meaning="of this test", of=of, value=value, over_ranks=over_ranks, **more)
 
 
-# A metric: the one that its README shows, and some that are not the same on all ranks.
-
-
-@contextmanager
-def metrics_of_ones_own() -> Iterator[None]:
-    """The README's, some of the rank alone, and one of evaluations; removed afterwards."""
-    before = METRICS[:]
-    run_example(MONITORING_README, "register_metric")
+def add_metrics() -> None:
+    """The README's, some of the rank alone, and one of evaluations."""
+    add("metric")
     for how in ("sum", "mean", "max"):
-        register_metric(
-            Metric(
-                name=f"rank_{how}",
-                unit="",
-                meaning="ranks, counted from 1",
-                of="steps",
-                value=lambda interval: dist.get_rank() + 1,
-                over_ranks=how,
-                in_trainer=how == "sum",
-            )
-        )
-    register_metric(
-        Metric(
-            name="eval_bits",
-            unit="bits",
-            meaning="the evaluation's loss in bits",
-            of="evaluation",
-            value=lambda found: found.loss / math.log(2),
-            over_ranks="alike",
-            chart=Chart("Bits per token", label="evaluation"),
-        )
-    )
-    try:
-        yield
-    finally:
-        METRICS[:] = before
+        register_metric(metric(f"rank_{how}", lambda _: dist.get_rank() + 1, how, in_trainer=how == "sum"))
+    chart = Chart("Bits per token", label="evaluation")
+    register_metric(metric("eval_bits", lambda found: found.loss / math.log(2), of="evaluation", chart=chart))
 
 
 def train_with_metrics(argv: list[str]) -> tuple[int, str]:
-    with metrics_of_ones_own(), contextlib.redirect_stdout(io.StringIO()) as out:
+    with restored(), contextlib.redirect_stdout(io.StringIO()) as out:
+        add_metrics()
         return train_ep.main(argv), out.getvalue()
 
 
@@ -286,14 +445,14 @@ def test_a_metric(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: 
 
 
 def test_a_metric_of_a_trainer(tiny_model: Path, tmp_path: Path) -> None:
-    with metrics_of_ones_own():
-        engine = expertmesh.load(str(tiny_model), use_cpu=True, attn_implementation="eager")
-        rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}] * 8)
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, seed=0
-        )
-        trainer = expertmesh.Trainer(engine, arguments, default_data_collator, rows)
-        trainer.train()
+    add_metrics()
+    engine = expertmesh.load(str(tiny_model), use_cpu=True, attn_implementation="eager")
+    rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}] * 8)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, seed=0
+    )
+    trainer = expertmesh.Trainer(engine, arguments, default_data_collator, rows)
+    trainer.train()
     dist.destroy_process_group()
     (line,) = [line for line in trainer.state.log_history if "loss" in line]
     assert line["bits_per_token"] == pytest.approx(line["loss"] / math.log(2), rel=1e-3)
@@ -301,35 +460,9 @@ def test_a_metric_of_a_trainer(tiny_model: Path, tmp_path: Path) -> None:
     assert not {"rank_max", "tokens_per_second", "expert_tokens"} & line.keys()
 
 
-def test_a_metric_that_cannot_be_added() -> None:
-    entry: dict[str, Any] = {"name": "mine", "unit": "", "meaning": "m", "of": "steps", "value": len}
-    for changed, wrong in (
-        ({"name": "loss"}, "has 'loss' already"),
-        ({"name": "step"}, "has 'step' already"),
-        ({"meaning": ""}, "the metric 'mine' has no meaning"),
-        ({"chart": Chart("Loss")}, "the chart 'Loss' has two lines already"),
-    ):
-        with pytest.raises(ValueError, match=wrong):
-            register_metric(Metric(**{**entry, "over_ranks": "alike", **changed}))
-    with pytest.raises(ValueError, match="no metric 'last' to come before; known: epoch, steps, "):
-        register_metric(Metric(**entry, over_ranks="alike"), before="last")
-
-
-def test_a_metric_of_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_of_imbalance(tmp_path: Path) -> None:
     """`plan --imbalance` asks the entry."""
-    monkeypatch.setattr(imbalance, "METRICS", [*METRICS])
-    monkeypatch.setattr(metrics, "METRICS", imbalance.METRICS)
-    register_metric(
-        Metric(
-            name="busiest",
-            unit="%",
-            meaning="above the mean",
-            of="steps",
-            value=lambda interval: 25,
-            over_ranks="alike",
-            imbalance=lambda percent: 1 + percent / 100,
-        )
-    )
+    register_metric(metric("busiest", lambda interval: 25, imbalance=lambda percent: 1 + percent / 100))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "busiest": 25}))
     assert imbalance.read_imbalance(str(tmp_path / "metrics.jsonl")) == 1.25
 
@@ -344,34 +477,18 @@ def test_a_metric_of_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("max", [1, 2], r"\[1, 2\], not a number or None"),
     ],
 )
-def test_a_metric_whose_value_cannot_be_logged(
-    monkeypatch: pytest.MonkeyPatch, over_ranks: Any, value: Any, wrong: str
-) -> None:
-    monkeypatch.setattr(meter, "METRICS", [])
-    monkeypatch.setattr(metrics, "METRICS", meter.METRICS)
-    register_metric(
-        Metric(name="mine", unit="", meaning="m", of="steps", value=lambda interval: value, over_ranks=over_ranks)
-    )
+def test_a_metric_whose_value_cannot_be_logged(over_ranks: Any, value: Any, wrong: str) -> None:
+    METRICS.clear()
+    register_metric(metric("mine", lambda interval: value, over_ranks))
     with pytest.raises(ValueError, match=f"the metric 'mine': its value is {wrong}"):
         meter.measured("steps", None, torch.device("cpu"))
 
 
-def test_readme_lists_all_metrics() -> None:
-    assert table_of_metrics() in MONITORING_README
-
-
-# An expert kernel: the one that its README shows.
-
-
-@pytest.fixture
-def no_kernels_left() -> Iterator[None]:
-    """Undoes registrations."""
-    with KERNEL_ENTRIES.restored(), KERNELS.restored():
-        yield
+# An expert kernel.
 
 
 def per_row() -> ExpertKernel:
-    run_example(KERNELS_README, "register_expert_kernel(")
+    add("kernel")
     return KERNELS.get("per-row")
 
 
@@ -391,29 +508,28 @@ def figures_of(command: str, model: Path, capsys: pytest.CaptureFixture[str], *f
     return [{name: figure for name, figure in each.items() if name != "launch"} for each in figures]
 
 
-@pytest.mark.usefixtures("no_kernels_left")
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_an_expert_kernel_computes_as_transformers() -> None:
     per_row()
     for make, _, _ in KINDS.values():
         check(random(make()), "per-row")
 
 
-@pytest.mark.usefixtures("no_kernels_left")
 def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "m", "--dataset", "d", "--expert-kernel", "per-row"]
     with pytest.raises(ExpertMeshError, match="--expert-kernel per-row is unknown; use auto, loop, torch-grouped"):
         parse_config(flags)
     kernel = per_row()
-    config = parse_config(flags)
     model = build_model(tiny_config())
-    choice = kernel_of(config, model, "cpu")
+    choice = kernel_of(parse_config(flags), model, "cpu")
     assert choice.kernel is kernel
     assert choice.why == "asked for"
-    with pytest.raises(SystemExit):
-        parse_config(["--help"])
-    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in help_text(capsys)
     with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, per-row$"):
         parse_config([*flags[:-1], "per-rwo"])
     with pytest.raises(ExpertMeshError, match="has its own GEMMs; leave out --expert-kernel per-row"):
@@ -423,7 +539,6 @@ def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFi
         keep_products(model, 1)
 
 
-@pytest.mark.usefixtures("no_kernels_left")
 def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     kernel = per_row()
 
@@ -445,13 +560,11 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
         choose_kernel("narrow", Needs("cpu", torch.float32, ((64, 128),)))
     register_expert_kernel(replace(narrow, entry=replace(narrow.entry, name="fused"), product=None, fused=LOOP.fused))
-    with pytest.raises(
-        ExpertMeshError, match=r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
-    ):
+    wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
+    with pytest.raises(ExpertMeshError, match=wrong):
         choose_kernel("fused", Needs("cpu", torch.float32, ((64, 64),), is_swiglu=False))
 
 
-@pytest.mark.usefixtures("no_kernels_left")
 def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = {name: figures_of("plan", mixtral, capsys, "--expert-kernel", name) for name in ("loop", "torch-grouped")}
     (dry_loop,) = figures_of("rehearse", mixtral, capsys, "--expert-kernel", "loop")
@@ -477,42 +590,7 @@ def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixtu
     assert figures_of("plan", mixtral, capsys) == base["loop"]
 
 
-@pytest.mark.usefixtures("no_kernels_left")
-@pytest.mark.parametrize(
-    ("changed", "entry", "wrong"),
-    [
-        ({}, {}, "--expert-kernel per-row is there already"),
-        ({}, {"name": "auto"}, "--expert-kernel auto is there already"),
-        ({}, {"name": "a b"}, "--expert-kernel 'a b': a name is letters"),
-        ({}, {"name": "mine", "how": ""}, "--expert-kernel mine: has no how"),
-        ({"product": None}, {"name": "mine"}, "mine: has neither product nor fused"),
-        ({"joined": print}, {"name": "mine"}, "mine: has joined, which is beside fused"),
-        ({"product": None, "fused": print}, {"name": "mine", "beside_fp8": True}, "mine: has no product"),
-        ({}, {"name": "mine", "recorded_as": "lop"}, "mine: is recorded_as lop; known are loop, torch-grouped"),
-    ],
-)
-def test_an_expert_kernel_that_cannot_be_added(changed: dict[str, Any], entry: dict[str, Any], wrong: str) -> None:
-    kernel = per_row()
-    entries = KERNEL_ENTRIES.entries()
-    with pytest.raises(ValueError, match=wrong):
-        register_expert_kernel(replace(kernel, entry=replace(kernel.entry, **entry), **changed))
-    assert KERNEL_ENTRIES.entries() == entries
-
-
-def test_readme_lists_all_expert_kernels() -> None:
-    assert table_of_kernels() in (ROOT / "moe" / "README.md").read_text(encoding="utf-8")
-
-
-# An encoding of published checkpoints: the one that its README shows.
-
-
-@pytest.fixture
-def no_codes_left() -> Iterator[None]:
-    """Undoes registrations."""
-    before = dict(CODES)
-    yield
-    CODES.clear()
-    CODES.update(before)
+# An encoding of published checkpoints.
 
 
 def save_int8(path: Path) -> dict[str, Tensor]:
@@ -532,80 +610,62 @@ def save_int8(path: Path) -> dict[str, Tensor]:
     return wide
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def same_bits(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
-    return found.keys() == want.keys() and all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in want.items()
-    )
+def assert_equal_models(path: Path, expected: dict[str, Tensor]) -> None:
+    found = read(path)
+    assert found.keys() == expected.keys()
+    assert_same_bits(found, expected)
 
 
 def checkpoints_command(*arguments: object) -> int:
     return checkpoints_main([str(argument) for argument in arguments])
 
 
-@pytest.mark.usefixtures("no_codes_left")
 def test_an_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, shards = tmp_path / "source", tmp_path / "shards"
     wide = save_int8(source)
     assert checkpoints_command("export", source, tmp_path / "refused") == 2
     assert "quantized by 'int8_by_row'; what can be read is fp8 or mxfp4" in " ".join(capsys.readouterr().err.split())
-    names = run_example(CHECKPOINTS_README, "register_codes")
+    add("codes")
 
     assert checkpoints_command("export", source, tmp_path / "wide") == 0
-    assert same_bits(tensors_of(tmp_path / "wide"), wide)
+    assert_equal_models(tmp_path / "wide", wide)
     assert checkpoints_command("inspect", source) == 0
     assert "as int8 with scales per block of 1 x " in capsys.readouterr().out
     # codes as they are in EP shards, and back
     assert checkpoints_command("convert", source, shards, "--ep-size", 2) == 0
     assert checkpoints_command("export", shards, tmp_path / "again", "--export-encoding", "source") == 0
-    assert same_bits(tensors_of(tmp_path / "again"), tensors_of(source))
+    assert_equal_models(tmp_path / "again", read(source))
     assert checkpoints_command("verify", source, shards) == 0
 
     # values that it did not have are quantized anew
     values = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes, scales = encode(values, Encoding("INT8", (1, 8), "F32"), None)
-    expected = (values.float() / (values.float().abs().amax(dim=1, keepdim=True) / 127)).round().to(torch.int8)
-    assert torch.equal(torch.from_numpy(codes).view(torch.int8), expected)
-    assert torch.equal(
-        torch.from_numpy(scales).view(torch.float32), values.float().abs().amax(dim=1, keepdim=True) / 127
-    )
+    expected = values.float().abs().amax(dim=1, keepdim=True) / 127
+    assert torch.equal(torch.from_numpy(scales).view(torch.float32), expected)
+    assert torch.equal(torch.from_numpy(codes).view(torch.int8), (values.float() / expected).round().to(torch.int8))
 
-    broken = tensors_of(source)
+    broken = read(source)
     name = next(name for name in broken if name.endswith("_row_scale"))
     del broken[name]
     save_file(broken, next(source.glob("*.safetensors")), {"format": "pt"})
     assert checkpoints_command("export", source, tmp_path / "broken") == 2
     assert f"its scales {name} are missing" in " ".join(capsys.readouterr().err.split())
 
-    with pytest.raises(ValueError, match="there are codes 'INT8' already"):
-        register_codes(names["Int8"]())
-    with pytest.raises(TypeError, match="abstract"):
-        type("Half", (Codes,), {"name": "half"})()
-    with pytest.raises(
-        ValueError, match="the codes 'INT16' are 1 a byte of I16; what can be read is 1 or 2, of F8_E4M3"
-    ):
-        register_codes(type("Int16", (names["Int8"],), {"name": "INT16", "stored_dtype": "I16"})())
 
-
-@pytest.mark.usefixtures("no_codes_left")
 def test_an_encoding_in_training(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """A run from codes gives what one from the values gives, to the bit, and its export has the codes again of what was
     not trained."""
     wide, source = tmp_path / "wide", tmp_path / "source"
     save_int8(source)
     save_tokenizer(source)
-    run_example(CHECKPOINTS_README, "register_codes")
+    add("codes")
     assert checkpoints_command("export", source, wide) == 0
     argv = ["--dataset", str(tiny_data), "--use-cpu", "--max-steps", "1", "--ep-size", "2", "--cpu-matmul", "onednn"]
     argv += ["--freeze", "experts", "--export-encoding", "source"]
     for model, out in ((source, "codes"), (wide, "values")):
         own = ["--model", str(model), "--output-dir", str(tmp_path / out)]
-        for code in ranks.run(train_with_codes, 2, [*argv, *own], join_group=False):
-            assert code == 0
-    codes, values, before = (tensors_of(path) for path in (tmp_path / "codes/hf", tmp_path / "values/hf", source))
+        assert ranks.run(train_with_codes, 2, [*argv, *own], join_group=False) == [0, 0]
+    codes, values, before = (read(path) for path in (tmp_path / "codes/hf", tmp_path / "values/hf", source))
     for name, tensor in codes.items():
         is_expert = ".mlp.experts." in name
         assert torch.equal(tensor, before[name] if is_expert else values[name]), name
@@ -613,42 +673,15 @@ def test_an_encoding_in_training(ranks: RankPool, tiny_data: Path, tmp_path: Pat
 
 
 def train_with_codes(argv: list[str]) -> int:
-    before = dict(CODES)
-    run_example(CHECKPOINTS_README, "register_codes")
-    try:
+    with restored():
+        add("codes")
         return train_ep.main(argv)
-    finally:
-        CODES.clear()
-        CODES.update(before)
 
 
-def test_readme_lists_all_codes() -> None:
-    assert table_of_codes() in CHECKPOINTS_README
-
-
-# Attention: a function, which transformers' registry takes, and a kind of layer, both those that the README shows.
+# Attention: a function, which transformers' registry takes, and a kind of layer.
 
 PACKED = [random_samples([9, 4, 6]), random_samples([11, 7])]
-SAMPLES = [sample for row in PACKED for sample in row]
-
-
-@pytest.fixture
-def no_attention_left() -> Iterator[None]:
-    """Undoes registrations."""
-    with attention_restored():
-        yield
-
-
-@contextmanager
-def attention_restored() -> Iterator[None]:
-    before, mappings = dict(LAYER_KINDS), (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    try:
-        yield
-    finally:
-        LAYER_KINDS.clear()
-        LAYER_KINDS.update(before)
-        for mapping in mappings:
-            mapping._global_mapping.pop("capped", None)
+LossAndGrads = tuple[float, dict[str, Tensor]]
 
 
 def build_with(attention: str, changes: dict[str, Any], packing: bool, cp_size: int = 1) -> Any:
@@ -663,21 +696,27 @@ def build_with(attention: str, changes: dict[str, Any], packing: bool, cp_size: 
 
 def shared_by_ranks(attention: str, changes: dict[str, Any]) -> tuple[float, dict[str, Tensor], int]:
     """This rank's part of the loss and gradients of packed samples, and its modules with complete sequences."""
-    with attention_restored():
-        run_example(ATTENTION_README, "AttentionInterface")
-        run_example(ATTENTION_README, "register_layer_kind")
+    with restored():
+        add("attention")
+        add("layer kind")
         model = build_with(attention, changes, packing=True, cp_size=dist.get_world_size())
         complete = [part for part in model.modules() if isinstance(part.forward, CompleteSequences)]
         ((loss, grads),) = losses_and_grads(model, tiny_mixtral(seed=1, **changes), [collate(PACKED, all_ranks())])
     return loss, grads, len(complete)
 
 
-def alone(attention: str, changes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+def on_two_ranks(ranks: RankPool, attention: str, changes: dict[str, Any]) -> LossAndGrads:
+    (loss, grads, complete), (other_loss, other_grads, other) = ranks.run(shared_by_ranks, 2, attention, changes)
+    assert complete == other == 0, "sequences are divided"
+    return loss + other_loss, {name: grad + other_grads[name] for name, grad in grads.items()}
+
+
+def alone(attention: str, changes: dict[str, Any]) -> LossAndGrads:
     """Loss and gradients of transformers' own model, by that attention: each sample by itself."""
     model = tiny_mixtral(seed=1, **changes).eval()
     model.set_attn_implementation(attention)
     losses = []
-    for sample in SAMPLES:
+    for sample in (sample for row in PACKED for sample in row):
         tokens = torch.tensor([sample.tokens])
         targets = tokens[0, 1:].masked_fill(~torch.tensor(sample.is_trained)[1:], -100)
         losses.append(cross_entropy(model(input_ids=tokens).logits[0, :-1], targets, reduction="sum"))
@@ -687,7 +726,7 @@ def alone(attention: str, changes: dict[str, Any]) -> tuple[float, dict[str, Ten
     return float(loss.detach()), grads
 
 
-def check_attention(found: tuple[float, dict[str, Tensor]], want: tuple[float, dict[str, Tensor]]) -> None:
+def check_attention(found: LossAndGrads, want: LossAndGrads) -> None:
     """Loss and the gradients of what is no expert's: those have another layout here."""
     assert found[0] == pytest.approx(want[0], rel=1e-5)
     # matrices that tensor parallelism would divide by columns are held transposed
@@ -696,19 +735,15 @@ def check_attention(found: tuple[float, dict[str, Tensor]], want: tuple[float, d
     assert not {name: error for name, error in errors.items() if error > 1e-5}
 
 
-@pytest.mark.usefixtures("no_attention_left")
 def test_an_attention_function(ranks: RankPool) -> None:
     """Packed, and packed with sequences on two ranks, as by transformers with each sample alone."""
-    run_example(ATTENTION_README, "AttentionInterface")
+    add("attention")
     want, other = alone("capped", {}), alone("eager", {})
     assert abs(want[0] - other[0]) > 1e-4 * other[0], "it is another attention"
     model = build_with("capped", {}, packing=True)
     (found,) = losses_and_grads(model, tiny_mixtral(seed=1), [collate(PACKED)])
     check_attention(found, want)
-    parts = ranks.run(shared_by_ranks, 2, "capped", {})
-    summed = {name: parts[0][1][name] + parts[1][1][name] for name in parts[0][1]}
-    check_attention((parts[0][0] + parts[1][0], summed), want)
-    assert [complete for *_, complete in parts] == [0, 0]
+    check_attention(on_two_ranks(ranks, "capped", {}), want)
 
     # without a mask nothing keeps samples apart in it
     del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["capped"]
@@ -719,7 +754,6 @@ def test_an_attention_function(ranks: RankPool) -> None:
     check_attention(found, other)
 
 
-@pytest.mark.usefixtures("no_attention_left")
 def test_a_kind_of_attention(ranks: RankPool) -> None:
     """Before it is known, its layers run sample by sample, and with complete sequences; then as any other's."""
     changes = {"layers_block_type": ["capped_attention"] * 2}
@@ -736,17 +770,11 @@ def test_a_kind_of_attention(ranks: RankPool) -> None:
         check_attention(found, want)
 
     check(2, "sdpa")
-    run_example(ATTENTION_README, "register_layer_kind")
+    add("layer kind")
     check(0, OWN)
-    parts = ranks.run(shared_by_ranks, 2, "auto", changes)
-    summed = {name: parts[0][1][name] + parts[1][1][name] for name in parts[0][1]}
-    check_attention((parts[0][0] + parts[1][0], summed), want)
-    assert [complete for *_, complete in parts] == [0, 0]
-    with pytest.raises(ValueError, match="there are layers 'capped_attention' already"):
-        run_example(ATTENTION_README, "register_layer_kind")
+    check_attention(on_two_ranks(ranks, "auto", changes), want)
 
 
-@pytest.mark.usefixtures("no_attention_left")
 def test_figures_with_attention_from_outside_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """No digest of sources, by which kept figures are named, includes its code."""
     monkeypatch.setattr(cached.CachedMeasure, "_measured_parameters", lambda self: None)
@@ -758,28 +786,17 @@ def test_figures_with_attention_from_outside_are_not_kept(monkeypatch: pytest.Mo
     assert set(cached.KNOWN_ATTENTION) <= {"auto", "eager", *ALL_ATTENTION_FUNCTIONS}
     assert all(is_kept(attention) for attention in cached.KNOWN_ATTENTION)
     assert not is_kept("capped")
-    run_example(ATTENTION_README, "register_layer_kind")
+    add("layer kind")
     assert not is_kept("auto")
 
 
-def test_readme_lists_all_kinds_of_layers() -> None:
-    assert table_of_layer_kinds() in ATTENTION_README
-
-
-# An optimizer: the one that its README shows, whose updates are torch's own.
-
-
-@pytest.fixture
-def known_optimizers() -> Iterator[None]:
-    """Undoes registrations."""
-    with OPTIMIZERS.restored():
-        yield
+# An optimizer, whose updates are torch's own.
 
 
 def train_with_sgd(model: Path, rows: Any, resume: bool, out: Path) -> None:
     """Three steps, saved before the last one; or that one alone."""
-    with OPTIMIZERS.restored():
-        run_example(OPTIM_README, "register_optimizer(")
+    with restored():
+        add("optimizer")
         size = dist.get_world_size()
         settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.5}
         engine = expertmesh.load(str(model), ep_size=size, use_cpu=True, **settings)
@@ -822,21 +839,19 @@ def test_an_optimizer(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None
             assert relative_error(found[name] - before[name], weight - before[name]) < 1e-4, (out, name)
 
 
-@pytest.mark.usefixtures("known_optimizers")
 def test_an_optimizer_is_known_everywhere(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", str(tiny_model), "--dataset", "d", "--optim", "sgd"]
     with pytest.raises(ExpertMeshError, match=r"--optim: invalid choice: 'sgd' \(choose from .*muon.*shampoo"):
         parse_config(flags)
     with pytest.raises(ExpertMeshError, match=r"--optim sgd is unknown; use adamw_torch_fused, .*, shampoo"):
         TrainConfig(model="m", optim="sgd")
-    names = run_example(OPTIM_README, "register_optimizer(")
+    add("optimizer")
+    assert OPTIMIZERS.names() == (*(entry.name for entry in OUR_OPTIMIZERS), "sgd")
 
     config = parse_config([*flags, "--adam-beta1", "0.8", "--weight-decay", "0.1"])
     (told,) = config.without_effect
     assert told.startswith("--adam-beta1 0.8 has no effect without --optim adamw_torch_fused or ")
-    with contextlib.suppress(SystemExit):
-        parse_config(["--help"])
-    assert "sgd: SGD with momentum" in " ".join(capsys.readouterr().out.split())
+    assert "sgd: SGD with momentum" in help_text(capsys)
     with pytest.raises(ExpertMeshError, match="that run had --optim sgd, this one has muon"):
         check_trained(asdict(config), replace(config, optim="muon"), tmp_path)
 
@@ -855,20 +870,8 @@ def test_an_optimizer_is_known_everywhere(tiny_model: Path, tmp_path: Path, caps
     (at_update,) = [size for phase, _, _, size in memory["at"] if phase == "optimizer step"]
     assert 3 <= at_update / memory["parameters"] < 3.5
 
-    with pytest.raises(ValueError, match="--optim sgd is there already"):
-        register_optimizer(names["entry"], names["build"], nothing_occasional)
-    with pytest.raises(ValueError, match="--optim sgd2: has no help"):
-        register_optimizer(replace(names["entry"], name="sgd2", help=""), names["build"], nothing_occasional)
-    assert OPTIMIZERS.names() == (*(entry.name for entry in OUR_OPTIMIZERS), "sgd")
 
-
-def test_readme_lists_all_optimizers() -> None:
-    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|", readme.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
-    assert rows == [entry.name for entry in OUR_OPTIMIZERS]
-
-
-# A dispatcher: one of several, made for the test, and the one that its README shows.
+# A dispatcher: the README's, and one that shares no code with ours but the exchange.
 
 
 class OneExchange:
@@ -940,29 +943,14 @@ def entry_of(name: str, **changes: Any) -> DispatcherEntry:
     return replace(PLAIN_ENTRY, **{**own, **changes})
 
 
-@contextmanager
-def dispatchers_of_ones_own() -> Iterator[None]:
-    """The README's, and the one of this test; removed afterwards."""
-    before = dict(DISPATCHERS)
-    with DISPATCHER_ENTRIES.restored():
-        run_example(DISPATCH_README, "register_dispatcher(")
-        register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), OneExchange)
-        try:
-            yield
-        finally:
-            DISPATCHERS.clear()
-            DISPATCHERS.update(before)
-
-
-@pytest.fixture
-def no_dispatchers_left() -> Iterator[None]:
-    """Has `dispatchers_of_ones_own`."""
-    with dispatchers_of_ones_own():
-        yield
+def add_dispatchers() -> None:
+    add("dispatcher")
+    register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), OneExchange)
 
 
 def dispatched(path: Path, topology: Topology, case: Case) -> tuple[Figures | None, str]:
-    with dispatchers_of_ones_own():
+    with restored():
+        add_dispatchers()
         model, _, _ = sharded_model(path, topology, case)
         return ours(path, topology, case), moe_layers(model)[0].dispatcher.in_words
 
@@ -995,46 +983,39 @@ def test_a_dispatcher_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixtur
     flags = ["--model", "m", "--dataset", "d", "--ep-size", "2", "--dispatch"]
     with pytest.raises(ExpertMeshError, match="invalid choice: 'last-first'"):
         parse_config([*flags, "last-first"])
-    with dispatchers_of_ones_own():
-        config = parse_config([*flags, "last-first", "--dispatch-sums", "float32", "--ranks-per-node", "2"])
-        assert config.dispatch == "last-first"
-        assert config.without_effect == [
-            "--dispatch-sums float32 has no effect without --ep-size 2 or more with --dispatch auto, rank or node",
-            "--ranks-per-node 2 has no effect without --tp-size 2 or more, or --ep-size 2 or more with --dispatch auto "
-            "or node",
-        ]
-        with pytest.raises(SystemExit):
-            parse_config(["--help"])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "--dispatch {auto,plain,rank,node,last-first,one-exchange}" in shown
-        assert "last-first: as plain, the last choice first" in shown
-        with pytest.raises(
-            ExpertMeshError, match=r"'lst-first' \(choose from .*'one-exchange'\); did you mean last-first"
-        ):
-            parse_config([*flags, "lst-first"])
-        with pytest.raises(ExpertMeshError, match="give --dispatch one-exchange"):
-            parse_config([*flags, "single"])
-        with pytest.raises(ExpertMeshError, match="--dispatch lst-first is unknown; use auto, plain, rank, node, "):
-            replace(config, dispatch="lst-first")
+    add_dispatchers()
+    config = parse_config([*flags, "last-first", "--dispatch-sums", "float32", "--ranks-per-node", "2"])
+    assert config.dispatch == "last-first"
+    assert config.without_effect == [
+        "--dispatch-sums float32 has no effect without --ep-size 2 or more with --dispatch auto, rank or node",
+        "--ranks-per-node 2 has no effect without --tp-size 2 or more, or --ep-size 2 or more with --dispatch auto "
+        "or node",
+    ]
+    shown = help_text(capsys)
+    assert "--dispatch {auto,plain,rank,node,last-first,one-exchange}" in shown
+    assert "last-first: as plain, the last choice first" in shown
+    with pytest.raises(ExpertMeshError, match=r"'lst-first' \(choose from .*'one-exchange'\); did you mean last-first"):
+        parse_config([*flags, "lst-first"])
+    with pytest.raises(ExpertMeshError, match="give --dispatch one-exchange"):
+        parse_config([*flags, "single"])
+    with pytest.raises(ExpertMeshError, match="--dispatch lst-first is unknown; use auto, plain, rank, node, "):
+        replace(config, dispatch="lst-first")
 
 
-@pytest.mark.usefixtures("no_dispatchers_left")
 def test_auto_takes_a_dispatcher() -> None:
-    by_nodes = entry_of(
-        "by-nodes", by_nodes=True, without_nodes="rank", auto=lambda group: 30 if group.spans_nodes else None
-    )
+    by_nodes = entry_of("by-nodes", by_nodes=True, without_nodes="rank", auto=lambda g: 30 if g.spans_nodes else None)
     register_dispatcher(by_nodes, DISPATCHERS["node"])
     assert resolve_dispatch("auto", 16, 8, 2) is by_nodes
     assert resolve_dispatch("auto", 8, 8, 2) is PLAIN_ENTRY
     assert resolve_dispatch("auto", 12, None, 2).name == resolve_dispatch("by-nodes", 8, 8, 2).name == "rank"
 
 
-@pytest.mark.usefixtures("no_dispatchers_left")
 def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def both(name: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
         own = ["--dispatch", name, *flags]
         return figures_of("plan", mixtral, capsys, *own)[0], figures_of("rehearse", mixtral, capsys, *own)[0]
 
+    add_dispatchers()
     (plan, dry), (plain_plan, plain_dry) = both("one-exchange"), both("plain")
     assert plan["bytes_a_step"] == plain_plan["bytes_a_step"]
     assert dry["sent"] == plain_dry["sent"]
@@ -1055,156 +1036,3 @@ def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(AssertionError):
             figures_of(command, mixtral, capsys, "--dispatch", "unseen")
         assert "--dispatch unseen: cannot be recorded, so there is no forecast of it" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_dispatchers_left")
-@pytest.mark.parametrize(
-    ("entry", "wrong"),
-    [
-        ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is there already"),
-        ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is there already"),
-        ({"how": ""}, "--dispatch mine: has no how"),
-        ({"by_nodes": True}, "mine: is by_nodes, and mine without_nodes is none that is not"),
-        ({"by_nodes": True, "without_nodes": "node"}, "mine: is by_nodes, and node without_nodes is none"),
-        ({"without_nodes": "rank"}, "mine: is not by_nodes, and rank without_nodes"),
-    ],
-)
-def test_a_dispatcher_that_cannot_be_added(entry: dict[str, Any], wrong: str) -> None:
-    before = DISPATCHER_ENTRIES.entries(), dict(DISPATCHERS)
-    with pytest.raises(ValueError, match=wrong):
-        register_dispatcher(entry_of(**{"name": "mine", **entry}), OneExchange)
-    assert (DISPATCHER_ENTRIES.entries(), DISPATCHERS) == before
-
-
-def test_readme_lists_all_dispatchers() -> None:
-    assert table_of_dispatchers() in DISPATCH_README
-
-
-# Whatever it is, what lacks something or is not of its type is refused where it is registered.
-
-
-def no_arguments() -> None:
-    """What no entry's function is."""
-
-
-@pytest.mark.usefixtures("known_optimizers")
-@pytest.mark.parametrize(
-    ("changed", "wrong"),
-    [
-        ({"help": None}, "--optim mine: help is None, not a text"),
-        ({"name": 7}, "--optim 7: name is 7, not a text"),
-        ({"heeds": "weight_decay"}, "--optim mine: heeds is 'weight_decay', not a tuple, each a text"),
-        ({"heeds": ("wd",)}, "--optim mine: there is no setting wd"),
-        ({"dry_run": {"shampoo_strat": 1}}, "--optim mine: there is no setting shampoo_strat"),
-        ({"parameters_in_bf16": 1}, "--optim mine: parameters_in_bf16 is 1, not True or False"),
-        ({"state_bytes": no_arguments}, "--optim mine: state_bytes is .*, not a function of 2 arguments"),
-        ({"calls": (3, 0, 0)}, r"--optim mine: calls is \(3, 0, 0\), not of type UpdateCalls"),
-        ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused goes by one of its names already"),
-        ({"aliases": ("muon",)}, "--optim mine: muon goes by one of its names already"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_added(changed: dict[str, Any], wrong: str) -> None:
-    names = run_example(OPTIM_README, "register_optimizer(")
-    known = OPTIMIZERS.names()
-    with pytest.raises(ValueError, match=wrong):
-        register_optimizer(replace(names["entry"], **{"name": "mine", **changed}), names["build"], nothing_occasional)
-    assert OPTIMIZERS.names() == known
-
-
-@pytest.mark.usefixtures("known_optimizers")
-def test_code_of_an_optimizer_that_cannot_be_called() -> None:
-    names = run_example(OPTIM_README, "register_optimizer(")
-    entry = replace(names["entry"], name="mine")
-    with pytest.raises(ValueError, match="--optim mine: build is None, not a function of 3 arguments"):
-        register_optimizer(entry, None, nothing_occasional)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"--optim mine: occasional is .*, not a function of 1 argument"):
-        register_optimizer(entry, names["build"], no_arguments)  # type: ignore[arg-type]
-    assert "mine" not in OPTIMIZERS.names()
-
-
-@pytest.mark.usefixtures("no_kernels_left")
-@pytest.mark.parametrize(
-    ("changed", "entry", "wrong"),
-    [
-        (
-            {"product": lambda x, counts, weight: x},
-            {},
-            "product is .*, not a function of 3 arguments and needs_output=",
-        ),
-        ({"check": None}, {}, "check is None, not a function of 1 argument"),
-        ({"auto": no_arguments}, {}, "auto is .*, not a function of 1 argument"),
-        ({}, {"where": None}, "where is None, not a text"),
-        ({}, {"beside_fp8": "no"}, "beside_fp8 is 'no', not True or False"),
-    ],
-)
-def test_an_expert_kernel_of_wrong_types(changed: dict[str, Any], entry: dict[str, Any], wrong: str) -> None:
-    kernel = per_row()
-    before = KERNEL_ENTRIES.entries(), KERNELS.entries()
-    with pytest.raises(ValueError, match=f"--expert-kernel mine: {wrong}"):
-        register_expert_kernel(replace(kernel, entry=replace(kernel.entry, **{"name": "mine", **entry}), **changed))
-    assert (KERNEL_ENTRIES.entries(), KERNELS.entries()) == before
-
-
-@pytest.mark.usefixtures("no_dispatchers_left")
-@pytest.mark.parametrize(
-    ("entry", "make", "wrong"),
-    [
-        ({"sums": None}, OneExchange, "mine: sums is None, not True or False"),
-        ({"auto": no_arguments}, OneExchange, "mine: auto is .*, not a function of 1 argument"),
-        ({"elsewhere": "single"}, OneExchange, "mine: elsewhere is 'single', not a tuple, each a text"),
-        ({}, no_arguments, "mine: make is .*, not a function of 1 argument"),
-        ({"elsewhere": ("deepep",)}, OneExchange, "mine: node goes by one of its names already"),
-        ({"name": "deepep", "without_nodes": "deepep"}, OneExchange, "deepep: node goes by one of its names already"),
-    ],
-)
-def test_a_dispatcher_of_wrong_types(entry: dict[str, Any], make: Any, wrong: str) -> None:
-    before = DISPATCHER_ENTRIES.entries(), dict(DISPATCHERS)
-    with pytest.raises(ValueError, match=f"--dispatch {wrong}"):
-        register_dispatcher(entry_of(**{"name": "mine", **entry}), make)
-    assert (DISPATCHER_ENTRIES.entries(), DISPATCHERS) == before
-
-
-@pytest.mark.usefixtures("no_codes_left")
-def test_entries_of_wrong_types() -> None:
-    int8 = run_example(CHECKPOINTS_README, "register_codes")["Int8"]
-    before = [*FORMATS], [*METRICS], dict(CODES), dict(LAYER_KINDS)
-    a_format: dict[str, Any] = {"name": "mine", "columns": ("ask",), "read": upside_down, "unread": ()}
-    a_format |= {"written": "w", "known_from": "k"}
-    for changed, version, wrong in (
-        ({"columns": "ask"}, 1, "columns is 'ask', not a tuple, each a text"),
-        ({"read": no_arguments}, 1, "read is .*, not a function of 2 arguments"),
-        ({"unread": None}, 1, "unread is None, not a tuple, each a text"),
-        ({}, "1", "version is '1', not a whole number"),
-    ):
-        with pytest.raises(ValueError, match=f"the format 'mine': {wrong}"):
-            register_format(Format(**{**a_format, **changed}), before="text", version=version)  # type: ignore[arg-type]
-
-    a_metric: dict[str, Any] = {"name": "mine", "unit": "", "meaning": "m", "of": "steps", "value": len}
-    for changed, wrong in (
-        ({"of": "step"}, "of is 'step', not one of steps, evaluation"),
-        ({"over_ranks": "min"}, "over_ranks is 'min', not one of alike, sum, mean, max"),
-        ({"value": no_arguments}, "value is .*, not a function of 1 argument"),
-        ({"chart": "Mine"}, "chart is 'Mine', not of type Chart or None"),
-    ):
-        with pytest.raises(ValueError, match=f"the metric 'mine': {wrong}"):
-            register_metric(Metric(**{**a_metric, "over_ranks": "alike", **changed}))
-
-    all_tokens: Any = "all"
-    a_number: Any = 7
-    for kind, wrong in (
-        (
-            LayerKind("mine", all_tokens, None),
-            "layers 'mine': sees is 'all', not one of itself, past, window, mask, state",
-        ),
-        (LayerKind("mine", "past", a_number), "layers 'mine': mask is 7, not a function or None"),
-        (LayerKind("", "past", None), "it has no name"),
-    ):
-        with pytest.raises(ValueError, match=wrong):
-            register_layer_kind(kind)
-
-    with pytest.raises(ValueError, match="no object of a class made of Codes"):
-        register_codes(Codes)  # type: ignore[arg-type]
-    words = type("Mine", (int8,), {"name": "MINE", "quant_methods": "mine"})()
-    with pytest.raises(ValueError, match="the codes 'MINE': quant_methods is 'mine', not a tuple, each a text"):
-        register_codes(words)
-    assert ([*FORMATS], [*METRICS], dict(CODES), dict(LAYER_KINDS)) == before

@@ -1,6 +1,7 @@
 """Help, mistakes and looks at a checkpoint's heads import neither torch nor transformers, which take seconds to; help
 not even numpy."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,25 +12,53 @@ from pathlib import Path
 import pytest
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from tests.distributed.test_train_ep import ROOT
 
+ROOT = Path(__file__).parents[1]
 FOLDERS = ("moe", "sharding", "checkpoints", "training")
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "huggingface_hub", "pyarrow", "pandas"}
 HEAVY_FOR_HELP = HEAVY | {"numpy", "rich", "safetensors"}
 CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+IN_A_PROCESS = """
+import contextlib, importlib, io, json, os, runpy, sys
+
+def end(code):
+    raise SystemExit(code)
+
+os._exit, said, before = end, [], set(sys.modules)
+for line in sys.stdin.read().splitlines():
+    program, *arguments = line.removeprefix("-m ").split()
+    sys.argv = [program, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            if line.startswith("-m "):
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            elif program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            else:
+                module, _, function = program.partition(":")
+                getattr(importlib.import_module(module), function)()
+        except SystemExit as error:
+            said.append((error.code, out.getvalue(), sorted(set(sys.modules) - before)))
+print(json.dumps(said))
+"""
+"""Commands one after the other, each of which ends as in a process of its own."""
 
 
-def imported(*command: str) -> tuple[int, str, set[str]]:
-    """(exit code, all that was said, which modules were imported) of `python COMMAND`."""
-    python, environment = [sys.executable, "-X", "importtime"], {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([*python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "argparse" in modules, done.stderr
-    return done.returncode, done.stdout + "\n".join(told), modules
+def run(*lines: str) -> list[tuple[int, str, set[str]]]:
+    """(exit code, all that was said, which modules are imported by now) of each `python LINE`, in one process."""
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-c", IN_A_PROCESS]
+    done = subprocess.run(
+        command, input="\n".join(lines), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = [(code, said, set(modules)) for code, said, modules in json.loads(done.stdout)]
+    assert len(found) == len(lines)
+    assert all("argparse" in modules for _, _, modules in found)
+    return found
 
 
-def commands() -> list[list[str]]:
+def programs() -> list[str]:
     """Every module of ours that runs as a command, and every console script."""
     files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
     modules = [
@@ -37,104 +66,74 @@ def commands() -> list[list[str]]:
         for file in files
         if '\nif __name__ == "__main__"' in file.read_text(encoding="utf-8")
     ]
-    scripts = [entry.partition(":")[::2] for entry in CONSOLE_SCRIPTS.values()]
-    return [
-        ["train_ep.py"],
-        *(["-m", f"expertmesh.{module}"] for module in modules),
-        *(["-c", f"from {module} import {function}; {function}()"] for module, function in scripts),
-    ]
+    return ["train_ep.py", *(f"-m expertmesh.{module}" for module in modules), *CONSOLE_SCRIPTS.values()]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_help(command: list[str]) -> None:
+def test_help() -> None:
     """Also that of each command in it, as its own help lists them."""
-    told = _help(*command)
-    inner = re.findall(r"^    (\w+)(?: |$)", told.partition("COMMAND\n")[2], flags=re.MULTILINE)
-    assert bool(inner) == ("COMMAND" in told)
-    for name in inner:
-        assert f" {name} " in _help(*command, name).partition("\n")[0]
+    of_programs = run(*(f"{program} --help" for program in programs()))
+    inner = []
+    for program, (_, said, _) in zip(programs(), of_programs, strict=True):
+        names = re.findall(r"^    (\w+)(?: |$)", said.partition("COMMAND\n")[2], flags=re.MULTILINE)
+        assert bool(names) == ("COMMAND" in said)
+        inner += [(program, name) for name in names]
+    of_commands = run(*(f"{program} {name} --help" for program, name in inner))
+    for (_, name), (_, said, _) in zip(inner, of_commands, strict=True):
+        assert f" {name} " in said.partition("\n")[0]
+    for code, said, modules in of_programs + of_commands:
+        assert code == 0, said
+        assert said.startswith("usage:")
+        assert max(map(len, said.splitlines())) <= 80
+        assert "_" not in "".join(re.findall(r"--[\w-]+", said))
+        assert not modules & HEAVY_FOR_HELP
 
 
-def _help(*command: str) -> str:
-    code, told, modules = imported(*command, "--help")
-    assert code == 0, told
-    assert told.startswith("usage:")
-    assert max(map(len, told.splitlines())) <= 80
-    assert "_" not in "".join(re.findall(r"--[\w-]+", told))
-    assert not modules & HEAVY_FOR_HELP
-    return told
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["train_ep.py", "--model", "m", "--learning-rat", "1"], "unknown flag --learning-rat"),
-        (["train_ep.py", "--model", "m"], "--dataset is missing"),
-        (["train_ep.py", "--model", "/nonexistent", "--dataset", "d"], "--model /nonexistent: no such directory"),
-        (
-            ["train_ep.py", "--model", "configs", "--dataset", "d", "--resume", "/nonexistent"],
-            "--resume /nonexistent: no such directory",
-        ),
-        (
-            ["train_ep.py", "--model", "configs", "--dataset", "d", "--resume", "tests"],
-            "--resume tests: has no checkpoint.json: not a complete training checkpoint",
-        ),
-        (["-m", "checkpoints", "convert", "/nonexistent", "OUT", "--ep-size", "2"], "/nonexistent: no such directory"),
-        (["-m", "checkpoints", "export", "/nonexistent", "OUT"], "/nonexistent: no such directory"),
-        (["-m", "checkpoints", "verify", "/nonexistent", "/nonexistent"], "/nonexistent: no such directory"),
-        (["-m", "checkpoints", "inspect", "/nonexistent"], "/nonexistent: no such directory"),
-        (["-m", "sharding", "plan", "--model", "/nonexistent"], "--model /nonexistent: no such file"),
-        (["-m", "sharding", "mesh", "--world-size", "8", "--ep-size", "3"], "--ep-size 3 does not divide"),
-        (
-            ["-m", "sharding", "rehearse", "--model", "m", "--gpus", "8", "--ep-size", "3"],
-            "--ep-size 3 does not divide",
-        ),
-        (["-m", "sharding", "rehearse", "--model", "m", "--gpu", "Z80"], "--gpu Z80 is unknown"),
-        (["-m", "sharding", "rehearse", "--model", "/nonexistent"], "--model /nonexistent: no such file"),
-        (["-m", "training.report", "/nonexistent"], "/nonexistent"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes(command: list[str], said: str) -> None:
-    code, told, modules = imported(*command)
-    assert code == 2
-    assert said in told
-    assert not modules & HEAVY
-
-
-def test_mesh() -> None:
-    code, told, modules = imported("-m", "sharding", "mesh", "--world-size", "16", "--ep-size", "8")
-    assert code == 0
-    assert "ep: 2 groups of 8" in told
-    assert not modules & HEAVY
+def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
+    """Mistakes, a picture of a mesh, and heads of checkpoints; by the folders' names, as in a checkout."""
+    shards = str(tmp_path / "ep4")
+    assert checkpoints_main(["convert", str(tiny_model), shards, "--ep-size", "4"]) == 0
+    expected = (
+        ("train_ep.py --model m --learning-rat 1", 2, "unknown flag --learning-rat"),
+        ("train_ep.py --model m", 2, "--dataset is missing"),
+        ("train_ep.py --model /no --dataset d", 2, "--model /no: no such directory"),
+        ("train_ep.py --model configs --dataset d --resume /no", 2, "--resume /no: no such directory"),
+        ("train_ep.py --model configs --dataset d --resume tests", 2, "tests: has no checkpoint.json: not a complete"),
+        ("-m checkpoints convert /no OUT --ep-size 2", 2, "/no: no such directory"),
+        ("-m checkpoints export /no OUT", 2, "/no: no such directory"),
+        ("-m checkpoints verify /no /no", 2, "/no: no such directory"),
+        ("-m checkpoints inspect /no", 2, "/no: no such directory"),
+        (f"-m checkpoints inspect {tiny_model} --tensors", 0, "Hugging Face directory"),
+        (f"-m checkpoints inspect {shards} --tensors", 0, "EP shards, ep 4"),
+        ("-m sharding plan --model /no", 2, "--model /no: no such file"),
+        ("-m sharding mesh --world-size 8 --ep-size 3", 2, "--ep-size 3 does not divide"),
+        ("-m sharding mesh --world-size 16 --ep-size 8", 0, "ep: 2 groups of 8"),
+        ("-m sharding rehearse --model m --gpus 8 --ep-size 3", 2, "--ep-size 3 does not divide"),
+        ("-m sharding rehearse --model m --gpu Z80", 2, "--gpu Z80 is unknown"),
+        ("-m sharding rehearse --model /no", 2, "--model /no: no such file"),
+        ("-m moe famlies", 2, "'famlies'"),
+        ("-m training.report /no", 2, "/no"),
+    )
+    found = run(*(line for line, _, _ in expected))
+    for (line, code, text), (ended, said, modules) in zip(expected, found, strict=True):
+        assert (ended, text in said) == (code, True), (line, said)
+        assert not modules & HEAVY, line
 
 
 @pytest.mark.release
 def test_a_plan_of_what_was_measured_before(tiny_model: Path) -> None:
     """Only what is not in the cache directory is measured."""
-    command = ["-m", "sharding", "plan", "--model", str(tiny_model), "--gpus", "2", "--micro-batch", "1"]
-    command += ["--seq-length", "64", "--rope-scaling", "yarn:2"]
-    first, again, another = imported(*command), imported(*command), imported(*command[:-1], "yarn:4")
+    layout = "--gpus 2 --ep-size 2 --tp-size 1 --pp-size 1 --gradient-checkpointing none --dense-shard full"
+    line = f"-m sharding plan --model {tiny_model} {layout} --micro-batch 1 --seq-length 64 --rope-scaling"
+    (first,), (again,), (another,) = run(f"{line} yarn:2"), run(f"{line} yarn:2"), run(f"{line} yarn:4")
     assert (first[0], again[0], another[0]) == (0, 0, 0), (first[1], again[1], another[1])
-    assert _untimed(again[1]) == _untimed(first[1])
     assert "recommended" in again[1]
+    assert untimed(again[1]) == untimed(first[1])
     assert not again[2] & HEAVY
     assert {"torch", "transformers"} <= first[2] & another[2], "figures may depend on how positions are stretched"
 
 
-def _untimed(said: str) -> str:
+def untimed(said: str) -> str:
     """A plan without what it took to find it."""
-    untimed, times = re.subn(r"found in [\d.]+ s", "found", said)
+    without, times = re.subn(r"found in [\d.]+ s", "found", said)
     assert times == 1
-    return untimed
-
-
-def test_heads_of_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
-    assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "ep4"), "--ep-size", "4"]) == 0
-    for path, said in ((tiny_model, "Hugging Face directory"), (tmp_path / "ep4", "EP shards, ep 4")):
-        code, told, modules = imported("-m", "checkpoints", "inspect", str(path), "--tensors")
-        assert code == 0, told
-        assert said in told
-        assert not modules & HEAVY
+    return without
