@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.sharding.parallelize.choices import Checkpointing
-from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
@@ -242,27 +242,3 @@ def test_an_input_that_backward_had_is_not_fetched_again() -> None:
         y.sum().backward(retain_graph=True)
         assert x.grad is not None
     assert len(come) == 4
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    found = chain(copies_of("cuda"), "cuda")
-    assert all(map(torch.equal, found, chain(None, "cuda")))
-
-
-@pytest.mark.gpu
-def test_memory_of_a_gpu() -> None:
-    """None of 16 inputs is on the GPU at the end of forward."""
-    held = []
-    for copies in (None, copies_of("cuda")):
-        plain = partial(checkpoint, use_reentrant=False)
-        run = plain if copies is None else InputStore(copies).around(plain)
-        first = x = torch.randn(2**20, device="cuda", requires_grad=True)
-        before = torch.cuda.memory_allocated()
-        for _ in range(16):
-            x = run(torch.sin, x)
-        held.append((torch.cuda.memory_allocated() - before) / 2**22)
-        x.sum().backward()
-        assert first.grad is not None
-    # the result; and the inputs, of which the first is the caller's
-    assert held == [16, 1]

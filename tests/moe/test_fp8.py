@@ -17,9 +17,6 @@ from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,
     Scaled,
-    cast_columns,
-    cast_rows,
-    cast_runs,
     padded_runs,
     plain_largest,
     plain_rows,
@@ -29,14 +26,13 @@ from expertmesh.moe.kernels.grouped import for_any_rows
 from expertmesh.moe.kernels.kernel_registry import Needs
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, round_to_nearest
+from tests.moe.kernel_contract import COUNTS
 from tests.moe.test_experts import KINDS, TOP_K, of_family, random
-from tests.moe.test_kernels import COUNTS, fused
-from tests.moe.test_kernels import plain as plain_swiglu
-from tests.moe.test_products import ORDERS, plain
+from tests.moe.test_kernels import fused
 from tests.tiny import our_experts, relative_error
 
 D, WIDTH = 32, 48
-RAGGED = {**COUNTS, "many": [0, 33, 1, 16, 0, 47, 0], "all but none": [70, 0]}
+RAGGED = {name: COUNTS[name] for name in ("even", "a single row", "no row")} | {"many": [0, 33, 1, 16, 0, 47, 0]}
 HALF_A_STEP = 2.0**-4
 """Of a number that is rounded to fp8, whose fraction has three bits."""
 SMALLEST = 2.0**-10
@@ -64,6 +60,10 @@ def inputs(counts: list[int], is_transposed: bool, device: str = "cpu") -> tuple
     grad_RO = torch.randn(sum(counts), WIDTH, generator=generator) * 1e-6
     x_RI, weight, grad_RO = (t.to(device, torch.bfloat16) for t in (x_RI, weight, grad_RO))
     return x_RI.requires_grad_(), weight.requires_grad_(), grad_RO
+
+
+def plain(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+    return torch.cat([x @ weight_OI.t() for x, weight_OI in zip(x_RI.split(counts), weight_eOI, strict=True)])
 
 
 def product(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
@@ -123,10 +123,17 @@ def test_runs_are_padded_with_zeros(counts: list[int]) -> None:
         assert torch.equal(found[:, : counts[n]], rounded(x.t(), 1) if counts[n] else found[:, :0])
 
 
-@pytest.mark.sample(5)
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize(
+    ("counts", "dtype"),
+    [
+        ([0, 33, 1, 16, 0, 47, 0], torch.bfloat16),
+        pytest.param([70, 0], torch.float32, marks=pytest.mark.slow),
+        pytest.param([5], torch.bfloat16, marks=pytest.mark.slow),
+        ([0, 0], torch.float32),
+    ],
+    ids=str,
+)
 def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     round_to_nearest(monkeypatch)
     from expertmesh.moe.kernels import fp8_triton
@@ -165,20 +172,15 @@ def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatc
         assert torch.equal(scales, expected.scales)
 
 
-def product_and_gradients(counts: list[int], is_transposed: bool) -> tuple[Tensor, ...]:
-    """x_RI, weight_eOI and grad_RO; of these the product, and its gradients by x_RI and weight_eOI."""
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_products_are_those_of_rounded_numbers(counts: list[int], is_transposed: bool) -> None:
+    """And so within the error of fp8, which the contract of kernels compares with fp64."""
     x_RI, weight, grad_RO = inputs(counts, is_transposed)
     weight_eOI = weight.transpose(1, 2) if is_transposed else weight
     out_RO = product(x_RI, counts, weight_eOI)
     grad_x_RI, grad_weight = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
     grad_weight_eOI = grad_weight.transpose(1, 2) if is_transposed else grad_weight
-    return x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI
-
-
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
-def test_products_are_those_of_rounded_numbers(counts: list[int], is_transposed: bool) -> None:
-    x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI = product_and_gradients(counts, is_transposed)
     with torch.no_grad():
         x, w, g = x_RI.detach(), weight_eOI.detach(), grad_RO
         assert_near(out_RO, plain(rounded(x, 1), counts, rounded(w, 2)))
@@ -192,52 +194,6 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == torch.bfloat16
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected.double(), rtol=2.0**-8, atol=1e-5 * largest)
-
-
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
-def test_products_are_within_the_error_of_fp8(counts: list[int], is_transposed: bool) -> None:
-    """Each element of a matmul is within the error bound; and, where elements are many, far within."""
-    x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI = product_and_gradients(counts, is_transposed)
-    x, w, g = (t.detach().double() for t in (x_RI, weight_eOI, grad_RO))
-    grad_weight_eOI = grad_weight_eOI.double()
-
-    def check(found: Tensor, a: Tensor, b: Tensor) -> None:
-        """Check `found` against a · bᵀ. An element is off by half a step, or by half of the smallest of its row, whose
-        scale is at most 1 / 224 of the largest."""
-        off_a, off_b = (t.abs() * HALF_A_STEP + t.abs().amax(1, keepdim=True) / 224 * SMALLEST for t in (a, b))
-        bound = off_a @ b.abs().t() + a.abs() @ off_b.t() + off_a @ off_b.t()
-        exact = a @ b.t()
-        assert bool(((found.double() - exact).abs() <= bound + 2.0**-8 * exact.abs() + 1e-12).all())
-        assert relative_error(found, exact) < 0.06
-
-    parts = [t.split(counts) for t in (x, g, out_RO.detach(), grad_x_RI)]
-    for n, (x_n, g_n, out_n, dx_n) in enumerate(zip(*parts, strict=True)):
-        if counts[n]:
-            check(out_n, x_n, w[n])
-            check(dx_n, g_n, w[n].t())
-            check(grad_weight_eOI[n], g_n.t(), x_n.t())
-
-
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
-def test_swiglu(counts: list[int]) -> None:
-    """All of an expert at once: near what fp64 makes of the same numbers, and no nearer than fp8 is."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(counts), D), *[(len(counts) * 24, D)] * 3]
-    mine = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
-    exact = [t.detach().double().requires_grad_() for t in mine]
-    assert FP8.fused is not None
-    out = FP8.fused(mine[0], torch.tensor(counts), *mine[1:])
-    expected = plain_swiglu(exact[0], counts, *exact[1:])
-    grad = torch.randn(out.shape, generator=generator)
-    pairs = [(out, expected)]
-    found = torch.autograd.grad(out, mine, grad.bfloat16())
-    pairs += zip(found, torch.autograd.grad(expected, exact, grad.bfloat16().double()), strict=True)
-    for a, b in pairs:
-        a, b = a.detach(), b.detach()
-        assert (a.shape, a.dtype) == (b.shape, torch.bfloat16)
-        assert relative_error(a, b) < 0.12
-        assert a.numel() == 0 or not b.any() or relative_error(a, b) > 0.01
 
 
 def test_rows_of_several_products_are_cast_once() -> None:
@@ -267,8 +223,9 @@ def test_nothing_is_called_without_rows(counts: list[int]) -> None:
     assert torch.equal(grads[1], torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", [counts for counts in RAGGED.values() if any(counts)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "is_transposed"), [([3, 3, 3, 3], False), ([0, 33, 1, 16, 0, 47, 0], True), ([70, 0], False)], ids=str
+)
 def test_the_operator_is_given_what_it_takes(
     counts: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,33 +263,6 @@ def test_the_operator_is_given_what_it_takes(
     assert calls == [5, 5, 4]
     for found, want in zip(*expected, strict=True):
         assert torch.equal(found, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="torch has it for Hopper alone"
-)
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
-def test_emulation_is_what_a_gpu_computes(counts: list[int], is_transposed: bool) -> None:
-    """The same codes and scales, and products but for the order of sums."""
-    results = []
-    for device in ("cpu", "cuda"):
-        x_RI, weight, grad_RO = inputs(counts, is_transposed, device)
-        out_RO = product(x_RI, counts, weight.transpose(1, 2) if is_transposed else weight)
-        padded = padded_runs(torch.tensor(counts, device=device), len(x_RI))
-        casts = [cast_rows(x_RI.detach()), cast_columns(weight.detach())]
-        if any(counts):
-            used, runs = int(padded.padded_ends_e[-1]), cast_runs(x_RI.detach(), padded)
-            casts.append(Scaled(runs.codes[:, :used], runs.scales))
-        numbers = [part for cast in casts for part in (cast.codes.float(), cast.scales)]
-        results.append((numbers, [out_RO, *torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)]))
-    (codes, products), (gpu_codes, gpu_products) = results
-    for expected, found in zip(codes, gpu_codes, strict=True):
-        assert torch.equal(found.cpu(), expected)
-    for expected, found in zip(products, gpu_products, strict=True):
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
-        torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-3 * largest)
 
 
 OTHER_KINDS: dict[str, Any] = {

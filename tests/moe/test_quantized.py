@@ -219,12 +219,3 @@ def test_every_code_of_fp8() -> None:
     is_number = ~expected.isnan()  # of which quantising makes none
     assert torch.equal(found[is_number], expected[is_number])
     assert fused_fp8(codes[:0], torch.ones(0, 1), torch.float32).shape == (0, 256)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "nf4"])
-def test_dequantizing_on_a_gpu(kind: Kind) -> None:
-    storage = Storage(kind, 4160)
-    codes, scales = quantize(torch.randn(64, 4160), storage)
-    expected = dequantize(codes, scales, storage, torch.bfloat16)
-    assert torch.equal(dequantize(codes.cuda(), scales.cuda(), storage, torch.bfloat16).cpu(), expected)

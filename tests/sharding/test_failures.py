@@ -119,26 +119,6 @@ def test_cause_or_consequence(error: Exception, broken: bool, late: bool) -> Non
     assert (is_broken_collective(error), is_timeout(error)) == (broken, late)
 
 
-@pytest.mark.gpu
-def test_the_recorder_knows_collectives_over_nccl(ranks: RankPool) -> None:
-    ranks.run(_reduce_on_a_gpu, 1, join_group=False)
-
-
-def _reduce_on_a_gpu() -> None:
-    from expertmesh.sharding.mesh import build_mesh
-    from expertmesh.sharding.runtime.process import end_process_group, start_process_group
-    from expertmesh.sharding.runtime.watchdog import recorded_collectives
-
-    ranks = start_process_group(use_cpu=False, timeout_seconds=60)
-    build_mesh("cuda", Topology(1, 1))
-    dist.all_reduce(torch.ones(3, device=ranks.device))
-    torch.cuda.synchronize()
-    latest = recorded_collectives()[-1]
-    assert (latest.name, latest.group, latest.sizes) == ("all_reduce", "world", [[3]])
-    assert latest.state in ("scheduled", "started", "completed")
-    end_process_group()
-
-
 @pytest.mark.slow
 def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
     assert ranks.run(_gather_over_ep, 4) == ["all_gather over ep of Float [2]"] * 4

@@ -81,15 +81,6 @@ def test_same_as_by_all_scores(
     assert_same_as_by_all_scores(widths, window, has_sinks, "cpu", torch.bfloat16, 2e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("widths", WIDTHS)
-def test_same_as_by_all_scores_in_the_kernel(widths: tuple[int, int], window: int, has_sinks: bool) -> None:
-    assert_same_as_by_all_scores(widths, window, has_sinks, "cuda", torch.bfloat16, 2e-2)
-    assert_same_as_by_all_scores(widths, window, has_sinks, "cuda", torch.float32, 1e-5)
-
-
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("widths", WIDTHS)

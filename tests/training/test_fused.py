@@ -23,7 +23,7 @@ from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.training.attention.packed_attention import OWN
 from expertmesh.training.fused.fuse import fuse_layers
-from expertmesh.training.fused.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
+from expertmesh.training.fused.fused_norm import FusedNorm, Norm, fuse_norm, try_norm
 from expertmesh.training.fused.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
 from expertmesh.training.model_setup.compiling import compile_layers
 from tests.families.configs import tiny_config as tiny_family
@@ -100,14 +100,6 @@ def test_what_is_no_norm_is_left() -> None:
 @pytest.mark.parametrize("scale", NORMS)
 def test_norms(scale: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check_norm(scale, shape, dtype, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 500, 4096), (2, 300, 20, 128), (3, 7168), (0, 64), (5, WIDEST)])
-@pytest.mark.parametrize("scale", NORMS)
-def test_norms_on_gpu(scale: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_norm(scale, shape, dtype, "cuda")
 
 
 def check_norm(scale: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -207,15 +199,6 @@ def test_what_is_no_rotation_is_left() -> None:
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_rotations(kind: str, heads: int, width: int, heads_dim: int, dtype: torch.dtype) -> None:
     check_rotation(kind, heads, width, heads_dim, dtype, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads_dim", [1, 2])
-@pytest.mark.parametrize(("heads", "width"), [(32, 128), (1, 64), (5, 80)])
-@pytest.mark.parametrize("kind", ROTATIONS)
-def test_rotations_on_gpu(kind: str, heads: int, width: int, heads_dim: int, dtype: torch.dtype) -> None:
-    check_rotation(kind, heads, width, heads_dim, dtype, "cuda")
 
 
 def check_rotation(kind: str, heads: int, width: int, heads_dim: int, dtype: torch.dtype, device: str) -> None:

@@ -276,17 +276,6 @@ def test_choice() -> None:
         assert choose_cross_entropy("auto", "cuda") == "liger"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_liger_equals_full(share: float, dtype: torch.dtype, has_bias: bool) -> None:
-    pytest.importorskip("liger_kernel")
-    found, expected = (loss_and_gradients(kind, inputs(share, dtype, "cuda", has_bias)) for kind in ("liger", "full"))
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < (1e-5 if dtype == torch.float32 else 2e-2)
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(3, 1), (5, 320), (2, 4096), (7, 9001)])
@@ -360,25 +349,3 @@ def test_fused_cross_entropy_of_a_divided_vocabulary(dtype: torch.dtype, num_row
     logits_CV[0, : vocabulary // 2] = float("-inf")
     targets_C[0] = vocabulary - 1
     check_halves(logits_CV, targets_C, 2**-7 if dtype == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_cross_entropy_of_a_divided_vocabulary_on_a_gpu(dtype: torch.dtype) -> None:
-    logits_CV = (torch.randn(100, 32000, device="cuda") * 5).to(dtype)
-    check_halves(logits_CV, torch.randint(0, 32000, (100,), device="cuda"), 2**-8 if dtype == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_cross_entropy_on_a_gpu(dtype: torch.dtype) -> None:
-    logits_CV = (torch.randn(100, 32000, device="cuda") * 5).to(dtype)
-    targets_C = torch.randint(0, 32000, (100,), device="cuda")
-    expected_CV = logits_CV.float().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
-    (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
-    loss, found_CV = head._loss_and_logit_gradient(logits_CV, targets_C)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(
-        found_CV.float(), gradient_CV, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-    )

@@ -175,18 +175,3 @@ def test_who_takes_a_kernel() -> None:
     assert takes_kernel(on_gpu, on_gpu)
     assert not takes_kernel(on_gpu, torch.empty(4, 8))
     assert not takes_kernel(on_gpu, mock.Mock(is_cuda=True, is_contiguous=lambda: False))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("settings", [EXACT, USUAL], ids=["exact", "usual"])
-def test_on_gpu(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    """To the bit there as well, since the kernels round where torch's own do."""
-    torch.manual_seed(0)
-    fp32_sizes: list[tuple[int, ...]] = [(60, 512), (60, 100), (370,)]
-    for size in fp32_sizes:
-        start, grads = torch.randn(size, device="cuda"), gradients(size, device="cuda")
-        assert_equal(*both(monkeypatch, start, grads, settings))
-    for size, first_row, number in BF16_CASES:
-        start = torch.randn(size, device="cuda").bfloat16()
-        grads = gradients(size, torch.bfloat16, "cuda")
-        assert_equal(*both(monkeypatch, start, grads, settings, first_row=first_row, number=number))

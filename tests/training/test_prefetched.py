@@ -50,16 +50,6 @@ def test_one_buffer_holds_a_batch(batch: Batch) -> None:
     assert {field.name for field in fields(moved)} == {field.name for field in fields(batch)}
 
 
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    batch = collate(ROWS[:3])
-    moved = batch.to(torch.device("cuda"))
-    assert moved.tokens_BS.is_cuda
-    assert moved.to(torch.device("cuda")).tokens_BS.data_ptr() == moved.tokens_BS.data_ptr()
-    assert batch.pinned().buffer.is_pinned()
-    assert_same(moved.to(CPU), batch)
-
-
 def loops_run(device: str) -> Any:
     engine = SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None))
     return SimpleNamespace(

@@ -1,0 +1,194 @@
+"""What every expert kernel does, each by itself: `check_kernel` holds one against a plain matmul an expert, of which
+autograd makes the backward. A kernel registered from outside can be held against it too."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expertmesh.moe.kernels.kernel_registry import ExpertKernel
+from tests.tiny import relative_error
+
+COUNTS = {
+    "even": [3, 3, 3, 3],
+    "one has all": [0, 0, 12, 0],
+    "first and last empty": [0, 5, 7, 0],
+    "a single row": [0, 1, 0, 0],
+    "no row": [0, 0, 0, 0],
+    "one expert": [5],
+}
+"""Rows of each expert."""
+RANK = 3
+"""Of adapters: of no width that GEMMs like."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the functions of a kernel.
+
+    Attributes:
+        run: run(rows, counts_e, *weights, needs_output=True), on weights of three dimensions, an expert each.
+        plain: what it computes for one expert.
+        widths: of rows, and of each weight: those of an expert's matrix.
+        products: grouped GEMMs in its forward.
+        keeps_layout: whether its weight's gradient lies in memory as the weight does, so that autograd adds it to the
+            weight's own without a copy.
+    """
+
+    run: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    widths: tuple[int, list[tuple[int, int]]]
+    products: int
+    keeps_layout: bool = False
+
+
+def forms_of(kernel: ExpertKernel, width: int, expert_width: int) -> dict[str, Form]:
+    """All that the kernel has."""
+    found: dict[str, Form] = {}
+    swiglu = width, [(expert_width, width)] * 3
+    if kernel.fused is not None:
+        found["fused"] = Form(partial(_in_rows, kernel.fused), _swiglu, swiglu, 3)
+    if kernel.joined is not None:
+        found["joined"] = Form(partial(_side_by_side, kernel.joined), _swiglu, swiglu, 2)
+    if kernel.product is not None:
+        there, back = (width, [(expert_width, width)]), (width, [(width, expert_width)])
+        transposed = partial(_transposed, kernel.product)
+        found["product"] = Form(kernel.product, _times, there, 1, keeps_layout=True)
+        found["product, transposed"] = Form(transposed, torch.matmul, back, 1, keeps_layout=True)
+    if kernel.low_rank is not None:
+        found["low rank, A"] = Form(kernel.low_rank, _times, (width, [(RANK, width)]), 1)
+        found["low rank, B"] = Form(kernel.low_rank, _times, (RANK, [(width, RANK)]), 1)
+    return found
+
+
+def _swiglu(x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+    return (F.silu(x @ w1.t()) * (x @ v1.t())) @ w2
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+def _in_rows(fused: Callable[..., Tensor], x: Tensor, counts_e: Tensor, *weights: Tensor, **options: bool) -> Tensor:
+    return fused(x, counts_e, *(weight.flatten(0, 1) for weight in weights), **options)
+
+
+def _side_by_side(
+    joined: Callable[..., Tensor], x: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, **options: bool
+) -> Tensor:
+    return joined(x, counts_e, torch.cat([w1, v1], dim=1), w2.flatten(0, 1), **options)
+
+
+def _transposed(product: Callable[..., Tensor], x: Tensor, counts_e: Tensor, weight: Tensor, **options: bool) -> Tensor:
+    return product(x, counts_e, weight.transpose(1, 2), **options)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+    def products(self) -> int:
+        return self.count["aten::mm"] + self.count["aten::_grouped_mm"]
+
+
+def outcome(run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor | None = None) -> list[Tensor | None]:
+    """The output, and the gradients of those inputs that need one; by default of the output's sum."""
+    out = run()
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    grads = iter(torch.autograd.grad(out.sum() if grad is None else out, wanted, grad))
+    return [out.detach(), *(next(grads) if tensor.requires_grad else None for tensor in inputs)]
+
+
+def check_kernel(
+    kernel: ExpertKernel,
+    counts: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-6,
+    device: str = "cpu",
+    widths: tuple[int, int] = (16, 24),
+    is_frugal: bool = True,
+) -> None:
+    """Check every form of a kernel on rows divided so over experts.
+
+    - Output and gradients are those of plain matmuls in fp64, but for a relative `tolerance`; of an expert without rows
+      nothing but zeros; in `dtype`. So they are where the output's gradient lies in memory as one number.
+    - What is frozen gets none, and the others keep every bit.
+    - Without its output (`needs_output`) gradients keep every bit. A frugal kernel makes one GEMM less then, without
+      memory for an output; and a product's gradient of a weight lies in memory as the weight does.
+    """
+    for name, form in forms_of(kernel, *widths).items():
+        _check_form(f"{kernel.name}, {name}, rows {list(counts)}", form, counts, dtype, tolerance, device, is_frugal)
+
+
+def _check_form(
+    what: str, form: Form, counts: Sequence[int], dtype: torch.dtype, tolerance: float, device: str, is_frugal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    width, matrices = form.widths
+    shapes = [(sum(counts), width), *((len(counts), *matrix) for matrix in matrices)]
+    inputs = [(0.5 * torch.randn(shape, generator=generator)).to(device, dtype).requires_grad_() for shape in shapes]
+    counts_e = torch.tensor(counts, device=device)
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
+
+    def plain() -> Tensor:
+        by_expert = zip(exact[0].split(list(counts)), *exact[1:], strict=True)
+        return torch.cat([form.plain(x, *weights) for x, *weights in by_expert])
+
+    def run(needs_output: bool = True) -> Tensor:
+        return form.run(inputs[0], counts_e, *inputs[1:], needs_output=needs_output)
+
+    grad = torch.randn(plain().shape, generator=generator).to(device, dtype)
+    with Calls() as with_output:
+        run()
+    found = outcome(run, inputs, grad)
+    _assert_near(what, found, outcome(plain, exact, grad.cpu().double()), dtype, tolerance)
+    if form.keeps_layout and is_frugal:
+        assert found[2] is not None
+        assert found[2].stride() == inputs[1].stride(), what
+    _assert_near(f"{what}, of a sum", outcome(run, inputs), outcome(plain, exact), dtype, tolerance)
+
+    for frozen in inputs:
+        frozen.requires_grad_(False)
+        for mine, before in zip(outcome(run, inputs, grad)[1:], found[1:], strict=True):
+            assert mine is None or (before is not None and torch.equal(mine, before)), f"{what}, one frozen"
+        frozen.requires_grad_()
+
+    with Calls() as without_output:
+        out = run(needs_output=False)
+    less = outcome(lambda: out, inputs, grad)
+    assert (out.shape, out.dtype) == (grad.shape, dtype), what
+    for mine, before in zip(less[1:], found[1:], strict=True):
+        assert mine is not None
+        assert before is not None
+        assert torch.equal(mine, before), f"{what}, without an output"
+    if is_frugal:
+        assert out.untyped_storage().nbytes() == out.element_size(), f"{what}: memory for an output"
+        launches = with_output.products() // form.products
+        assert without_output.products() == launches * (form.products - 1), f"{what}: GEMMs without an output"
+
+
+def _assert_near(
+    what: str, found: list[Tensor | None], expected: list[Tensor | None], dtype: torch.dtype, tolerance: float
+) -> None:
+    for number, (mine, exact) in enumerate(zip(found, expected, strict=True)):
+        assert mine is not None
+        assert exact is not None
+        assert (mine.dtype, mine.shape) == (dtype, exact.shape), what
+        error = relative_error(mine.cpu(), exact)
+        assert error <= tolerance, f"{what}: {error} in {'the output' if number == 0 else f'gradient {number}'}"
+        if number > 1:
+            unused = (exact == 0).flatten(1).all(dim=1)
+            assert not mine.cpu()[unused].any(), f"{what}: a gradient of an expert without rows"
