@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
+from tests.parity.runner import Runner
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
@@ -74,6 +75,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def runner(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """What runs the rows of tests/parity's table."""
+    return Runner(ranks, tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(scope="session")

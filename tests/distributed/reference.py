@@ -1,88 +1,51 @@
-"""The reference implementation: a family's own class in one process on the full batch, and the same figures from our
-ranks."""
+"""The figures of a case from our ranks; tests/parity has those of one process, by transformers' own class."""
 
-import math
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.router_stats import over_ranks
 from expertmesh.moe.kernels.expert_kernels import FP8, KernelChoice
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.parallelize.choices import Checkpointing
-from expertmesh.sharding.state import local_tensor, parameters_of
+from expertmesh.sharding.replicas import check_replicas
+from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.data.sequences import DataOrder
+from expertmesh.training.data.sequences import DataOrder, pack
 from expertmesh.training.engine import assemble, place
-from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.loss.balance import BiasUpdate, LossWeights
+from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import compute_gradients, train_step
-from tests.distributed.shampoo import PlainShampoo
-from tests.families.configs import tiny_model
-from tests.tiny import our_rows, tiny_mixtral
+from expertmesh.training.step import StepResult, compute_gradients, train_step
+from tests.parity.case import MAX_GRAD_NORM as MAX_GRAD_NORM
+from tests.parity.case import STEPS as STEPS
+from tests.parity.case import Case as Case
+from tests.parity.case import Figures as Figures
+from tests.parity.case import hf_model as hf_model
+from tests.parity.case import random_samples as random_samples
+from tests.parity.kept import expected
+from tests.parity.kept import in_our_layout as renamed
+from tests.parity.reference import hf_adamw as hf_adamw
+from tests.parity.reference import labels_of
+from tests.parity.reference import loss_of as loss_of
 
-STEPS = 3
-MAX_GRAD_NORM = 0.5
-
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step.
-
-    `changes` are to the model's config, `settings` to the run's. `family`: of the model, as transformers names it.
-    `frozen`: a pattern of the names that what --freeze names has in transformers' model. `attention`: ours, where it is
-    not auto (Mixtral's) or eager (other families').
-    """
-
-    samples: list[Sample]
-    balance: float = 0.0
-    z: float = 0.0
-    accumulation: int = 1
-    kernel: str = "loop"
-    cross_entropy: str = "chunked"
-    gradient_checkpointing: Checkpointing = "none"
-    compute_dtype: torch.dtype = torch.float32
-    steps: int = STEPS  # at least one
-    changes: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    family: str = "mixtral"
-    frozen: str = ""
-    attention: str = ""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """losses: cross-entropy a step. grads: of the first step, by name, full, where there is one. weights: after
-    the last step, full."""
-
-    losses: list[float]
-    balance_loss: float
-    z_loss: float
-    grad_norms: list[float]
-    grads: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample.of_prompt(torch.randint(0, vocabulary, (length,), generator=generator).tolist(), length // 3)
-        for length in lengths
-    ]
+OF_ROUTING = ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens")
+CAPACITY = 48
+"""Of a row of packed samples."""
 
 
 def train_config(**settings: Any) -> TrainConfig:
@@ -91,132 +54,9 @@ def train_config(**settings: Any) -> TrainConfig:
     )
 
 
-def hf_model(case: Case, **changes: Any) -> Any:
-    """The family's own model, small and random."""
-    if case.family == "mixtral":
-        return tiny_mixtral(**case.changes, **changes)
-    return tiny_model(case.family, **case.changes, **changes)
-
-
 def reference(case: Case, **changes: Any) -> Figures:
-    """HF's model, HF's loss, HF's balancing loss, torch's clipping and AdamW, one process, one batch."""
-    model = hf_model(case, **changes)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (case.frozen and re.search(case.frozen, name)))
-    model.train()
-    config = train_config(**case.settings)
-    is_of_matrices = config.optim in ("muon", "shampoo")
-    optimizer: Any = HFMatrices(model, config) if is_of_matrices else hf_adamw(model, config)
-    batch = collate([[sample] for sample in case.samples])
-    labels = unshifted_labels(case.samples, batch)
-    losses, grad_norms, grads, balances, zs = [], [], {}, [], []
-    has_auxiliary = case.balance > 0 or case.z > 0
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        out = model(
-            input_ids=batch.tokens_BS,
-            attention_mask=attention_mask(batch),
-            use_cache=False,
-            **({"output_router_logits": True} if has_auxiliary else {}),
-        )
-        cross_entropy = loss_of(model, out.logits, labels)
-        balance = z = torch.zeros(())
-        if has_auxiliary:
-            balance = _balance_by_layer(model, out, batch) if config.router_aux_loss_per_layer else out.aux_loss
-            logits = torch.stack([layer.float()[attention_mask(batch).bool().flatten()] for layer in out.router_logits])
-            z = logits.logsumexp(dim=-1).square().mean()
-        (cross_entropy + case.balance * balance + case.z * z).backward()
-        if step == 0:
-            grads = {n: g.clone() for n, g in in_our_layout(model, "grad").items()}
-        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
-        optimizer.step()
-        # the mean over no target, which has the gradient of a sum over none
-        has_targets = bool((labels[:, 1:] != -100).any())
-        losses.append(float(cross_entropy.detach()) if has_targets else math.nan)
-        balances.append(float(balance.detach()))
-        zs.append(float(z.detach()))
-    return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
-
-
-def loss_of(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    """By the model's own loss function, as `forward(labels=...)` does."""
-    num_items = max(int((labels[:, 1:] != -100).sum()), 1)
-    loss: Tensor = model.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
-    return loss
-
-
-def _balance_by_layer(model: Any, out: Any, batch: Batch) -> Tensor:
-    """HF's balancing loss of each layer alone, averaged."""
-    losses = [
-        load_balancing_loss_func((layer,), layer.shape[-1], model.num_experts_per_tok, attention_mask(batch))
-        for layer in out.router_logits
-    ]
-    return torch.stack([torch.as_tensor(loss) for loss in losses]).mean()
-
-
-def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
-    """torch's AdamW for all parameters, `but` some; no weight decay for norms and biases."""
-    named = [(n, p) for n, p in model.named_parameters() if not any(p is other for other in but)]
-    is_exempt = {n: p.dim() <= 1 or (".experts." in n and n.endswith("_bias")) for n, p in named}
-    return torch.optim.AdamW(
-        [
-            {"params": [p for n, p in named if not is_exempt[n]], "weight_decay": config.weight_decay},
-            {"params": [p for n, p in named if is_exempt[n]], "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        eps=config.adam_epsilon,
-    )
-
-
-class HFMatrices:
-    """Muon or Shampoo for every projection and for every expert's gate, up and down; torch's AdamW for the rest."""
-
-    def __init__(self, model: Any, config: TrainConfig):
-        # (a matrix, sharing memory with the parameter that holds it; that parameter; where in it)
-        self.matrices: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
-        for module in model.modules():
-            if hasattr(module, "is_concatenated"):
-                self._add_experts(module)
-        for name, p in model.named_parameters():
-            if re.search(r"\.layers\..*_proj\w*\.weight$", name):
-                self._add(p, ...)
-        self.owners = {owner for _, owner, _ in self.matrices}
-        self.adamw = hf_adamw(model, config, but=self.owners)
-        matrices = [matrix for matrix, _, _ in self.matrices]
-        settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-        self.optimizer: Any
-        if config.optim == "muon":
-            self.optimizer = torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw")
-        else:
-            first = config.shampoo_frequency if config.shampoo_start is None else config.shampoo_start
-            every, size = config.shampoo_frequency, config.shampoo_block_size
-            self.optimizer = PlainShampoo(matrices, **settings, every=every, first=first, size=size)
-
-    def _add_experts(self, experts: Any) -> None:
-        fused, down = experts.gate_up_proj, experts.down_proj
-        # which dim of an expert's part has gate and up: of transposed ones, the last
-        dim, width = (1 if experts.is_transposed else 0), fused.shape[2 if experts.is_transposed else 1]
-        halves = (slice(0, width // 2), slice(width // 2, None))
-        for half in halves if experts.is_concatenated else (slice(0, None, 2), slice(1, None, 2)):
-            for expert in range(len(fused)):
-                self._add(fused, (expert, half) if dim == 0 else (expert, slice(None), half))
-        for expert in range(len(down)):
-            self._add(down, expert)
-
-    def _add(self, parameter: nn.Parameter, index: Any) -> None:
-        self.matrices.append((nn.Parameter(parameter.detach()[index]), parameter, index))
-
-    def zero_grad(self) -> None:
-        self.adamw.zero_grad()
-        for owner in self.owners:
-            owner.grad = None
-
-    def step(self) -> None:
-        for matrix, owner, index in self.matrices:
-            assert owner.grad is not None
-            matrix.grad = owner.grad[index]
-        self.optimizer.step()
-        self.adamw.step()
+    """By transformers in one process."""
+    return expected(case, hf_model(case, **changes))
 
 
 def attention_mask(batch: Batch) -> Tensor:
@@ -228,30 +68,14 @@ def unshifted_labels(samples: Sequence[Sample], batch: Batch) -> Tensor:
     """HF's unshifted labels, written from the samples and not from the batch's targets."""
     labels = torch.full_like(batch.tokens_BS, -100)
     for row, sample in enumerate(samples):
-        for position in range(1, len(sample.tokens)):
-            if sample.is_trained[position]:
-                labels[row, position] = sample.tokens[position]
+        labels[row, : len(sample.tokens)] = torch.tensor(labels_of(sample.tokens, sample.is_trained))
     return labels
 
 
 def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
     """A HF model's gradients ("grad") or weights ("data") under our names and in our layout."""
-    theirs = dict(model.named_parameters())
-    figures = {}
-    for name, part in parameters_of(build_model(model.config, "eager")).items():
-        if part.expert is None:
-            tensor = _of(theirs[name], what)
-            if tensor is not None:
-                figures[name] = tensor.t() if part.transposed else tensor
-            continue
-        tensor = _of(theirs[f"{name.rpartition('.mlp.')[0]}.{part.expert.place.tensor}"], what)
-        if tensor is not None:
-            figures[name] = our_rows(part.expert, tensor)
-    return figures
-
-
-def _of(parameter: Tensor, what: str) -> Tensor | None:
-    return parameter.grad if what == "grad" else parameter.detach()
+    theirs = {name: p.grad if what == "grad" else p.detach() for name, p in model.named_parameters()}
+    return renamed(model.config, {name: tensor for name, tensor in theirs.items() if tensor is not None})
 
 
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
@@ -279,31 +103,63 @@ def config_of(case: Case, topology: Topology) -> TrainConfig:
     return train_config(**settings | case.settings)
 
 
-def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
-    """The same figures from this process group; rank 0 returns them."""
+def ours(
+    path: Path,
+    topology: Topology,
+    case: Case,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    checks_replicas: bool = False,
+) -> Figures | None:
+    """The same figures from this process group; rank 0 returns them.
+
+    Args:
+        within: makes what the model is built and trained in.
+        checks_replicas: whether what ranks hold alike, tied parameters among it, is compared after each step.
+    """
+    with within():
+        return _trained(path, topology, case, checks_replicas)
+
+
+def _trained(path: Path, topology: Topology, case: Case, checks_replicas: bool) -> Figures | None:
     model, mesh, _ = sharded_model(path, topology, case)
-    model.train()
-    config = config_of(case, topology)
-    optimizer = build_optimizer(model, config, mesh)
-    rank = dist.get_rank()
-    batches = my_batches(case, topology, rank, mesh.cp_group)
+    config, rank = config_of(case, topology), dist.get_rank()
+    optimizer = build_optimizer(model.train(), config, mesh)
+    rate = config.router_bias_update_rate
+    bias_update = BiasUpdate(model, rate) if rate else None
+    batches = (packed_batches if config.packing else my_batches)(case, topology, rank, mesh.cp_group)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
+    results: list[StepResult] = []
     grads: dict[str, Tensor] = {}
 
     def take_grads(doing: str) -> None:
-        if doing == "the gradient norm":
+        # the first step's, before it clips them
+        if doing == "the gradient norm" and not results:
             grads.update(in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
 
-    # the first step's gradients are taken before it clips them
-    results = [train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM, at=take_grads)]
-    for _ in range(1, case.steps):
-        results.append(train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM))
-    final = in_full(dict(model.named_parameters()))
+    for step in range(case.steps):
+        results.append(train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM, bias_update, at=take_grads))
+        if checks_replicas:
+            check_replicas(model, topology, torch.device("cpu"), step, {"steps": step})
+    final, buffers = in_full(dict(model.named_parameters())), dict(model.named_buffers())
+    known = SimpleNamespace(routing=over_ranks(results[-1].routing), top_k=2)
+    routing = {metric.name: metric.value(known) for metric in METRICS if metric.name in OF_ROUTING}
+    # a forward that outlived its backward would keep alive what was computed in it
+    assert not [each for each in gc.get_objects() if type(each) is Forward]
     if rank > 0:
         return None
     assert all(optimizer.state[p] == {} for p in model.parameters() if not p.requires_grad)
-    losses, grad_norms = [result.loss for result in results], [result.grad_norm for result in results]
-    return Figures(losses, results[0].balance_loss, results[0].z_loss, grad_norms, grads, final)
+    figures = [(result.loss, result.grad_norm, result.balance_loss, result.z_loss) for result in results]
+    losses, grad_norms, balances, zs = map(list, zip(*figures, strict=True))
+    return Figures(
+        losses,
+        grad_norms,
+        balances if case.balance else None,
+        zs if case.z else None,
+        grads,
+        final,
+        buffers,
+        routing=routing,
+    )
 
 
 def my_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None = None) -> list[Batch]:
@@ -312,6 +168,17 @@ def my_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | No
     order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
     forwards = order.micro_batches(0, topology.data_index(rank))
     return [collate([[case.samples[row]] for row in rows], cp_group) for rows in forwards]
+
+
+def packed_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None = None) -> list[Batch]:
+    rows = packed_rows(case.samples)
+    mine = rows[topology.data_index(rank) :: topology.data_size]
+    return [collate(mine[number :: case.accumulation], cp_group) for number in range(case.accumulation)]
+
+
+def packed_rows(samples: Sequence[Sample]) -> list[list[Sample]]:
+    lengths = torch.tensor([len(sample.tokens) for sample in samples])
+    return [[samples[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
 
 
 def of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Tensor]]:

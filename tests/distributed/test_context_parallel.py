@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +22,8 @@ from expertmesh.training.attention.context_parallel_attention import cp_attentio
 from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, my_batches, ours, random_samples, reference, sharded_model
+from tests.distributed.reference import Case, my_batches, random_samples, sharded_model
 from tests.distributed.test_checkpoints import read
-from tests.distributed.test_parity import assert_same
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
 from tests.tiny import save_model, tiny_mixtral
@@ -38,18 +36,6 @@ CASES = {
     "accumulate": Case(SAMPLES, z=0.01, accumulation=2, gradient_checkpointing="full"),
     "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
 }
-TOPOLOGIES = [
-    Topology(2, 2, "full", 2),
-    Topology(4, 4, "full", 2),
-    Topology(4, 2, "full", 2),
-    Topology(4, 2, "hybrid", 2),
-    Topology(4, 4, "full", 4),
-]
-
-
-@cache
-def expected(name: str) -> Figures:
-    return reference(CASES[name])
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shared")
     save_model(path)
     return path
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize(
-    ("topology", "name"),
-    [
-        *((topology, name) for topology in TOPOLOGIES for name in ("accumulate", "selective")),
-        (Topology(2, 2, "full", 2), "aux"),  # nothing recomputed, and one accumulation
-    ],
-    ids=str,
-)
-def test_equals_one_process(ranks: RankPool, model: Path, topology: Topology, name: str) -> None:
-    found = ranks.run(ours, topology.world_size, model, topology, CASES[name])[0]
-    assert_same(found, expected(name), CASES[name])
 
 
 @pytest.mark.release

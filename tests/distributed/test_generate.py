@@ -18,7 +18,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
-from tests.distributed.test_parity import SAMPLES
+from tests.parity.case import SAMPLES
 from tests.tiny import save_model, tiny_mixtral
 
 TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]

@@ -20,7 +20,7 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, sharded_model
-from tests.distributed.test_parity import SAMPLES
+from tests.parity.case import SAMPLES
 from tests.tiny import save_model
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -15,8 +15,8 @@ from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
-from tests.distributed.test_parity import assert_same
 from tests.interpreter import interpreted, prepare_megablocks
+from tests.parity.compare import assert_same
 from tests.tiny import relative_error, save_model, tiny_block
 
 CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
@@ -31,7 +31,7 @@ def test_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int, ep
     save_model(tmp_path, **CHANGES)
     case = Case(random_samples([5, 9]), balance=0.05, kernel=KERNEL, steps=1, changes=CHANGES)
     found = ranks.run(_ours, world_size, tmp_path, Topology(world_size, ep_size), case)[0]
-    assert_same(found, reference(case), case)
+    assert_same(found, reference(case))
 
 
 def _ours(path: Path, topology: Topology, case: Case) -> Figures | None:

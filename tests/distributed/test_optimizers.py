@@ -14,91 +14,20 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
+from tests.distributed.reference import Case, sharded_model, train_config
 from tests.distributed.test_checkpoints import read
-from tests.distributed.test_parity import assert_same
 from tests.distributed.test_resume import flags, run, shares
 from tests.distributed.test_train_ep import run_main
 from tests.tiny import relative_error, save_model, save_tokenizer
 
-SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 # between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shampoo": 1e-5}
 
 
-@pytest.mark.sample(31)
-@pytest.mark.parametrize(
-    ("num_experts", "world_size", "ep_size", "dense_shard"),
-    [
-        (8, 1, 1, "full"),
-        (8, 2, 2, "full"),
-        (8, 4, 2, "full"),
-        (8, 4, 4, "full"),
-        (8, 4, 2, "hybrid"),
-        # an expert's rows lie on two ranks
-        (2, 4, 1, "full"),
-    ],
-)
-def test_muon_is_torchs_on_every_experts_matrices(
-    ranks: RankPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_experts: int,
-    world_size: int,
-    ep_size: int,
-    dense_shard: Any,
-) -> None:
-    """Three steps with clipping, to a relative 1e-5. torch.optim.Muon goes to bf16 by itself, and is kept from it."""
-    case = Case(SAMPLES, z=0.01, changes={"num_local_experts": num_experts}, settings={"optim": "muon"})
-    save_model(tmp_path, **case.changes)
-    found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    assert_same(found, reference(case), case)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("num_experts", "world_size", "ep_size", "dense_shard"),
-    [
-        (8, 1, 1, "full"),
-        (8, 4, 2, "full"),
-        (8, 4, 4, "full"),
-        (8, 4, 2, "hybrid"),
-        # a block's rows lie on two ranks
-        (2, 4, 1, "full"),
-    ],
-)
-def test_shampoo_is_that_of_whole_matrices(
-    ranks: RankPool, tmp_path: Path, num_experts: int, world_size: int, ep_size: int, dense_shard: Any
-) -> None:
-    """Twenty steps, in which roots are taken three times, in blocks of which some are smaller, to a relative 1e-5."""
-    settings = {"optim": "shampoo", "shampoo_frequency": 7, "shampoo_start": 5, "shampoo_block_size": 24}
-    changes = {"num_local_experts": num_experts}
-    case = Case(SAMPLES, z=0.01, steps=20, changes=changes, settings=settings)
-    save_model(tmp_path, **case.changes)
-    found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
-    assert_same(found, reference(case), case)
-
-
 def test_shampoo_of_an_expert_that_is_reached_late() -> None:
     """Its factors were zeros when the roots were taken."""
     assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
-def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
-    """But for a value here and there that fp32 noise takes to the other side of a rounding."""
-    case = Case(SAMPLES, settings={"optim": optim}, changes={"hidden_size": 256})
-    save_model(tmp_path, **case.changes)
-    (expected,) = ranks.run(ours, 1, tmp_path, Topology(1, 1), case)
-    for world_size, ep_size, dense_shard in ((4, 2, "full"), (4, 4, "full"), (4, 2, "hybrid")):
-        topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
-        found = ranks.run(ours, world_size, tmp_path, topology, case)[0]
-        for name, weights in expected.weights.items():
-            assert relative_error(found.weights[name], weights) < TOLERANCES[optim], name
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -167,18 +96,6 @@ def test_factors_of_other_blocks_and_missing_roots_are_refused(settings: dict[st
     refused = nullcontext() if said is None else pytest.raises(ExpertMeshError, match=said)
     with refused:
         check_trained(saved, train_config(optim="shampoo", **settings), Path("step-00000002"))
-
-
-@pytest.mark.sample(18)
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon", "shampoo"])
-def test_offload_changes_nothing(ranks: RankPool, tiny_model: Path, optim: str) -> None:
-    """On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""
-    found = []
-    for offload in (False, True):
-        case = Case(SAMPLES, accumulation=2, steps=2, settings={"optim": optim, "offload": offload})
-        found.append(ranks.run(ours, 2, tiny_model, Topology(2, 1), case)[0])
-    assert found[0].grad_norms == found[1].grad_norms
-    assert all(torch.equal(found[0].weights[name], found[1].weights[name]) for name in found[0].weights)
 
 
 @pytest.mark.gpu

@@ -1,47 +1,18 @@
 """Heads, dense MLPs and the vocabulary divided by ranks: the first law holds of them too."""
 
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from expertmesh.sharding.topology import Topology
-from expertmesh.training.model_setup.compiling import compilation
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_checkpoints import read
-from tests.distributed.test_parity import assert_same
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
 from tests.tiny import relative_error, save_model, save_tokenizer
 
-# of one to four ranges' length, and some that leave a rank with padding alone
-SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
 HEADS: dict[str, Any] = {"num_key_value_heads": 4}
-
-CASES = {
-    "aux": Case(SAMPLES, balance=0.05, z=0.01, kernel="torch-grouped", changes=HEADS),
-    "accumulate": Case(SAMPLES, z=0.01, accumulation=2, gradient_checkpointing="full", changes=HEADS),
-    "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", changes=HEADS),
-}
-TOPOLOGIES = {
-    "tp 2": Topology(2, 1, tp_size=2),
-    "tp 4": Topology(4, 4, tp_size=4),
-    "tp 2 x ep 2": Topology(4, 2, tp_size=2),
-    "hybrid": Topology(4, 2, "hybrid", tp_size=2),
-    "tp 2 x cp 2": Topology(4, 4, cp_size=2, tp_size=2),
-    "tp 2 x pp 2": Topology(4, 2, pp_size=2, tp_size=2),
-    "tp 2 x pp 2 x ep 2": Topology(8, 2, pp_size=2, tp_size=2),
-}
-
-
-@cache
-def expected(name: str) -> Figures:
-    return reference(CASES[name])
 
 
 @pytest.fixture(scope="module")
@@ -49,62 +20,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("divided")
     save_model(path, **HEADS)
     return path
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        ("tp 2", "aux"),
-        *((layout, name) for layout in TOPOLOGIES for name in ("accumulate", "selective")),
-    ],
-    ids=str,
-)
-def test_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str) -> None:
-    topology = TOPOLOGIES[layout]
-    found = ranks.run(ours, topology.world_size, model, topology, CASES[name])[0]
-    assert_same(found, expected(name), CASES[name])
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("layout", "name"), [("tp 2", "aux"), ("tp 2 x ep 2", "selective"), ("tp 2 x cp 2", "accumulate")], ids=str
-)
-def test_compiled_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str) -> None:
-    case, topology = replace(CASES[name], settings={"compile": True}), TOPOLOGIES[layout]
-    found = ranks.run(_compiled, topology.world_size, model, topology, case)[0]
-    assert_same(found, expected(name), case)
-
-
-def _compiled(path: Path, topology: Topology, case: Case) -> Figures | None:
-    before = compilation()
-    torch.compiler.reset()  # what an earlier test compiled in this process
-    with torch.compiler.set_stance(force_backend="aot_eager"):
-        figures = ours(path, topology, case)
-    assert compilation().graphs > before.graphs, "norms were to be compiled"
-    assert compilation().breaks == before.breaks, "what exchanges positions was not to be compiled"
-    return figures
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "complete logits": {"loss_parallel": False},
-    "muon": {"optim": "muon"},
-    "shampoo": {"optim": "shampoo", "shampoo_frequency": 7, "shampoo_start": 5, "shampoo_block_size": 24},
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid", "tp 2 x cp 2"])
-@pytest.mark.parametrize("name", ["complete logits", "muon", "shampoo"])
-def test_settings_equal_one_process(
-    ranks: RankPool, model: Path, monkeypatch: pytest.MonkeyPatch, layout: str, name: str
-) -> None:
-    steps = 20 if name == "shampoo" else 3
-    case, topology = replace(CASES["accumulate"], settings=SETTINGS[name], steps=steps), TOPOLOGIES[layout]
-    found = ranks.run(ours, topology.world_size, model, topology, case)[0]
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # to which torch's Muon goes by itself
-    in_one_process = {name: value for name, value in case.settings.items() if name != "loss_parallel"}
-    assert_same(found, reference(replace(case, settings=in_one_process)), case)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from expertmesh.training.data.samples import Sample
-from tests.distributed.reference import Case, hf_adamw, train_config
+from tests.distributed.reference import train_config
 from tests.families import lora
 from tests.fuzz.draw import Draw
+from tests.parity.case import Case, Figures
+from tests.parity.reference import hf_adamw, labels_of
 
 STEPS = 2
 LARGE_EPSILON = 10.0
@@ -23,25 +23,9 @@ OPTIMIZER = {"learning_rate": LARGE_EPSILON, "adam_epsilon": LARGE_EPSILON, "wei
 """By which an update is nearly the gradient, where AdamW's would be its signs: a wrong factor shows."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What is compared: figures of each step, and weights.
+def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Figures, dict[str, Tensor]]:
+    """What is compared, and adapters before the first step; weights are those after it.
 
-    balances, zs: None where transformers has none. weights: after the first step, under the names of Hugging Face
-    checkpoints. adapters, adapters_before: after the last, and before the first, under ours.
-    """
-
-    losses: list[float]
-    grad_norms: list[float]
-    balances: list[float] | None
-    zs: list[float] | None
-    weights: dict[str, Tensor]
-    adapters: dict[str, Tensor]
-    adapters_before: dict[str, Tensor]
-
-
-def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -> Figures:
-    """
     Args:
         directory: an empty one, for files.
     """
@@ -85,15 +69,15 @@ def expected(drawn: Draw, directory: Path, dtype: torch.dtype = torch.float32) -
             model.save_pretrained(directory)
     weights = {} if values else load_file(directory / "model.safetensors")
     has_routing = routing is not None
-    return Figures(
+    figures = Figures(
         losses,
         norms,
         balances if has_routing and config.router_aux_loss_coef else None,
         zs if has_routing and config.router_z_loss_coef else None,
-        weights,
-        {name: value.detach() for name, value in values.items()},
-        before,
+        weights=weights,
+        adapters={name: value.detach() for name, value in values.items()},
     )
+    return figures, before
 
 
 Routing = tuple[Tensor, Tensor]
@@ -121,7 +105,7 @@ def run(model: Any, weights: Mapping[str, Tensor], drawn: Draw) -> tuple[Tensor,
                 out = functional_call(
                     model, dict(weights), kwargs=inputs | ({"output_router_logits": True} if is_asked else {})
                 )
-                labels = torch.tensor([labels_of(sample)])
+                labels = torch.tensor([labels_of(sample.tokens, sample.is_trained)])
                 loss = loss + model.loss_function(
                     out.logits, labels, out.logits.shape[-1], num_items_in_batch=torch.tensor(targets)
                 )
@@ -141,12 +125,6 @@ def choices(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The experts of each token, of what an experts module of transformers is called with."""
     found: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
     return found
-
-
-def labels_of(sample: Sample) -> list[int]:
-    """As a data set of transformers holds them; the first token is predicted by nothing."""
-    trained = [False, *sample.is_trained[1:]]
-    return [token if is_trained else -100 for token, is_trained in zip(sample.tokens, trained, strict=True)]
 
 
 def balancing_loss(logits_LTE: Tensor, chosen_LTK: Tensor, by_layer: bool) -> Tensor:

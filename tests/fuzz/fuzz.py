@@ -4,13 +4,12 @@ What cannot be is not listed anywhere: a config that transformers itself cannot 
 what the product refuses the flag that it names is left out. Both are counted, so that nobody tests nothing unawares.
 """
 
-import math
 import re
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,24 +17,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.distributed.pool import RankFailure, RankPool
 from tests.families.configs import tiny_model
 from tests.fuzz.draw import Draw, Layout, draw
-from tests.fuzz.expected import Figures, expected
+from tests.fuzz.expected import expected
 from tests.fuzz.ranks import trained
 from tests.in_double import InDouble
+from tests.parity.case import Figures
+from tests.parity.compare import Tolerance, first_difference, with_other_bits
 
-TOLERANCE = 2e-5
-AFTER_UPDATE = 2e-4
-"""Of figures that follow an update as large as the gradient, whose differences they have in them."""
-CANCELLED = 1e-3
-"""Changes below this share of those of all weights are held to the tolerance at that share."""
-NOISE, MOST_NOISE = 10.0, 50.0
-"""Where transformers in fp32 is off from itself in fp64, ours may be off by so many times as much, but not by more than
-so many times the tolerance: in fp64 another expert may be chosen."""
-ROUNDING = 2.0**-22
+ALLOWED = Tolerance(figures=2e-5, after=2e-4, weights=2e-5, cancelled=1e-3)
+"""What follows an update as large as the gradient has the differences of gradients in it."""
+BETWEEN_OURS = replace(ALLOWED, figures=4e-5, weights=4e-5)
 MOST_REFUSALS = 12
 
 
@@ -97,30 +91,32 @@ def _try(outcome: Outcome, ranks: RankPool, directory: Path) -> None:
     if found is None:
         return
     drawn = outcome.drawn
-    wanted = expected(drawn, directory / "expected")
-    source = wanted.adapters_before if drawn.has_adapters else load_file(directory / "source" / "model.safetensors")
+    wanted, adapters_before = expected(drawn, directory / "expected")
+    source = adapters_before if drawn.has_adapters else load_file(directory / "source" / "model.safetensors")
     doubled: list[Figures] = []
 
     def in_double() -> Figures:
         if not doubled:
             outcome.in_double = True
             with InDouble():
-                doubled.append(expected(drawn, directory / "double", torch.float64))
+                doubled.append(expected(drawn, directory / "double", torch.float64)[0])
         return doubled[0]
 
     figures = []
     for number, (steps, adapters) in enumerate(found):
         out = directory / str(number)
-        if not drawn.has_adapters and (unlike := _unequal(load_file(out / "loaded" / "model.safetensors"), source)):
-            outcome.unlike = f"layout {number + 1}: exported as loaded: {unlike}"
+        if not drawn.has_adapters and (
+            others := with_other_bits(load_file(out / "loaded" / "model.safetensors"), source)
+        ):
+            outcome.unlike = f"layout {number + 1}: exported as loaded: {others} are not those of the source"
             return
         losses, norms, balances, zs = map(list, zip(*steps, strict=True))
         updated = {} if drawn.has_adapters else load_file(out / "updated" / "model.safetensors")
-        figures.append(Figures(losses, norms, balances, zs, updated, adapters, {}))
-        if unlike := first_difference(figures[-1], wanted, source, in_double):
+        figures.append(Figures(losses, norms, balances, zs, weights=updated, adapters=adapters))
+        if unlike := first_difference(figures[-1], wanted, ALLOWED, source, in_double):
             outcome.unlike = f"layout {number + 1} and transformers: {unlike}"
             return
-    if unlike := first_difference(figures[1], figures[0], source, in_double, 2 * TOLERANCE):
+    if unlike := first_difference(figures[1], figures[0], BETWEEN_OURS, source, in_double):
         outcome.unlike = f"layout 2 and layout 1: {unlike}"
 
 
@@ -208,86 +204,6 @@ def without(drawn: Draw, name: str) -> Draw:
     flags = {key: value for key, value in drawn.flags.items() if key != name}
     rows = drawn.rows if name != "packing" else [[sample] for row in drawn.rows for sample in row]
     return replace(drawn, flags=flags, rows=rows)
-
-
-# ---- comparison ----
-
-
-def _unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    if found.keys() != wanted.keys():
-        return f"tensors {sorted(found.keys() ^ wanted.keys())} are in one of them alone"
-    for name, tensor in wanted.items():
-        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name]):
-            return f"{name} is not that of the source"
-    return None
-
-
-def first_difference(
-    found: Figures,
-    wanted: Figures,
-    source: Mapping[str, Tensor],
-    in_double: Callable[[], Figures],
-    tolerance: float = TOLERANCE,
-) -> str | None:
-    """In the order in which they come about: figures of the first step, changes of weights, figures after that.
-
-    Args:
-        source: the weights, or adapters, before.
-        in_double: makes what is wanted in fp64, by which what fp32 cannot tell is judged.
-        tolerance: twice that of each where both are ours.
-    """
-    for step in range(len(wanted.losses)):
-        allowed = tolerance if step == 0 else AFTER_UPDATE
-        for name in ("losses", "balances", "zs", "grad_norms"):
-            ours, theirs = getattr(found, name), getattr(wanted, name)
-            if theirs is None or ours is None:
-                continue
-            error = _apart(ours[step], theirs[step])
-            if error <= allowed:
-                continue
-            may_be_noise = error <= MOST_NOISE * allowed
-            if (
-                in_double is None
-                or not may_be_noise
-                or error > NOISE * _apart(getattr(in_double(), name)[step], theirs[step])
-            ):
-                return f"step {step + 1}, {name}: {ours[step]!r}, not {theirs[step]!r}"
-        if step == 0 and (unlike := _unlike(found.weights, wanted.weights, source, in_double, "weights", tolerance)):
-            return unlike
-    return _unlike(found.adapters, wanted.adapters, source, in_double, "adapters", tolerance)
-
-
-def _apart(one: float, other: float) -> float:
-    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other) / max(abs(other), 1e-6)
-
-
-def _unlike(
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
-    source: Mapping[str, Tensor],
-    in_double: Callable[[], Figures],
-    what: str,
-    tolerance: float,
-) -> str | None:
-    """The first tensor whose change is another."""
-    if found.keys() != wanted.keys():
-        return f"{what}: {sorted(found.keys() ^ wanted.keys())} are in one of them alone"
-    changes = {name: wanted[name].double() - source[name].double() for name in wanted}
-    norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
-    for name, change in changes.items():
-        error = float((found[name].double() - wanted[name].double()).norm())
-        size = max(float(change.norm()), CANCELLED * norm)
-        allowed = tolerance * size + ROUNDING * float(source[name].double().norm())
-        if error <= allowed:
-            continue
-        may_be_noise = error <= MOST_NOISE * allowed
-        if (
-            in_double is None
-            or not may_be_noise
-            or error > NOISE * float((getattr(in_double(), what)[name] - wanted[name]).norm())
-        ):
-            return f"{what} after an update: {name} is off by {error:.3g} of a change by {float(change.norm()):.3g}"
-    return None
 
 
 # ---- many seeds ----

@@ -12,7 +12,8 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.samples import Sample
 from tests.distributed.reference import in_full
 from tests.fuzz.draw import Draw
-from tests.fuzz.expected import OPTIMIZER, STEPS, labels_of
+from tests.fuzz.expected import OPTIMIZER, STEPS
+from tests.parity.reference import labels_of
 
 Step = tuple[float, float, float, float]
 """Loss, gradient norm, balancing loss, z-loss."""
@@ -59,7 +60,9 @@ def batch_of(rows: Sequence[Sequence[Sample]], packing: bool) -> dict[str, torch
         padding = length - len(tokens)
         positions = [place for sample in row for place in range(len(sample.tokens))]
         batch["input_ids"].append(tokens + [0] * padding)
-        batch["labels"].append([label for sample in row for label in labels_of(sample)] + [-100] * padding)
+        batch["labels"].append(
+            [label for sample in row for label in labels_of(sample.tokens, sample.is_trained)] + [-100] * padding
+        )
         batch["attention_mask"].append([1] * len(tokens) + [0] * padding)
         batch["position_ids"].append(positions + [0] * padding)
     if not packing:

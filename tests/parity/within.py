@@ -1,0 +1,76 @@
+"""What runs of the table are built and trained in: other backends of a compiler, kernels of a GPU on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from expertmesh.moe.experts import expert_mlp
+from expertmesh.training import engine
+from expertmesh.training.fused import fused_norm, fused_rotary
+from expertmesh.training.fused.fuse import fuse_layers
+from expertmesh.training.loss.head import attach_loss_head
+from expertmesh.training.model_setup.compiling import compilation
+
+
+@contextmanager
+def inductor() -> Iterator[None]:
+    with _compiled(None):
+        yield
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    with _compiled("eager"):
+        yield
+
+
+@contextmanager
+def aot_eager() -> Iterator[None]:
+    with _compiled("aot_eager"):
+        yield
+
+
+@contextmanager
+def _compiled(backend: str | None) -> Iterator[None]:
+    before = compilation()
+    graphs, breaks = before.graphs, before.breaks
+    torch.compiler.reset()  # what an earlier test compiled in this process
+    with torch.compiler.set_stance(force_backend=backend):
+        yield
+    assert compilation().graphs >= graphs + 2, "attention and norms were to be compiled"
+    assert backend != "aot_eager" or compilation().breaks == breaks, "what exchanges positions was not to be compiled"
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    """Triton's kernels for norms and rotary positions alone, interpreted."""
+
+    def fuse_and_attach(model: Any, kind: Any) -> None:
+        assert fuse_layers(model)
+        attach_loss_head(model, kind)
+
+    def takes_triton(tensor: Tensor) -> bool:
+        return not tensor.is_meta
+
+    with (
+        mock.patch.object(fused_norm, "takes_triton", takes_triton),
+        mock.patch.object(fused_rotary, "takes_triton", takes_triton),
+        mock.patch.object(engine, "attach_loss_head", fuse_and_attach),
+    ):
+        yield
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Experts' gate and up in one GEMM, as on GPUs, where a rank has whole experts."""
+    take = expert_mlp.WorkingWeights.take_joined
+    with (
+        mock.patch.object(expert_mlp, "computes_on_cpu", return_value=False),
+        mock.patch.object(expert_mlp.WorkingWeights, "take_joined", autospec=True, side_effect=take) as taken,
+    ):
+        yield
+    assert taken.call_count > 0
