@@ -16,7 +16,7 @@ import pytest
 
 from expertmesh.training.config.flags import FlagParser
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 ROOT = Path(__file__).parents[1]
 MODULES = {

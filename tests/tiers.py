@@ -82,3 +82,11 @@ def two_diagonals(rows: Sequence[Any], columns: Sequence[Any]) -> list[tuple[Any
         for shift in (0, 1)
     ]
     return list(dict.fromkeys(pairs))
+
+
+def tiered(quick: Sequence[Any] = (), slow: Sequence[Any] = (), release: Sequence[Any] = ()) -> list[Any]:
+    """Rows of a table, each a tuple or one value, with the marks of the tiers that they are for."""
+    marked: list[tuple[Any, Sequence[Any]]] = [((), quick), (pytest.mark.slow, slow), (pytest.mark.release, release)]
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark) for mark, rows in marked for row in rows
+    ]

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.chaos import Run
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 
 @pytest.fixture

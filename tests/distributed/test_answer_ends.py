@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, TrainingArguments, def
 import expertmesh
 from expertmesh.checkpoints.__main__ import main as checkpoints
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.tiny import save_model, save_tokenizer
 
 TEMPLATE = """\

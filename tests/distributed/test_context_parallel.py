@@ -23,9 +23,7 @@ from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, random_samples, sharded_model
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import assert_equal_weights
-from tests.distributed.test_training import lines, start
+from tests.distributed.whole_runs import assert_equal_weights, lines, read, start
 from tests.tiny import save_model, tiny_mixtral
 
 # of one to four runs' length, and some that leave a rank with padding alone

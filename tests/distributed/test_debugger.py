@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import ROOT
-from tests.distributed.test_training import start
+from tests.distributed.whole_runs import ROOT, start
 
 
 @pytest.mark.release

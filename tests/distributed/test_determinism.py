@@ -11,8 +11,7 @@ import torch
 
 from expertmesh.training.model_setup.determinism import compute_deterministically
 from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import ROOT, run_main
+from tests.distributed.whole_runs import ROOT, read, run_main
 from tests.tiny import save_model, save_tokenizer
 
 

@@ -5,8 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,29 +26,15 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import Keeper
 from expertmesh.sharding.collectives.node_groups import make_node_groups
 from expertmesh.sharding.parallelize import recompute
-from expertmesh.sharding.parallelize.choices import (
-    Checkpointing,
-    ranks_of_equal_nodes,
-    ranks_of_nodes,
-)
+from expertmesh.sharding.parallelize.choices import ranks_of_equal_nodes, ranks_of_nodes
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import (
-    Case,
-    Figures,
-    hf_model,
-    my_batches,
-    ours,
-    random_samples,
-    reference,
-    sharded_model,
-)
-from tests.families.configs import TEXT_IDS, tiny_config
-from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, compare, has_auxiliary_loss
+from tests.distributed.reference import Case, hf_model, my_batches, ours, random_samples, reference, sharded_model
+from tests.families.configs import TEXT_IDS
+from tests.families.test_parity import CANCELLED, compare
 from tests.streams import watching_counts
-from tests.tiers import REPRESENTATIVES, two_diagonals
 from tests.tiny import relative_error, tiny_block
 
 TOLERANCE = 1e-5
@@ -62,108 +46,37 @@ def node(ranks: int) -> dict[str, Any]:
     return {"dispatch": "node", "ranks_per_node": ranks}
 
 
-LAYOUTS: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
-    "2 nodes of 2": (Topology(4, 4), node(2), dict(z=0.01, accumulation=2)),
-    "rank": (Topology(4, 4), RANK, dict(gradient_checkpointing="selective", kernel="torch-grouped")),
-    "2 nodes of 4": (Topology(8, 8), node(4), dict(gradient_checkpointing="full")),
-    "4 nodes of 2": (Topology(8, 8), node(2), dict(gradient_checkpointing="selective", kernel="torch-grouped")),
-    "2 replicas of 2 nodes": (Topology(8, 4), node(2), dict(balance=0.05, kernel="torch-grouped")),
-    "ranks with few sequences": (Topology(4, 4), node(2), dict(samples=SAMPLES[:3])),
-    "8 ranks": (Topology(8, 8), RANK, dict(z=0.01)),
-    "chunks": (Topology(4, 4), node(2) | {"overlap_chunks": 2}, dict(gradient_checkpointing="selective")),
-    "2 replicas": (Topology(8, 4, "hybrid"), RANK, dict(z=0.01, gradient_checkpointing="full")),
+SLOW, RELEASE = pytest.mark.slow, pytest.mark.release
+KINDS: dict[str, tuple[Topology, Case, str, Any]] = {
+    "grouped": (Topology(4, 4), Case(SAMPLES, kernel="torch-grouped"), "node", ()),
+    "few sequences": (Topology(4, 4), Case(SAMPLES[:3], balance=0.05), "rank", SLOW),
+    "biases": (Topology(4, 4), Case(SAMPLES, family="gpt_oss", kernel="torch-grouped"), "node", SLOW),
+    "bf16": (Topology(4, 4), Case(SAMPLES, compute_dtype=torch.bfloat16), "node", SLOW),
+    "all experts": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 8}), "rank", SLOW),
+    "shared experts": (Topology(4, 4), Case(SAMPLES, family="deepseek_v3"), "rank", RELEASE),
+    "nf4": (Topology(4, 4), Case(SAMPLES, settings={"adapter": "lora", "base_dtype": "nf4"}), "node", RELEASE),
+    "frozen": (Topology(4, 4), Case(SAMPLES, settings={"freeze": ["experts", "router"]}), "rank", RELEASE),
+    "context parallelism": (Topology(4, 4, "full", 2), Case(SAMPLES), "rank", RELEASE),
+    "hybrid": (Topology(8, 4, "hybrid"), Case(SAMPLES), "node", RELEASE),
+    "8 ranks": (Topology(8, 8), Case(SAMPLES, family="qwen3_next"), "node", RELEASE),
+    "one expert per token": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 1}), "node", RELEASE),
 }
-"""A parallel layout, how tokens travel, and what else is switched on."""
-ON_8_RANKS = [name for name, (topology, _, _) in LAYOUTS.items() if topology.world_size == 8]
+MODES: list[dict[str, Any]] = [{"gradient_checkpointing": mode} for mode in ("none", "full", "selective")]
 
 
-def case_of(family: str, name: str) -> Case:
-    """Eight experts, of which each token has three."""
-    settings = dict(LAYOUTS[name][2])
-    if not has_auxiliary_loss(family) and family != "mixtral":
-        settings |= {"balance": 0.0, "z": 0.0}
-    experts = next(key for key in ("num_local_experts", "n_routed_experts", "num_experts") if _has(family, key))
-    changes = {experts: 8, "num_experts_per_tok": 3}
-    if _has(family, "n_group"):
-        changes |= {"n_group": 1, "topk_group": 1}
-    return Case(**{"samples": SAMPLES, "family": family, "steps": 2, "changes": changes, **settings})
-
-
-def _has(family: str, key: str) -> bool:
-    return key in tiny_config(family).to_dict()
-
-
-@cache
-def expected(family: str, name: str) -> Figures:
-    return reference(case_of(family, name), seed=1)
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize(
-    ("family", "name"),
-    list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(LAYOUTS)), *product(REPRESENTATIVES, ON_8_RANKS)])),
-)
-def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses, gradients and, after two clipped updates by AdamW, weights: every family with every layout of 8 ranks,
-    and with two of all. What is sent are tokens and choices, which are alike in all families."""
-    (topology, dispatch, _), case = LAYOUTS[name], case_of(family, name)
-    hf_model(case, seed=1).save_pretrained(tmp_path)
-    found = ranks.run(ours, topology.world_size, tmp_path, topology, replace(case, settings=dispatch))[0]
-    _assert_same(found, expected(family, name), case)
-
-
-def _assert_same(found: Figures, want: Figures, case: Case) -> None:
-    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
-    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
-    if case.balance:
-        assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
-    if case.z:
-        assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
-    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
-    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
-
-
-KINDS: dict[str, tuple[Topology, Case]] = {
-    "grouped": (Topology(4, 4), Case(SAMPLES, kernel="torch-grouped")),
-    "biases": (Topology(4, 4), Case(SAMPLES, family="gpt_oss", kernel="torch-grouped")),
-    "shared experts": (Topology(4, 4), Case(SAMPLES, family="deepseek_v3")),
-    "adapters beside nf4": (Topology(4, 4), Case(SAMPLES, settings={"adapter": "lora", "base_dtype": "nf4"})),
-    "frozen": (Topology(4, 4), Case(SAMPLES, settings={"freeze": ["experts", "router"]})),
-    "bf16": (Topology(4, 4), Case(SAMPLES, compute_dtype=torch.bfloat16)),
-    "context parallelism": (Topology(4, 4, "full", 2), Case(SAMPLES)),
-    "hybrid": (Topology(8, 4, "hybrid"), Case(SAMPLES)),
-    "one expert per token": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 1})),
-    "all experts": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 8})),
-}
-COMPUTED = ("grouped", "biases", "shared experts", "adapters beside nf4", "frozen")
-"""Kinds that differ in what is computed of rows, and not in which are sent: tested with one dispatch each."""
-MODES: list[dict[str, Any]] = [
-    {"gradient_checkpointing": "none"},
-    {"gradient_checkpointing": "full"},
-    {"gradient_checkpointing": "selective"},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("kind", "dispatch"),
-    [
-        *zip(COMPUTED, cycle(["rank", "node"]), strict=False),
-        *product([kind for kind in KINDS if kind not in COMPUTED], ["rank", "node"]),
-    ],
-)
-def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str, dispatch: str) -> None:
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, (*_, mark) in KINDS.items()])
+def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Losses and gradients; their bits are the same on every run, and whatever is recomputed."""
-    topology, case = KINDS[kind]
-    hf_model(replace(case, changes={"num_local_experts": 8, **case.changes}), seed=1).save_pretrained(tmp_path)
+    topology, case, dispatch, _ = KINDS[kind]
+    changes = {"num_experts" if case.family == "qwen3_next" else "num_local_experts": 8, **case.changes}
+    hf_model(replace(case, changes=changes), seed=1).save_pretrained(tmp_path)
     once = node(2) if dispatch == "node" else RANK
     variants = [
         {"dispatch": "plain"},
         *({**once, **mode} for mode in (MODES[0], *MODES)),
         {**once, "overlap_chunks": 2, **MODES[2]},
     ]
-    if case.family == "mixtral" and case.kernel == "torch-grouped":
+    if kind == "grouped":
         variants[4] |= {"keep_expert_products": 1}
     found = ranks.run(_figures, topology.world_size, tmp_path, topology, case, variants)
     exact: list[Any] = [None] * len(found)
@@ -182,8 +95,7 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["rank", "node"])
-def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
+def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path) -> None:
     """A whole model on 8 ranks, all of whose tokens go to the experts of the first three: the others have no row."""
     case = Case(SAMPLES, family="gpt_oss", kernel="torch-grouped")
     model = hf_model(case, num_local_experts=8, num_experts_per_tok=3, seed=1)
@@ -191,13 +103,13 @@ def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: 
         if name.endswith("router.bias"):
             parameter.data[:3] += 100.0
     model.save_pretrained(tmp_path)
-    once = node(4) if dispatch == "node" else RANK
-    found = ranks.run(_figures, 8, tmp_path, Topology(8, 8), case, [{"dispatch": "plain"}, once])
-    for rank, (plain, figures) in enumerate(found):
-        compare(figures, plain, CANCELLED * _norm(plain))
-        of_experts = [grad for name, grad in figures.items() if ".experts." in name]
-        assert of_experts
-        assert all(bool(grad.any()) == (rank < 3) for grad in of_experts)
+    found = ranks.run(_figures, 8, tmp_path, Topology(8, 8), case, [{"dispatch": "plain"}, RANK, node(4)])
+    for rank, (plain, *others) in enumerate(found):
+        for figures in others:
+            compare(figures, plain, CANCELLED * _norm(plain))
+            of_experts = [grad for name, grad in figures.items() if ".experts." in name]
+            assert of_experts
+            assert all(bool(grad.any()) == (rank < 3) for grad in of_experts)
 
 
 def _norm(figures: dict[str, Tensor]) -> float:
@@ -225,7 +137,7 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["plain", "rank", "node"])
+@pytest.mark.parametrize("dispatch", [pytest.param("plain", marks=pytest.mark.release), "rank", "node"])
 def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """Also where recomputation ends before the layer does; and what was kept for it has been taken."""
     hf_model(Case(SAMPLES, changes={"num_local_experts": 8}), seed=1).save_pretrained(tmp_path)
@@ -429,8 +341,7 @@ def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int
         assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(("kind", "num_parts"), product(["rank", "node"], [1, 2]))
+@pytest.mark.parametrize(("kind", "num_parts"), [("rank", 1), pytest.param("node", 2, marks=pytest.mark.slow)])
 def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
     for analytic, numeric in ranks.run(_differences, 4, experts, kind, num_parts):
@@ -511,16 +422,14 @@ def _sums() -> tuple[dict[str, set[torch.dtype]], dict[str, float]]:
     return dtypes, error
 
 
-@pytest.mark.parametrize("dispatch", ["rank", "node"])
+@pytest.mark.parametrize("ranks_on_node", [1, 2])
 @pytest.mark.parametrize(
-    ("nodes", "top_k", "ratio"),
-    [(2, 8, 4.02), (4, 8, 2.22), (8, 8, 1.52), (2, 4, 2.13), (4, 4, 1.46), (2, 2, 1.33)],
+    ("nodes", "top_k", "ratio"), [(2, 8, 4.02), (4, 8, 2.22), (8, 8, 1.52), (2, 4, 2.13), (2, 2, 1.33)]
 )
-def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, dispatch: str) -> None:
+def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, ranks_on_node: int) -> None:
     """Each of N nodes, or of N ranks, gets 1 - ((N-1)/N)^K rows a token, where it gets K/N if each choice has its own:
     to 2 %, each token's experts drawn alike often, no two the same. By node, its ranks get of them what they get by
     rank."""
-    ranks_on_node = 1 if dispatch == "rank" else 2
     num_ranks = nodes * ranks_on_node
     experts_TK = torch.rand(20_000, 256, generator=torch.Generator().manual_seed(0)).topk(top_k, sorted=False).indices
     tables = Tables.of(256, nodes, ranks_on_node, [256 // num_ranks])
@@ -541,74 +450,76 @@ def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, d
 # Which way is taken
 
 
-def test_auto_goes_by_which_ranks_share_a_node() -> None:
-    assert resolve_dispatch("auto", 8, 8, 2).name == "plain"
-    assert resolve_dispatch("auto", 16, 8, 2).name == "node"
-    assert resolve_dispatch("auto", 16, 8, 1).name == "plain"
-    assert resolve_dispatch("auto", 4, 1, 2).name == "rank"
-    assert resolve_dispatch("auto", 12, None, 2).name == "rank"
-    assert resolve_dispatch("node", 8, 8, 2).name == "rank"
-    assert resolve_dispatch("node", 12, None, 2).name == "rank"
-    assert resolve_dispatch("rank", 16, 8, 2).name == "rank"
-    assert resolve_dispatch("plain", 16, 8, 2).name == "plain"
+@pytest.mark.parametrize(
+    ("asked", "ep_size", "ranks_on_node", "num_experts", "taken"),
+    [
+        ("auto", 8, 8, 2, "plain"),
+        ("auto", 16, 8, 2, "node"),
+        ("auto", 16, 8, 1, "plain"),
+        ("auto", 4, 1, 2, "rank"),
+        ("auto", 12, None, 2, "rank"),
+        ("node", 8, 8, 2, "rank"),
+        ("node", 12, None, 2, "rank"),
+        ("rank", 16, 8, 2, "rank"),
+        ("plain", 16, 8, 2, "plain"),
+    ],
+)
+def test_auto_goes_by_which_ranks_share_a_node(
+    asked: str, ep_size: int, ranks_on_node: int | None, num_experts: int, taken: str
+) -> None:
+    assert resolve_dispatch(asked, ep_size, ranks_on_node, num_experts).name == taken
 
 
-def test_ranks_of_a_node() -> None:
-    assert ranks_of_nodes(["a"] * 8, 8) == 8
-    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 8) == 4
-    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 4) == 4
-    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 2) == 2
-    assert ranks_of_nodes(["a"] * 6 + ["b"] * 2, 8) is None
-    assert ranks_of_nodes(["a"] * 6 + ["b"] * 2, 4) is None
-    assert ranks_of_nodes(["a", "b"] * 4, 8) is None
-    assert ranks_of_nodes(["a", "b", "c", "d"], 4) == 1
+@pytest.mark.parametrize(
+    ("nodes", "ep_size", "expected"),
+    [
+        ("aaaaaaaa", 8, 8), ("aaaabbbb", 8, 4), ("aaaabbbb", 4, 4), ("aaaabbbb", 2, 2), ("aaaaaabb", 8, None),
+        ("aaaaaabb", 4, None), ("abababab", 8, None), ("abcd", 4, 1),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_node(nodes: str, ep_size: int, expected: int | None) -> None:
+    assert ranks_of_nodes(list(nodes), ep_size) == expected
+
+
+def test_ranks_of_equal_nodes() -> None:
     assert ranks_of_equal_nodes(16, 8, 16) == 8
     assert ranks_of_equal_nodes(12, 8, 12) is None
     assert ranks_of_equal_nodes(12, 6, 4) is None, "some groups are on one node, some on two"
 
 
-def test_nodes_are_found(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_in_a_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    """Of stages that span two nodes each, the first without experts: losses and gradients are those of one process."""
+    changes = {"num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    case = Case(SAMPLES, family="deepseek_v3", accumulation=2, steps=1, changes=changes, kernel="torch-grouped")
+    case = replace(case, gradient_checkpointing="selective")
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    settings = node(2) | {"pipeline_schedule": "zero-bubble", "pipeline_layers": "1,2"}
+    found = ranks.run(ours, 8, tmp_path, Topology(8, 4, pp_size=2), replace(case, settings=settings))[0]
+    want = reference(case, seed=1)
+    assert found.losses == pytest.approx(want.losses, rel=1e-5)
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+
+
+def test_nodes_are_found_or_refused(ranks: RankPool, tmp_path: Path) -> None:
     """By torchrun's number of a rank's node, and its host."""
     hf_model(Case(SAMPLES), seed=1).save_pretrained(tmp_path)
-    for on_one, on_two in ranks.run(_taken, 4, tmp_path):
+    for on_one, on_two, refused in ranks.run(_taken, 4, tmp_path):
         assert on_one is None
         assert on_two == (2, 2)
+        assert refused.startswith("--ranks-per-node 3: leaves the 4 ranks of an EP group on nodes with unequally many")
 
 
-def _taken(path: Path) -> list[tuple[int, int] | None]:
-    """(nodes, ranks on each) that the model's tokens go to once, with ranks on one node and on two."""
-    found: list[tuple[int, int] | None] = []
+def _taken(path: Path) -> list[tuple[int, int] | str | None]:
+    """(nodes, ranks on each) that the model's tokens go to once, with ranks on one node and on two; what is said of
+    nodes of three ranks."""
+    found: list[tuple[int, int] | str | None] = []
     for number in (0, dist.get_rank() // 2):
         with mock.patch.dict(os.environ, GROUP_RANK=str(number)):
             model, _, _ = sharded_model(path, Topology(4, 4), Case(SAMPLES))
-        dispatcher = moe_layers(model)[0].dispatcher
-        if isinstance(dispatcher, OnceDispatcher):
-            found.append((dispatcher.num_nodes, dispatcher.ranks_per_node))
-        else:
-            found.append(None)
-    return found
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "full"), ("zero-bubble", "selective")])
-def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str, checkpointing: Checkpointing) -> None:
-    """Of stages that span two nodes each, the first without experts."""
-    changes = {"num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    case = Case(SAMPLES, family="deepseek_v3", accumulation=2, steps=2, changes=changes, kernel="torch-grouped")
-    case = replace(case, gradient_checkpointing=checkpointing)
-    hf_model(case, seed=1).save_pretrained(tmp_path)
-    settings = node(2) | {"pipeline_schedule": schedule, "pipeline_layers": "1,2"}
-    found = ranks.run(ours, 8, tmp_path, Topology(8, 4, pp_size=2), replace(case, settings=settings))[0]
-    _assert_same(found, reference(case, seed=1), case)
-
-
-def test_refused(ranks: RankPool, tmp_path: Path) -> None:
-    hf_model(Case(SAMPLES), seed=1).save_pretrained(tmp_path)
-    for error in ranks.run(_refused, 4, tmp_path):
-        assert error.startswith("--ranks-per-node 3: leaves the 4 ranks of an EP group on nodes with unequally many")
-
-
-def _refused(path: Path) -> str:
+        dispatcher: Any = moe_layers(model)[0].dispatcher
+        is_once = isinstance(dispatcher, OnceDispatcher)
+        found.append((dispatcher.num_nodes, dispatcher.ranks_per_node) if is_once else None)
     with pytest.raises(ExpertMeshError) as refused:
         sharded_model(path, Topology(4, 4), Case(SAMPLES, settings=node(3)))
-    return str(refused.value)
+    return [*found, str(refused.value)]

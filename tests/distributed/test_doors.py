@@ -37,15 +37,12 @@ def trainer_of(engine: expertmesh.Engine, out: Path, steps: int) -> expertmesh.T
 
 def by_command(model: Path, data: Path, saved: Path, out: Path, more: dict[str, Any]) -> int:
     argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--no-export", "--save-steps=0"]
-    argv += ["--max-steps=3", "--logging-steps=9"]
     for name, value in {**SETTINGS, **more}.items():
-        argv += [f"--{name}"] if value is True else [f"--{name}", *([value] if isinstance(value, str) else [])]
-        argv += [] if isinstance(value, str | bool) else [" ".join(value) if isinstance(value, list) else str(value)]
+        values = [] if value is True else value if isinstance(value, list) else [str(value)]
+        argv += [f"--{name}", *values]
     # the newest in its directory, where the command looks for it
-    (out / "checkpoints").parent.mkdir(exist_ok=True)
     shutil.copytree(saved, out / "checkpoints")
-    code = train_ep.main([*argv, "--resume", "auto"])
-    if code:
+    if train_ep.main([*argv, "--max-steps=3", "--logging-steps=9", "--resume", "auto"]):
         raise expertmesh.ExpertMeshError
     return 2
 
@@ -68,11 +65,8 @@ def by_trainer(model: Path, data: Path, saved: Path, out: Path, more: dict[str, 
 
 
 DOORS: dict[str, Callable[[Path, Path, Path, Path, dict[str, Any]], int]] = {
-    "command": by_command,
-    "load": by_load,
-    "engine": by_engine,
-    "trainer": by_trainer,
-}
+    "command": by_command, "load": by_load, "engine": by_engine, "trainer": by_trainer
+}  # fmt: skip
 
 
 def through(door: str, *arguments: Any) -> tuple[int | None, str]:

@@ -15,35 +15,37 @@ from expertmesh.sharding.topology import tp_sizes_on_nodes
 from expertmesh.training import elastic
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
-from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import assert_equal_weights
-from tests.distributed.test_training import lines, start
+from tests.distributed.whole_runs import Runs, assert_equal_weights
 
-
-@pytest.fixture
-def common(tiny_model: Path, tiny_data: Path) -> list[object]:
-    """8 rows a step on 4 ranks; a constant rate, so that where a life ends does not matter to the steps before."""
-    return [
-        "--model", tiny_model, "--dataset", tiny_data, "--per-device-train-batch-size", 2, "--learning-rate", "1e-3",
-        "--lr-scheduler-type", "constant", "--router-z-loss-coef", "0.01", "--ep-size", 4,
-    ]  # fmt: skip
+STEADY = (
+    "--per-device-train-batch-size 2 --learning-rate 1e-3 --lr-scheduler-type constant --router-z-loss-coef 0.01 "
+    "--max-steps 6"
+)
+"""A constant rate, so that where a life ends does not matter to the steps before."""
 
 
 @pytest.mark.slow
-def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
-    """4 ranks, then 3, then 8. Neither 3 nor 8 divide 8 sequences in micro-batches of 2 without a rest, and 3 divides
-    no number of experts."""
-    whole = tmp_path / "whole"
-    assert start(ranks, 4, *common, "--output-dir", whole, "--max-steps", 6, "--save-steps", 0) == [(0, "")] * 4
-    out = tmp_path / "elastic"
-    for world_size, steps in ((4, 2), (3, 4), (8, 6)):
-        elastic = ("--save-steps", 1, "--max-steps", steps, "--resume", "auto", "--elastic")
-        assert start(ranks, world_size, *common, "--output-dir", out, *elastic) == [(0, "")] * world_size
+@pytest.mark.parametrize(
+    ("flags", "lives"),
+    [
+        # neither 3 nor 8 divide 8 sequences in micro-batches of 2 without a rest, and 3 divides no number of experts
+        ("--ep-size 4", [(4, 2, ""), (3, 4, "--ep-size 1 in place of 4"), (8, 6, "")]),
+        # of a pipeline the stages stay
+        ("--pp-size 2 --ep-size 2 --pipeline-layers 1,1", [(4, 3, ""), (2, 6, "--ep-size 1 in place of 2")]),
+    ],
+    ids=["ep", "pp"],
+)
+def test_goes_on_with_fewer_and_more_ranks(runs: Runs, flags: str, lives: list[tuple[int, int, str]]) -> None:
+    whole = runs(4, f"{STEADY} {flags} --save-steps 0", "whole")
+    for world_size, steps, told in lives:
+        ended = runs(world_size, f"{STEADY} {flags} --save-steps 1 --max-steps {steps} --resume auto --elastic")
+        assert ended.errors == ""
+        assert told in ended.printed
     for name in ("loss", "grad_norm", "tokens", "z_loss"):
-        found, expected = ([line[name] for line in lines(path, "loss")] for path in (out, whole))
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert_equal_weights(read(out / "hf"), read(whole / "hf"))
+        assert ended.values(name) == pytest.approx(whole.values(name), rel=1e-5)
+    assert_equal_weights(ended.weights, whole.weights)
+    if "--pp-size" in flags:
+        runs.refuses(1, f"{STEADY} {flags} --resume auto --elastic", "--pp-size 2 does not divide 1 rank; use 1")
 
 
 def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
@@ -61,36 +63,42 @@ def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda *args, **kwargs: None)
     config = TrainConfig(model="-", dataset=["-"], ep_size=4, per_device_train_batch_size=2, output_dir=str(tmp_path))
     config.resume = "auto"
-    assert elastic.fit_to_ranks(config, 8, Ranks(0, 4, torch.device("cpu"), dist.HashStore())) == (config, [])
+
+    def fit(world_size: int) -> tuple[TrainConfig, list[str]]:
+        return elastic.fit_to_ranks(config, 8, Ranks(0, world_size, torch.device("cpu"), dist.HashStore()))
+
+    assert fit(4) == (config, [])
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 8}))
     for world_size, ep_size, forwards in ((4, 4, 1), (3, 1, 2), (2, 2, 2), (8, 4, 1)):
-        found, changes = elastic.fit_to_ranks(config, 8, Ranks(0, world_size, torch.device("cpu"), dist.HashStore()))
+        found, changes = fit(world_size)
         assert (found.ep_size, found.sequences_per_step(world_size)) == (ep_size, 8)
         assert found.micro_batches(world_size) == forwards
         assert any("for a global batch of 8 sequences as before" in line for line in changes) == (forwards == 2)
     config.global_batch_size = 12
-    assert (
-        elastic.fit_to_ranks(config, 8, Ranks(0, 2, torch.device("cpu"), dist.HashStore()))[0].global_batch_size == 12
-    )
+    assert fit(2)[0].global_batch_size == 12
 
 
-def test_how_tokens_travel_to_fewer_ranks() -> None:
+@pytest.mark.parametrize(
+    ("given_ep", "world_size", "settings", "changes"),
+    [
+        (8, 16, dict(dispatch="rank"), {}),
+        (4, 8, dict(dispatch="rank"), {}),
+        (1, 8, dict(dispatch="rank"), {"dispatch": "auto"}),
+        (1, 8, dict(dispatch="plain", overlap_chunks=2), {"dispatch": "auto", "overlap_chunks": 1}),
+        (4, 8, dict(dispatch="node", ranks_per_node=2), {}),
+        (6, 12, dict(dispatch="node", ranks_per_node=4), {"ranks_per_node": None}),
+        # given for the sake of tensor parallelism
+        (1, 4, dict(ep_size=4, ranks_per_node=4, tp_size=4), {}),
+        (1, 1, dict(ep_size=4, ranks_per_node=4), {"ranks_per_node": None}),
+        (3, 3, dict(ep_size=4, ranks_per_node=4, dispatch="rank"), {"ranks_per_node": None}),
+    ],
+)
+def test_how_tokens_travel_to_fewer_ranks(
+    given_ep: int, world_size: int, settings: dict[str, Any], changes: dict[str, Any]
+) -> None:
     """What was chosen stays, but for what fewer ranks cannot have."""
-
-    def changes(given_ep: int, world_size: int, **settings: Any) -> dict[str, Any]:
-        values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8} | settings
-        return _dispatch(TrainConfig(**values), given_ep, world_size)
-
-    assert changes(8, 16, dispatch="rank") == {}
-    assert changes(4, 8, dispatch="rank") == {}
-    assert changes(1, 8, dispatch="rank") == {"dispatch": "auto"}
-    assert changes(1, 8, dispatch="plain", overlap_chunks=2) == {"dispatch": "auto", "overlap_chunks": 1}
-    assert changes(4, 8, dispatch="node", ranks_per_node=2) == {}
-    assert changes(6, 12, dispatch="node", ranks_per_node=4) == {"ranks_per_node": None}
-    # given for the sake of tensor parallelism
-    assert changes(1, 4, ep_size=4, ranks_per_node=4, tp_size=4) == {}
-    assert changes(1, 1, ep_size=4, ranks_per_node=4) == {"ranks_per_node": None}
-    assert changes(3, 3, ep_size=4, ranks_per_node=4, dispatch="rank") == {"ranks_per_node": None}
+    values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8} | settings
+    assert _dispatch(TrainConfig(**values), given_ep, world_size) == changes
 
 
 @pytest.mark.parametrize(
@@ -101,21 +109,13 @@ def test_tensor_parallel_groups_stay_on_a_node(size: int, nodes: str, fits: list
 
 
 @pytest.mark.slow
-def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
-    common += ["--output-dir", tmp_path, "--resume", "auto", "--save-steps", 1, "--max-steps", 1]
-    assert start(ranks, 4, *common) == [(0, "")] * 4
-    for more, said in (
-        ((), "--ep-size 4 does not divide the 2 ranks"),
-        (("--ep-size", 2), "--global-batch-size 8 keeps it"),
-    ):
-        code, errors = start(ranks, 2, *common, *more)[0]
-        assert code == 2
-        assert said in errors
+def test_other_ranks_without_it_are_refused(runs: Runs) -> None:
+    flags = f"{STEADY} --resume auto --save-steps 1 --max-steps 1 --ep-size"
+    runs(4, f"{flags} 4")
+    runs.refuses(2, f"{flags} 4", "--ep-size 4 does not divide the 2 ranks")
+    runs.refuses(2, f"{flags} 2", "--global-batch-size 8 keeps it")
 
 
-def test_global_batch_on_any_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
-    batch = ("--global-batch-size", 10, "--max-steps", 2, "--save-steps", 0, "--ep-size", 1)
-    for world_size in (1, 3):
-        out = tmp_path / str(world_size)
-        assert start(ranks, world_size, *common, *batch, "--output-dir", out) == [(0, "")] * world_size
-    assert_equal_weights(read(tmp_path / "3" / "hf"), read(tmp_path / "1" / "hf"))
+def test_global_batch_on_any_ranks(runs: Runs) -> None:
+    alone, three = (runs(size, f"{STEADY} --global-batch-size 10 --max-steps 2", str(size)) for size in (1, 3))
+    assert_equal_weights(three.weights, alone.weights)

@@ -21,6 +21,7 @@ from expertmesh.moe.registration import NAME, register_ep_implementation
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.families.configs import UNSHRINKABLE, is_older, tiny_model
+from tests.tiers import tiered
 from tests.tiny import relative_error
 
 pytestmark = pytest.mark.skipif(is_older(), reason="this transformers has no EPImplementationInterface")
@@ -80,11 +81,9 @@ def loaded(path: Path, implementation: str, case: Case) -> Any:
     from transformers import DistributedConfig
 
     register_ep_implementation()
+    config = DistributedConfig(**case.sizes, ep_implementation=implementation)
     return AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=case.dtype,
-        attn_implementation="eager",
-        distributed_config=DistributedConfig(**case.sizes, ep_implementation=implementation),
+        path, dtype=case.dtype, attn_implementation="eager", distributed_config=config
     )
 
 
@@ -174,9 +173,7 @@ def has_plan(path: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("ep_size", [2, 4])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("family", "ep_size"), [("mixtral", 2), ("gpt_oss", 4)])
 def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str, ep_size: int) -> None:
     """And as one process; without a graph too."""
     case = Case({**SIZES, "ep_size": ep_size})
@@ -190,9 +187,13 @@ def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str
     assert relative_error(torch.cat([ours.logits for ours, _ in found]), expected.logits) <= TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)))
+OTHERS = sorted((MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)) - {"mixtral"})
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sample(10)]) for name in OTHERS)],
+)
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,
     of which each has half of the experts. Some of transformers' own gradients are 3e-5 off those of one process, in
@@ -208,38 +209,39 @@ def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     assert relative_error(ours.logits, theirs.logits) <= 3 * TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(
-    "case",
-    [
+    ("family", "case"),
+    tiered(
         # the ranks of a tp group hold the same tokens, and share them out among themselves
-        Case({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
-        Case({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, length=3, steps=1),
-        Case(SIZES, kernel="torch-grouped"),
-    ],
+        slow=[("mixtral", Case({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}))],
+        release=[
+            ("gpt_oss", Case({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, length=3, steps=1)),
+            ("gpt_oss", Case(SIZES, kernel="torch-grouped")),
+        ],
+    ),
     ids=["tp, ep 4", "tp, ep 2, odd", "torch-grouped"],
 )
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_settings(ranks: RankPool, tmp_path: Path, family: str, case: Case) -> None:
     save(tmp_path, family)
     for ours, theirs in ranks.run(trained_with_each, RANKS, tmp_path, case, NAME, THEIRS):
         assert_same(ours, theirs)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
+MIXED = {**SIZES, "fsdp_mixed_precision": True}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case({**SIZES, "fsdp_mixed_precision": True}),
-        Case({**SIZES, "ep_size": 4}, dtype=torch.bfloat16),
-        Case(SIZES, autocast=True),
-        Case({**SIZES, "fsdp_mixed_precision": True}, autocast=True, checkpointing=True),
-    ],
-    ids=["mixed", "bf16", "autocast", "mixed, autocast, checkpointing"],
+    ("family", "case"),
+    tiered(
+        slow=[("gpt_oss", Case(MIXED, autocast=True, checkpointing=True))],
+        release=[
+            ("mixtral", Case(MIXED)),
+            ("gpt_oss", Case({**SIZES, "ep_size": 4}, dtype=torch.bfloat16)),
+            ("mixtral", Case(SIZES, autocast=True)),
+        ],
+    ),
+    ids=["mixed, autocast, checkpointing", "mixed", "bf16", "autocast"],
 )
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_in_bf16(ranks: RankPool, tmp_path: Path, family: str, case: Case) -> None:
     """No further from fp32 than transformers' own. Tokens are given all experts: of two that a router has all but tied,
     rounding would decide."""
@@ -252,15 +254,14 @@ def test_in_bf16(ranks: RankPool, tmp_path: Path, family: str, case: Case) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ep_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
+def test_ranks_without_rows(ranks: RankPool, tmp_path: Path) -> None:
     """Routers of zeros tie all experts, and every token takes the same two: of the others' ranks none gets a row."""
     model = tiny_model("mixtral", seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight"):
             torch.nn.init.zeros_(parameter)
     model.save_pretrained(tmp_path)
-    case = Case({**SIZES, "ep_size": ep_size}, steps=1)
+    case = Case({**SIZES, "ep_size": 4}, steps=1)
     ((ours, theirs), *_) = ranks.run(trained_with_each, RANKS, tmp_path, case, NAME, THEIRS)
     assert_same(ours, theirs)
     assert_same(ours, alone(tmp_path, case))
@@ -268,7 +269,7 @@ def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> No
     assert sum(bool(grad.any()) for grad in down) == 2
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     """Two runs give the same bits, and so does one that recomputes its layers in backward."""
     save(tmp_path, "mixtral")
@@ -284,24 +285,16 @@ def trained_by_trainer(path: Path, implementation: str, output_dir: Path) -> lis
 
     case = Case(SIZES)
     arguments = TrainingArguments(
-        output_dir=str(output_dir),
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+        output_dir=str(output_dir), per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3,
+        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
     rows: Any = [{"input_ids": row, "labels": row} for row in case.rows(24, step=0)]
     trainer = Trainer(loaded(path, implementation, case), arguments, train_dataset=rows)
     trainer.train()
     return [line[key] for line in trainer.state.log_history if "grad_norm" in line for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_in_trainer(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path / "model", "qwen3_moe")
     ours, theirs = (

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import train
+from tests.distributed.whole_runs import train
 from tests.tiny import save_tokenizer, tiny_mixtral
 
 

@@ -19,9 +19,9 @@ from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
 from tests.parity.case import SAMPLES
+from tests.tiers import tiered
 from tests.tiny import save_model, tiny_mixtral
 
-TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]
 NEW_TOKENS = 12
 NOISE: dict[str, Any] = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 
@@ -64,40 +64,28 @@ def this_rank() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("number_of_prompts", [6, 2, 1])
-@pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
-def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, number_of_prompts: int) -> None:
-    """With more prompts than ranks, so that lengths differ in a batch, and fewer; dropout, jitter and checkpointing,
-    which training would have, play no part."""
-    prompts = PROMPTS[:number_of_prompts]
-    case = Case([], gradient_checkpointing="full")
-    found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), prompts, [], case)
-    # tiny_mixtral's own end of sequence is token 2, which is none here
-    expected = hf_continuations(prompts, eos=-1)
-    assert all(len(tokens) == NEW_TOKENS for tokens in expected)
-    assert found == [expected] * world_size
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
-def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: int) -> None:
-    free = hf_continuations(PROMPTS, eos=-1)
-    eos = [free[2][4], 319]
-    expected = hf_continuations(PROMPTS, eos=eos)
-    lengths = [len(tokens) for tokens in expected]
-    assert min(lengths) <= 5
-    assert max(lengths) == NEW_TOKENS
-    found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), PROMPTS, eos, Case([]))
-    assert found == [expected] * world_size
-
-
-@pytest.mark.release
 @pytest.mark.parametrize(
-    ("world_size", "ep_size", "reshard"),
-    [(1, 1, True), (4, 2, True), (4, 4, True), (4, 2, False)],
-    ids=["1-1", "4-2", "4-4", "4-2-no-reshard"],
+    ("topology", "first", "early"),
+    tiered(
+        [(Topology(2, 1), 1, False), (Topology(4, 2), 6, True)],
+        slow=[(Topology(1, 1), 6, False), (Topology(4, 4), 6, False), (Topology(4, 4), 2, True)],
+    ),
+    ids=str,
 )
+def test_equals_hf(ranks: RankPool, path: Path, topology: Topology, first: int, early: bool) -> None:
+    """With more prompts than ranks, so that lengths differ in a batch, and fewer, and one that ends early; dropout,
+    jitter and checkpointing, which training would have, play no part."""
+    eos = [hf_continuations(PROMPTS[:first], eos=-1)[-1][4], 319] if early else []
+    expected = hf_continuations(PROMPTS[:first], eos=eos or -1)  # tiny_mixtral's own end is token 2, which is none here
+    lengths = [len(tokens) for tokens in expected]
+    assert max(lengths) == NEW_TOKENS
+    assert (min(lengths) <= 5) == early
+    case = Case([], gradient_checkpointing="full")
+    found = ranks.run(ours, topology.world_size, path, topology, PROMPTS[:first], eos, case)
+    assert found == [expected] * topology.world_size
+
+
+@pytest.mark.parametrize(("world_size", "ep_size", "reshard"), tiered(slow=[(4, 2, False)], release=[(4, 4, True)]))
 def test_training_goes_on_as_if_nothing_had_happened(
     ranks: RankPool, path: Path, world_size: int, ep_size: int, reshard: bool
 ) -> None:
@@ -144,25 +132,15 @@ def _generate_leaving_no_trace(model: Any) -> list[list[int]]:
     return text
 
 
-def test_settings_of_the_model_play_no_part(ranks: RankPool, path: Path) -> None:
-    expected = hf_continuations(PROMPTS[:3], eos=-1)
-    assert ranks.run(_with_own_settings, 2, path) == [expected] * 2
-
-
-def _with_own_settings(path: Path) -> list[list[int]]:
-    model, _, _ = sharded_model(path, Topology(2, 2), Case([]))
-    for name, value in {"do_sample": True, "max_length": 3, "repetition_penalty": 5.0, "min_new_tokens": 40}.items():
-        setattr(model.generation_config, name, value)
-    return generate(model, PROMPTS[:3], NEW_TOKENS, [], this_rank())
-
-
-def test_long_prompts_keep_their_end_and_empty_ones_are_refused(ranks: RankPool, path: Path) -> None:
+def test_settings_of_the_model_play_no_part_and_long_prompts_keep_their_end(ranks: RankPool, path: Path) -> None:
     (long,) = random_prompts([600])
     assert ranks.run(_long_and_empty, 2, path, long) == [hf_continuations([long[-500:]], eos=-1)] * 2
 
 
 def _long_and_empty(path: Path, long: list[int]) -> list[list[int]]:
     model, _, _ = sharded_model(path, Topology(2, 2), Case([]))
+    for name, value in {"do_sample": True, "max_length": 3, "repetition_penalty": 5.0, "min_new_tokens": 40}.items():
+        setattr(model.generation_config, name, value)
     assert generate(model, [], NEW_TOKENS, [], this_rank()) == []
     with pytest.raises(ExpertMeshError, match="has no token"):
         generate(model, [[1], []], NEW_TOKENS, [], this_rank())

@@ -21,7 +21,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.library import OF_THE_LOOP
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 NAMES = {setting.name for setting in fields(TrainConfig)}
 CONFIG = "expertmesh.training.config."

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import expertmesh.training.output
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import ROOT, run_main
+from tests.distributed.whole_runs import ROOT, run_main
 from tests.tiny import save_model, save_tokenizer
 
 Change = Callable[[Path], list[str]]

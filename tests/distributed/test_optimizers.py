@@ -15,9 +15,7 @@ from expertmesh.training.optim.shampoo import inverse_fourth_root
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model, train_config
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_resume import flags, run, shares
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import flags, read, run, run_main, shares
 from tests.tiny import relative_error, save_model, save_tokenizer
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]

@@ -17,8 +17,7 @@ from expertmesh.training.preemption import StopRequest
 from expertmesh.training.report.profiles import BETWEEN
 from expertmesh.training.run import STOPPED
 from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import FIXED_PRODUCTS
+from tests.distributed.whole_runs import FIXED_PRODUCTS, read
 
 STEPS = 4
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import expertmesh.training.engine
-from expertmesh.checkpoints.training_state.marker import whole_checkpoints
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding import replicas
 from expertmesh.sharding.replicas import check_replicas, checksum, replicated_state
@@ -20,9 +19,8 @@ from expertmesh.training.banner import replica_lines
 from expertmesh.training.config.train_config import TrainConfig
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_resume import flags, run, shares
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.tiers import tiered
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 INV_FREQ = "model.rotary_emb.inv_freq"
@@ -45,16 +43,11 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     assert checksum(tensor) == expected
 
 
-def test_positions_count() -> None:
-    tensor = torch.arange(1000.0)
-    swapped = tensor.clone()
+def test_positions_count_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(1001.0)
+    whole, swapped = checksum(tensor), tensor.clone()
     swapped[[3, 700]] = swapped[[700, 3]]
-    assert checksum(swapped) != checksum(tensor)
-
-
-def test_checksum_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(1001).to(torch.bfloat16)
-    whole = checksum(tensor)
+    assert checksum(swapped) != whole
     for size in (1, 10, 1000, 1001):
         monkeypatch.setattr(replicas, "CHUNK", size)
         assert checksum(tensor) == whole
@@ -89,24 +82,34 @@ def found(ranks: RankPool, model_dir: Path, topology: Topology, flipped: Any, ra
     return results[0]
 
 
-def test_hybrid_replicates_what_is_no_expert(ranks: RankPool, tiny_model: Path) -> None:
-    """Ranks (dp, ep) are (0, 1), (2, 3): copies are on 0 and 2, and on 1 and 3."""
-    names, told = found(ranks, tiny_model, Topology(4, 2, "hybrid"), {Q_PROJ: [3], INV_FREQ: [1, 2]})
+@pytest.mark.parametrize(
+    ("topology", "flipped", "said"),
+    [
+        # ranks (dp, ep) are (0, 1), (2, 3): copies are on 0 and 2, and on 1 and 3
+        (
+            Topology(4, 2, "hybrid"),
+            {Q_PROJ: [3], INV_FREQ: [1, 2]},
+            [f"{Q_PROJ} (rank 1 against rank 3)", f"{INV_FREQ} (ranks 0, 3 against ranks 1, 2)", "--resume auto"],
+        ),
+        # of three replicas the odd one is told, and the same change on all is none
+        (
+            Topology(6, 2, "hybrid"),
+            {Q_PROJ: [2], "lm_head.weight": [1, 3, 5]},
+            ["after step 7, 1 of", f"{Q_PROJ} (rank 2 against ranks 0, 4)"],
+        ),
+    ],
+)
+def test_hybrid_replicates_what_is_no_expert(
+    ranks: RankPool, tiny_model: Path, topology: Topology, flipped: dict[str, list[int]], said: list[str]
+) -> None:
+    names, told = found(ranks, tiny_model, topology, flipped)
     assert {Q_PROJ, INV_FREQ, "lm_head.weight", "model.layers.0.mlp.gate.weight"} < set(names)
     assert not [name for name in names if ".experts." in name]
-    assert f"after step 7, 2 of {len(names) + 1} tensors differ between the ranks" in told
-    assert f"{Q_PROJ} (rank 1 against rank 3)" in told
-    assert f"{INV_FREQ} (ranks 0, 3 against ranks 1, 2)" in told
-    assert "--resume auto" in told
+    assert f"of {len(names) + 1} tensors differ between the ranks" in told
+    assert all(words in told for words in said), told
 
 
-def test_of_three_replicas_the_odd_one_is_told(ranks: RankPool, tiny_model: Path) -> None:
-    _, told = found(ranks, tiny_model, Topology(6, 2, "hybrid"), {Q_PROJ: [2], "lm_head.weight": [1, 3, 5]})
-    assert f"{Q_PROJ} (rank 2 against ranks 0, 4)" in told
-    assert "lm_head.weight" not in told, "the same change on all replicas is none"
-
-
-@pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 1), Topology(2, 2, "hybrid")])
+@pytest.mark.parametrize("topology", tiered([Topology(2, 2, "hybrid")], slow=[Topology(4, 1), Topology(4, 2)]))
 def test_full_shards_replicate_only_buffers(ranks: RankPool, tiny_model: Path, topology: Topology) -> None:
     rates = [1.0] * (topology.world_size - 1) + [2.0]
     names, told = found(ranks, tiny_model, topology, {Q_PROJ: [0]}, rates)
@@ -143,8 +146,8 @@ def test_a_run_says_what_has_no_copies(ranks: RankPool, tiny_model: Path, topolo
     assert bool(told) == bool(said)
 
 
-def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
-    """train_ep.py on this rank; after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
+def tell_flipped(argv: list[str], step: int) -> Told:
+    """A run in which, after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
     train_step, done = expertmesh.training.engine.train_step, 0
 
     def flipping_train_step(model: Any, *args: Any, **more: Any) -> Any:
@@ -156,31 +159,22 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
         return result
 
     with patch.object(expertmesh.training.engine, "train_step", flipping_train_step):
-        return run_main(argv)
+        return tell(argv)
+
+
+HYBRID = f"{SIX_STEPS} {batch_of_12(4)} --ep-size 2 --dense-shard hybrid"
 
 
 @pytest.mark.slow
-def test_a_run_stops_before_it_saves_bad_replicas(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_run_stops_before_it_saves_bad_replicas(runs: Runs) -> None:
     """Checked every fifth step, and before the save at step 4; then the run resumes from the save at step 2, to the
     weights of one that nobody disturbed."""
-    argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
-    argv += ["--check-replicas", "5", "--save-steps", "2"]
-    results = ranks.run(run_flipped, 4, argv, 3, join_group=False)
-    assert [code for code, _ in results] == [2] * 4
-    assert "--check-replicas: after step 4, 1 of" in results[0][1]
-    assert f"{Q_PROJ} (rank 0 against rank 2)" in results[0][1]
-    assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
-    run(ranks, 4, [*argv, "--resume", "auto"])
-    run(ranks, 4, [*argv, "--output-dir", str(tmp_path / "undisturbed")])
-    weights, undisturbed = read(tmp_path / "run" / "hf"), read(tmp_path / "undisturbed" / "hf")
-    assert weights.keys() == undisturbed.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
+    flags = f"{HYBRID} --check-replicas 5 --save-steps 2"
+    said = ("--check-replicas: after step 4, 1 of", f"{Q_PROJ} (rank 0 against rank 2)")
+    assert runs.refuses(4, flags, *said, call=tell_flipped, given=[3]).saved == [2]
+    assert_same_bits(runs(4, f"{flags} --resume auto").weights, runs(4, flags, "undisturbed").weights)
 
 
-def test_checked_every_so_many_steps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    argv = flags(tiny_model, tiny_data, tmp_path, *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
-    results = ranks.run(run_flipped, 4, [*argv, "--check-replicas", "3", "--save-steps", "0"], 1, join_group=False)
-    assert [code for code, _ in results] == [2] * 4
-    assert "--check-replicas: after step 3, 1 of" in results[0][1]
+def test_checked_every_so_many_steps(runs: Runs) -> None:
+    flags = f"{HYBRID} --check-replicas 3 --save-steps 0"
+    runs.refuses(4, flags, "--check-replicas: after step 3, 1 of", call=tell_flipped, given=[1])

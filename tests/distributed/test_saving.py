@@ -15,8 +15,7 @@ from expertmesh.checkpoints.training_state.saving import Progress, Saver
 from expertmesh.training import loop
 from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
-from tests.distributed.test_resume import flags, shares
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import flags, run_main, shares
 from tests.gpus import two_gpus
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import expertmesh.training.engine
 from expertmesh.training.monitoring.meter import Meter
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 STEP, COLLECTIVE = 1.0, 0.25
 PAUSES = {"evaluate": 7.0, "generate": 5.0, "check_replicas": 3.0, "_save": 11.0}

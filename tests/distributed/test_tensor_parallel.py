@@ -7,9 +7,7 @@ import pytest
 import yaml
 
 from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import assert_equal_weights
-from tests.distributed.test_training import lines, start
+from tests.distributed.whole_runs import assert_equal_weights, lines, read, start
 from tests.tiny import relative_error, save_model, save_tokenizer
 
 HEADS: dict[str, Any] = {"num_key_value_heads": 4}

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from expertmesh.training.monitoring.trackers import TRACKERS, Trackers
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from expertmesh.checkpoints.__main__ import main
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.untrained import PREDICTOR, SIDE_FILES, assert_same_bits, read, save_deepseek, save_multimodal
 
 

@@ -27,8 +27,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.model_setup.lora_targets import lora_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, sharded_model
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, read, run_main
 from tests.families.configs import tiny_config
 from tests.tiny import relative_error, save_tokenizer
 

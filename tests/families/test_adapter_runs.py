@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from expertmesh.checkpoints.training_state.state_table import StateReader
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, run_main
 from tests.tiny import relative_error, save_tokenizer
 
 FAMILIES = ["mixtral", "gpt_oss"]

@@ -30,7 +30,7 @@ from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compilation, compile_layers
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
-from tests.distributed.test_training import lines, start
+from tests.distributed.whole_runs import lines, start
 from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.families.test_packing import REFUSED, few_choices

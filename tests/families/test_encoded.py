@@ -20,8 +20,7 @@ from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, sharded_model
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, read, run_main
 from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
 from tests.tiny import save_tokenizer

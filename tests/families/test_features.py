@@ -24,10 +24,9 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import matrix_parts
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
-from tests.distributed.test_checkpoints import read
 from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, assert_equal_weights, read, run_main
 from tests.families.configs import TEXT_IDS, load_model
 from tests.tiers import REPRESENTATIVES, two_diagonals
 from tests.tiny import relative_error, save_tokenizer

@@ -11,7 +11,7 @@ from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import random_samples
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_packing import loss_of, packable
 from tests.tiny import save_tokenizer

@@ -26,7 +26,7 @@ from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, run_main
 from tests.families.configs import POSITIONS, tiny_config, tiny_model
 from tests.tiny import loaded, relative_error, save_tokenizer
 

@@ -21,8 +21,7 @@ from tests.distributed.reference import (
     reference,
     unshifted_labels,
 )
-from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import FIXED_PRODUCTS, read, run_main
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.tiny import relative_error, save_tokenizer
 

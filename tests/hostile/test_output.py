@@ -21,7 +21,7 @@ from expertmesh.training import lock
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.hostile.models import SMALL
 from tests.hostile.test_model_directory import small
 from tests.tiny import save_model, save_tokenizer

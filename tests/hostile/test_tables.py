@@ -21,7 +21,7 @@ from expertmesh.checkpoints.training_state.marker import MARKER, recorded_transp
 from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL, Tensors, loaded, same_bits
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped

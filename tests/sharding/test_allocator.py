@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.sharding.runtime.allocator import VARIABLES, let_segments_grow
-from tests.distributed.test_train_ep import ROOT
+from tests.distributed.whole_runs import ROOT
 
 PROGRAM = """
 import os, sys

@@ -18,7 +18,7 @@ from expertmesh.training.monitoring.log import RunLog
 from expertmesh.training.report import page
 from expertmesh.training.report.page import write_report
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 
 STEPS = 6
 

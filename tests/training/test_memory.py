@@ -14,7 +14,7 @@ from expertmesh.training.planning.cluster_commands import main as plan
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
-from tests.distributed.test_train_ep import run_main
+from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
 
 GIB = 2**30
