@@ -23,6 +23,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import compute_gradients, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
+    CAPACITY,
     Case,
     Figures,
     config_of,
@@ -33,7 +34,6 @@ from tests.distributed.reference import (
     reference,
     sharded_model,
 )
-from tests.distributed.test_packing import CAPACITY
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.tiers import REPRESENTATIVES, two_diagonals
 from tests.tiny import relative_error
