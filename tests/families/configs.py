@@ -34,6 +34,12 @@ EXPERTS = 8
 ROTARY = 8
 """Of a head of multi-head latent attention, whose other widths keep their proportion to it."""
 
+FEW: dict[str, int] = {"index_topk": 2, "indexer_budget": 8, "index_topk_blocks": 2}
+"""How many tokens, or blocks of them, layers choose: fewer than samples have."""
+MANY_HEADS = {"index_n_heads": 16, "indexer_n_heads": 16, "index_kpool": 2}
+"""Scores are sums of what is positive of each head's: of few heads' many are 0, and which of equal ones is chosen may
+turn on how many there are. Blocks are chosen by each head for itself. Tokens that are chosen together are to be few."""
+
 COMPLETE = Version("5.24")
 """The first transformers with all that the tests name, families above all. Older ones are supported from 5.17 on."""
 UNSHRINKABLE: dict[str, str] = {}
@@ -180,6 +186,20 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         skip_if_older(f"has no {model_type}")
     return _tiny(CONFIG_MAPPING[model_type](), lambda part: tiny_config(part.model_type, **changes), changes)
+
+
+def few_choices(family: str) -> dict[str, Any]:
+    """Changes to the tiny config by which layers choose fewer tokens than samples have; none where they choose none."""
+    named = tiny_config(family).get_text_config().to_dict()
+    changes = {name: value for name, value in FEW.items() if name in named}
+    if changes and "index_topk_blocks" not in changes:
+        changes |= {name: value for name, value in MANY_HEADS.items() if name in named}
+    return changes
+
+
+def has_auxiliary_loss(family: str) -> bool:
+    """Whether its own class adds a loss that balances the load of experts."""
+    return hasattr(tiny_config(family), "router_aux_loss_coef")
 
 
 def tiny_like(config: PreTrainedConfig) -> PreTrainedConfig:

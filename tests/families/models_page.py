@@ -15,8 +15,8 @@ from expertmesh.moe.hf_model.families import causal_families, families_passed_ov
 from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.training.planning.support import METHODS, support_of
 from tests.families.configs import tiny_config
-from tests.families.test_parity import FAMILIES as TRAINED
 from tests.published.models import CONFIGS, MODELS
+from tests.tiers import REPRESENTATIVES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "moe" / "MODELS.md"
@@ -100,7 +100,7 @@ def reasons() -> str:
 
 def row_of(family: str) -> str:
     """A family's line of the page."""
-    tested = "training" if family in ("mixtral", *TRAINED) else "none" if family in UNSUPPORTED else "gradients"
+    tested = "training" if family in REPRESENTATIVES else "none" if family in UNSUPPORTED else "gradients"
     return row(f"`{family}`", ", ".join(published_in(family)) or "-", *cells(family), tested)
 
 

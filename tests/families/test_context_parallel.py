@@ -1,11 +1,8 @@
-"""Every causal MoE family under context parallelism: loss and gradients of full sequences.
-
-Computed in double precision, where sums in another order differ by far less than what is left out or twice there.
-test_parity.py compares them in fp32.
+"""Context parallelism where layers are given complete sequences, and where positions depend on all of a sequence: loss
+and gradients, in double precision, where sums in another order differ by far less than what is left out or twice there.
+test_families.py compares every family in fp32.
 """
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +15,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
-from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel, complete_sequences_line
@@ -29,68 +25,61 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compilation, compile_layers
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
-from tests.distributed.whole_runs import lines, start
+from tests.distributed.reference import random_samples
 from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
-from tests.families.test_families import FAMILIES
-from tests.families.test_packing import REFUSED, few_choices
-from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
-from tests.families.test_pipeline import four_layers
 from tests.in_double import InDouble
-from tests.tiny import loaded, relative_error, save_tokenizer
+from tests.tiny import loaded, relative_error
 
 Rows = list[list[Sample]]
 
-SHARERS = 2
-TOLERANCE = 1e-5
 CANCELLED = 1e-3
 """Gradients below this share of the norm of all are held to the tolerance at that share."""
 IN_DOUBLE = 1e-10
 """What a result in double precision may differ by."""
 # windows are of 8 positions; the first row is padded, also where it has samples of its own
 A, B, C, D, E = random_samples([13, 4, 5, 16, 11], vocabulary=290)
-ALONE: list[Rows] = [[[D]], [[A], [D]]]
-"""As many rows as ranks, and fewer."""
 PACKED: Rows = [[A, B, C], [D, E]]
-
 ROTARY = {
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 12,
-    "short_factor": [1.0, 1.5, 2.0, 2.5],
-    "long_factor": [3.0, 3.5, 4.0, 4.5],
-    "short_mscale": 1.0,
-    "long_mscale": 1.5,
+    **{"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12},
+    **{"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 3.5, 4.0, 4.5]},
+    **{"short_mscale": 1.0, "long_mscale": 1.5},
 }
+ALL_HEADS = {"linear_num_key_heads": 4}
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
-    """A sample per row, and several; test_packing.py verifies which families refuse packed samples."""
-    _compare(ranks, family, ALONE, packing=False, changes={})
-    if family not in REFUSED:
-        _compare(ranks, family, [PACKED], packing=True, changes={})
+def of_rows(kind: str) -> dict[str, Any]:
+    return {
+        "rope_parameters": ROTARY | {"rope_type": kind},
+        **{"head_dim": 8, "max_position_embeddings": 12},
+    }
 
 
-CHOOSING = [family for family in FAMILIES if few_choices(family)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", CHOOSING)
-def test_layers_that_choose_tokens(ranks: RankPool, family: str) -> None:
-    """Fewer than sequences have: the choice is to come about in complete sequences, and to be a mask for attention."""
-    changes = few_choices(family)
-    _compare(ranks, family, ALONE, packing=False, changes=changes)
-    if family not in REFUSED:
-        _compare(ranks, family, [PACKED], packing=True, changes=changes)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_rows_that_do_not_come_out_even(ranks: RankPool, rows: int) -> None:
-    """Fewer than ranks, each of which computes one, or more, of which some ranks compute one more than others."""
-    _compare(ranks, "qwen3_next", [[[A], [D], [E], [B], [C]][:rows]], packing=False, changes={}, sharers=4)
+@pytest.mark.parametrize(
+    ("family", "changes", "rows", "ranks_of_group"),
+    [
+        # fewer than ranks, each of which computes one, or more, of which some ranks compute one more than others
+        *(("qwen3_next", {}, [[A], [D], [E], [B], [C]][:number], 4) for number in (1, 5)),
+        # by heads: of ranks, each has more positions than a convolution reaches
+        *(pytest.param("qwen3_next", ALL_HEADS, [[D]], number, marks=pytest.mark.slow) for number in (2, 4)),
+        # by the longest row frequencies are chosen, or their scale: a rank's own would choose others
+        ("mixtral", of_rows("longrope"), [[A], [D]], 2),
+        ("phimoe", of_rows("yarn"), [[A], [D]], 2),
+        *(
+            pytest.param(family, of_rows(kind), [[A], [D]], 2, marks=pytest.mark.slow)
+            for family, kind in (("mixtral", "dynamic"), ("phimoe", "longrope"))
+        ),
+    ],
+)
+def test_shared_equals_whole(
+    ranks: RankPool, family: str, changes: dict[str, Any], rows: Rows, ranks_of_group: int
+) -> None:
+    parts = ranks.run(_shared, ranks_of_group, family, rows, changes)
+    loss, grads = _in_double(_build(family, False, changes), family, changes, collate(rows))
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=IN_DOUBLE)
+    floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    summed = {name: torch.stack([part[1][name] for part in parts]).sum(dim=0) for name in grads}
+    errors = {name: relative_error(summed[name], grad, floor) for name, grad in grads.items()}
+    assert not {name: error for name, error in errors.items() if not error <= IN_DOUBLE}
 
 
 BY_HEADS = {
@@ -131,13 +120,6 @@ def test_heads_that_do_not_divide_are_not_split() -> None:
     assert not any(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharers", [2, 4])
-def test_one_row_by_heads(ranks: RankPool, sharers: int) -> None:
-    """Of ranks, each has more positions than a convolution reaches."""
-    _compare(ranks, "qwen3_next", [[[D]]], packing=False, changes={"linear_num_key_heads": 4}, sharers=sharers)
-
-
 def test_a_function_that_mixes_heads_is_found_out() -> None:
     """As one whose convolution sees what comes after."""
     own = vars(modeling_qwen3_next)["torch_chunk_gated_delta_rule"]
@@ -158,68 +140,11 @@ def test_a_function_that_mixes_heads_is_found_out() -> None:
         assert found == [None] * len(found) != [], name
 
 
-TRAINED: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
-    "dp 2, ep 2": (Topology(4, 2, "hybrid", 2), {"gradient_checkpointing": "selective"}, {}),
-    "ep 4, cp 4": (Topology(4, 4, "full", 4), {"gradient_checkpointing": "full"}, {}),
-    "pp 2, dp 2, ep 2": (Topology(8, 2, "hybrid", 2, 2), {"accumulation": 4}, {}),
-}
-"""A parallel layout, what its model is trained with, and settings of the run."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "name"), list(zip(["qwen3_next", "qwen3_5_moe", "qwen3_next"], TRAINED, strict=True))
-)
-def test_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses, gradients and weights of two steps, of layers that carry a state."""
-    topology, training, settings = TRAINED[name]
-    case = Case(SAMPLES, family=family, steps=2, z=0.01, changes=four_layers(family), **training)
-    hf_model(case, seed=1).save_pretrained(tmp_path)
-    found = ranks.run(ours, topology.world_size, tmp_path, topology, replace(case, settings=settings))[0]
-    want = reference(case, seed=1)
-    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
-    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
-    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0], 2 * TOLERANCE)
-    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
-
-
-RUNS: dict[str, tuple[object, ...]] = {
-    "LoRA, nf4": ("--adapter", "lora", "--base-dtype", "nf4", "--gradient-checkpointing", "selective"),
-    "fp8, one row": ("--adapter", "lora", "--base-dtype", "fp8", "--per-device-train-batch-size", 1),
-    "dispatch": ("--dispatch", "rank", "--offload-activations", "--gradient-checkpointing", "full"),
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
-    """Trained, evaluated and asked: the same on 2 ranks and on 4 that share sequences by twos."""
-    hf_model(Case([], family="qwen3_next"), seed=1).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    common = (
-        *("--model", tmp_path / "model", "--dataset", tiny_data, "--eval-ratio", 0.2, "--eval-steps", 2),
-        *("--generate-steps", 2, "--generate-max-new-tokens", 4, "--max-seq-length", 48, "--global-batch-size", 8),
-        *("--per-device-train-batch-size", 4, "--learning-rate", "1e-3", "--max-steps", 2, "--no-export"),
-        *RUNS[name],
-    )
-    for out, world_size, cp_size in ((tmp_path / "alone", 2, 1), (tmp_path / "split", 4, 2)):
-        layout = ("--output-dir", out, "--ep-size", 2, "--cp-size", cp_size)
-        assert all(code == 0 for code, _ in start(ranks, world_size, *common, *layout))
-    for key in ("loss", "eval_loss", "grad_norm", "tokens"):
-        found, expected = (
-            {line["step"]: line[key] for line in lines(tmp_path / out, key)} for out in ("split", "alone")
-        )
-        assert expected
-        assert found == pytest.approx(expected, rel=2 * TOLERANCE), key
-    answers, expected = (lines(tmp_path / out, "generations")[-1] for out in ("split", "alone"))
-    assert answers["generations"] == expected["generations"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True], ids=["one row", "packed"])
 def test_compiled(ranks: RankPool, packing: bool) -> None:
     """What is given complete sequences is not compiled, norms are; bit for bit the same."""
-    assert ranks.run(_compiled, SHARERS, PACKED if packing else ALONE[0], packing) == [(True, 0, True)] * SHARERS
+    assert ranks.run(_compiled, 2, PACKED if packing else [[D]], packing) == [(True, 0, True)] * 2
 
 
 def _compiled(rows: Rows, packing: bool) -> tuple[bool, int, bool]:
@@ -245,34 +170,6 @@ def test_ranks_that_do_not_divide_the_heads(family: str) -> None:
         apply_context_parallel(_build(family, False, {}), 3, packing=False)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("mixtral", "longrope"), ("mixtral", "dynamic"), ("phimoe", "longrope"), ("phimoe", "yarn")]
-)
-def test_rotary_positions_of_the_longest_row(ranks: RankPool, family: str, kind: str) -> None:
-    """By which frequencies are chosen, or their scale: a rank's own would choose others."""
-    changes = {"rope_parameters": ROTARY | {"rope_type": kind}, "head_dim": 8, "max_position_embeddings": 12}
-    _compare(ranks, family, [[[A], [D]]], packing=False, changes=changes)
-
-
-def _compare(
-    ranks: RankPool,
-    family: str,
-    cases: list[Rows],
-    packing: bool,
-    changes: dict[str, Any],
-    sharers: int = SHARERS,
-) -> None:
-    """Loss and gradients under context parallelism against those of one process, for rows that are packed or not."""
-    found_by_rank = ranks.run(_shared, sharers, family, cases, packing, changes)
-    whole = _in_double(_build(family, packing, changes), family, changes, [collate(rows) for rows in cases])
-    for rows, found, (loss, grads) in zip(cases, zip(*found_by_rank, strict=True), whole, strict=True):
-        assert sum(part[0] for part in found) == pytest.approx(loss, rel=IN_DOUBLE), (len(rows), packing)
-        floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-        summed = {name: torch.stack([part[1][name] for part in found]).sum(dim=0) for name in grads}
-        errors = {name: relative_error(summed[name], grad, floor) for name, grad in grads.items()}
-        assert not {name: error for name, error in errors.items() if not error <= IN_DOUBLE}, (len(rows), packing)
-
-
 def _build(family: str, packing: bool, changes: dict[str, Any]) -> Any:
     config = tiny_config(family, **changes)
     model = build_model(config, choose_attention("auto", packing, config))
@@ -281,12 +178,9 @@ def _build(family: str, packing: bool, changes: dict[str, Any]) -> Any:
     return model
 
 
-def _shared(
-    family: str, cases: list[Rows], packing: bool, changes: dict[str, Any]
-) -> list[tuple[float, dict[str, Tensor]]]:
-    """This rank's part of the loss and of the gradients, of each case."""
-    batches = [collate(rows, all_ranks()) for rows in cases]
-    return _in_double(_split(family, packing, changes), family, changes, batches)
+def _shared(family: str, rows: Rows, changes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """This rank's part of the loss and of the gradients."""
+    return _in_double(_split(family, False, changes), family, changes, collate(rows, all_ranks()))
 
 
 def _split(family: str, packing: bool, changes: dict[str, Any]) -> Any:
@@ -300,12 +194,11 @@ def all_ranks() -> CPGroup:
     return CPGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
-def _in_double(
-    model: Any, family: str, changes: dict[str, Any], batches: list[Batch]
-) -> list[tuple[float, dict[str, Tensor]]]:
+def _in_double(model: Any, family: str, changes: dict[str, Any], batch: Batch) -> tuple[float, dict[str, Tensor]]:
     theirs = tiny_model(family, seed=1, **changes)
     with InDouble():
-        return losses_and_grads(model.double(), theirs.double(), batches)
+        (figures,) = losses_and_grads(model.double(), theirs.double(), [batch])
+        return figures
 
 
 def losses_and_grads(model: Any, theirs: Any, batches: list[Batch]) -> list[tuple[float, dict[str, Tensor]]]:

@@ -26,7 +26,7 @@ from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.choices import Strategy
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import FIXED_PRODUCTS, run_main
+from tests.distributed.whole_runs import run_main
 from tests.families.configs import POSITIONS, tiny_config, tiny_model
 from tests.tiny import loaded, relative_error, save_tokenizer
 
@@ -37,38 +37,29 @@ LONGROPE: dict[str, Any] = {
     **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": POSITIONS},
     **{"short_factor": [1.0 + 0.1 * i for i in range(4)], "long_factor": [2.0 + 0.5 * i for i in range(4)]},
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MELLUM = tiny_config("mellum").rope_parameters
 GEMMA = tiny_config("gemma4_text").rope_parameters
 GPT_OSS = tiny_config("gpt_oss").rope_parameters
 
+MIXTRAL = {"rope_theta": 1e6}
 CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
-    "mixtral yarn": ("mixtral", "yarn:4", {**YARN, "rope_theta": 1e6}, 1024),
-    "mixtral linear": ("mixtral", "linear:4", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}, 1024),
-    "mixtral dynamic": ("mixtral", "dynamic:4", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}, POSITIONS),
-    "qwen3_moe yarn": ("qwen3_moe", "yarn:4", {**YARN, "rope_theta": 1e4}, 1024),
-    "qwen3_moe longrope": ("qwen3_moe", json.dumps(LONGROPE), {**LONGROPE, "rope_theta": 1e4}, 1024),
-    "qwen3_moe llama3": (
-        *("qwen3_moe", json.dumps(LLAMA3)),
-        {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": POSITIONS},
-        1024,
-    ),
     # a head's width left open, as Mixtral's own config has it
-    "mixtral yarn, head_dim open": ("mixtral", "yarn:4", {**YARN, "rope_theta": 1e6}, 1024),
+    "mixtral yarn, head_dim open": ("mixtral", "yarn:4", YARN | MIXTRAL, 1024),
+    "mixtral dynamic": ("mixtral", "dynamic:4", {"rope_type": "dynamic", "factor": 4.0, **MIXTRAL}, POSITIONS),
+    "qwen3_moe longrope": ("qwen3_moe", json.dumps(LONGROPE), LONGROPE | {"rope_theta": 1e4}, 1024),
     # where mscale_all_dim enters the scale of attention's scores
-    "deepseek_v3 yarn": ("deepseek_v3", json.dumps(YARN | MSCALE), {**YARN, **MSCALE, "rope_theta": 1e4}, 1024),
-    "gpt_oss yarn again": ("gpt_oss", "yarn:8", {**GPT_OSS, "factor": 8.0}, 32768),
-    "glm4_moe, in part": ("glm4_moe", "yarn:4", {**YARN, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 1024),
-    "mellum, by kind": ("mellum", "yarn:4", {**MELLUM, "full_attention": {**YARN, "rope_theta": 5e5}}, 1024),
+    "deepseek_v3 yarn": ("deepseek_v3", json.dumps(YARN | MSCALE), YARN | MSCALE | {"rope_theta": 1e4}, 1024),
+    "gpt_oss yarn again": ("gpt_oss", "yarn:8", GPT_OSS | {"factor": 8.0}, 32768),
+    "glm4_moe, in part": ("glm4_moe", "yarn:4", YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, 1024),
+    "mellum, by kind": ("mellum", "yarn:4", MELLUM | {"full_attention": YARN | {"rope_theta": 5e5}}, 1024),
     "gemma4, in parts": (
         *("gemma4", "proportional:4"),
-        {**GEMMA, "full_attention": {**GEMMA["full_attention"], "factor": 4.0}},
+        GEMMA | {"full_attention": GEMMA["full_attention"] | {"factor": 4.0}},
         1024,
     ),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers_beyond_the_old_positions(ranks: RankPool, tmp_path: Path, case: str) -> None:
@@ -148,7 +139,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: object) -> tuple[int, str]:
     """(exit code, standard error) of rank 0."""
     argv = ["--model", model, "--dataset", data, "--output-dir", out, "--use-cpu", "--max-steps", 2, "--ep-size", 2]
-    argv += ["--per-device-train-batch-size", 4, "--learning-rate", "1e-3", *FIXED_PRODUCTS, *flags]
+    argv += ["--per-device-train-batch-size", 4, "--learning-rate", "1e-3", *flags]
     found: tuple[int, str] = ranks.run(run_main, world_size, [str(flag) for flag in argv], join_group=False)[0]
     return found
 
@@ -159,37 +150,36 @@ def stretched(path: Path) -> tuple[Any, Any, int]:
     return parameters["rope_type"], parameters.get("factor"), config["max_position_embeddings"]
 
 
-@pytest.mark.release
-def test_what_a_run_writes(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Export and training checkpoints have it, and --resume asks for the same."""
-    flags = ["--save-steps", 1, "--rope-scaling"]
-    assert train(ranks, 2, model, tiny_data, tmp_path / "run", *flags, "yarn:4") == (0, "")
+@pytest.mark.slow
+def test_what_runs_write(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Exports, training checkpoints, adapters and merges have it, and what goes on from them asks for the same."""
+
+    def run(out: str, *flags: object) -> tuple[int, str]:
+        return train(ranks, 2, model, tiny_data, tmp_path / out, *flags)
+
+    assert run("run", "--save-steps", 1, "--rope-scaling", "yarn:4") == (0, "")
     saved = tmp_path / "run" / "checkpoints" / "step-00000001"
     for path in (tmp_path / "run" / "hf", saved / "model"):
         assert stretched(path) == ("yarn", 4.0, 128)
     shutil.copytree(saved, tmp_path / "again" / "checkpoints" / saved.name)
-    code, said = train(ranks, 2, model, tiny_data, tmp_path / "again", *flags, "yarn:2", "--resume", "auto")
+    code, said = run("again", "--resume", "auto", "--rope-scaling", "yarn:2")
     assert code == 2
     assert "that run had --rope-scaling yarn:4, this one has --rope-scaling yarn:2; take the same" in said
-    assert train(ranks, 2, model, tiny_data, tmp_path / "again", *flags, "yarn:4", "--resume", "auto")[0] == 0
+    assert run("again", "--resume", "auto", "--rope-scaling", "yarn:4")[0] == 0
     assert stretched(tmp_path / "again" / "hf") == ("yarn", 4.0, 128)
 
-
-@pytest.mark.release
-def test_what_becomes_of_adapters(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     lora = ["--adapter", "lora", "--lora-rank", 4, "--save-steps", 0]
-    assert train(ranks, 2, model, tiny_data, tmp_path / "run", *lora, "--merge", "--rope-scaling", "linear:2")[0] == 0
-    assert stretched(tmp_path / "run" / "hf") == ("linear", 2.0, 64)
-    adapter = tmp_path / "run" / "adapter"
+    assert run("lora", *lora, "--merge", "--rope-scaling", "linear:2")[0] == 0
+    adapter = tmp_path / "lora" / "adapter"
     assert json.loads((adapter / "rope_scaling.json").read_text()) == {"rope_type": "linear", "factor": 2.0}
     merge_adapter(model, adapter, tmp_path / "merged", HowToWrite(10**9, workers=1))
-    assert stretched(tmp_path / "merged") == ("linear", 2.0, 64)
-    begun = ["--init-adapter", adapter, *lora]
-    code, said = train(ranks, 2, model, tiny_data, tmp_path / "other", *begun)
+    for path in (tmp_path / "lora" / "hf", tmp_path / "merged"):
+        assert stretched(path) == ("linear", 2.0, 64)
+    code, said = run("other", *lora, "--init-adapter", adapter)
     assert code == 2
     assert "was trained with --rope-scaling '{" in said
     assert "this run has no --rope-scaling" in said
-    assert train(ranks, 2, model, tiny_data, tmp_path / "same", *begun, "--rope-scaling", "linear:2")[0] == 0
+    assert run("same", *lora, "--init-adapter", adapter, "--rope-scaling", "linear:2")[0] == 0
 
 
 def first_lines(argv: list[str]) -> str:
@@ -199,7 +189,7 @@ def first_lines(argv: list[str]) -> str:
     return " ".join(said.getvalue().split())
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "say", "response": "x" * 60}))
