@@ -1,33 +1,28 @@
-"""Checkpoints in FP8 and MXFP4: against transformers' own dequantization, through all forms and parallel layouts, and
-damaged."""
+"""Checkpoints in FP8 and MXFP4: against transformers' own dequantization, and through all forms; damaged ones are in
+`hostile/test_inputs.py`."""
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import Encoding, dequantize, pack, scale_values, unpack
 from expertmesh.checkpoints.hf.reader import gather
 from expertmesh.checkpoints.opening import open_readable
-from expertmesh.moe.util.errors import ExpertMeshError
+from tests.checkpoints.commands import Tensors, run
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
 from tests.families.configs import tiny_model
-from tests.hostile.models import loaded
 
-Tensors = dict[str, Tensor]
 FP8 = Encoding("F8_E4M3", BLOCK, "F32")
 MXFP4 = Encoding("E2M1", (1, 32), "U8")
 
@@ -71,19 +66,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="module")
-def load_alone() -> Iterator[Callable[[Path], Any]]:
-    """Loads the model in a directory, on one rank."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield loaded
-    dist.destroy_process_group()
-
-
-def run(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def content(path: Path) -> dict[str, Tensor]:
+def content(path: Path) -> Tensors:
     """Every parameter and buffer of a checkpoint of any form, whole."""
     readable = open_readable(path)
     reader = readable.make_reader()
@@ -96,7 +79,7 @@ def content(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_same(found: Tensors, want: Tensors) -> None:
     assert found.keys() == want.keys()
     different = [name for name, tensor in want.items() if not torch.equal(found[name], tensor)]
     assert not different
@@ -105,7 +88,7 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_export_is_what_transformers_dequantizes(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Every bit, in bf16, and a config that no longer says that anything is quantized."""
-    assert run("export", sources[name], tmp_path / "hf") == 0
+    run("export", sources[name], tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert "quantization_config" not in config
     want = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.bfloat16).state_dict()
@@ -159,34 +142,30 @@ def test_any_rectangle() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SOURCES)
-def test_shards_keep_the_encoding(
-    sources: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_keep_the_encoding(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
     """At one ep size and from there at another; and all come out with the bits of the source."""
     want = content(sources[name])
-    assert run("convert", sources[name], tmp_path / "ep2", "--ep-size", 2) == 0
-    assert run("convert", tmp_path / "ep2", tmp_path / "ep4", "--ep-size", 4) == 0
-    assert run("convert", sources[name], tmp_path / "wide", "--ep-size", 2, "--dtype", "bfloat16") == 0
-    assert "dequantized" not in capsys.readouterr().out
+    for command in (
+        (sources[name], tmp_path / "ep2", "--ep-size", 2),
+        (tmp_path / "ep2", tmp_path / "ep4", "--ep-size", 4),
+        (sources[name], tmp_path / "wide", "--ep-size", 2, "--dtype", "bfloat16"),
+    ):
+        assert "dequantized" not in run("convert", *command)
     stored = {path: sum(file.stat().st_size for file in (tmp_path / path).glob("ep-*")) for path in ("ep2", "wide")}
     assert stored["ep2"] < {"fp8": 0.7, "mxfp4": 0.5, "partly fused": 0.9}[name] * stored["wide"]
     for path in ("ep2", "ep4", "wide"):
         assert_same(content(tmp_path / path), want)
-        assert run("inspect", tmp_path / path, "--check") == 0
-        said = capsys.readouterr().out
-        assert ("quantized   " in said) == (path != "wide")
+        assert (" quantized " in run("inspect", tmp_path / path, "--check")) == (path != "wide")
         assert ("quantization_config" in (tmp_path / path / "config.json").read_text()) == (path != "wide")
-    assert run("export", tmp_path / "ep4", tmp_path / "hf") == 0
+    run("export", tmp_path / "ep4", tmp_path / "hf")
     assert "quantization_config" not in (tmp_path / "hf" / "config.json").read_text()
-    assert run("verify", sources[name], tmp_path / "hf") == 0
-    assert "bitwise equal" in capsys.readouterr().out
+    assert "bitwise equal" in run("verify", sources[name], tmp_path / "hf")
 
 
-def test_blocks_of_two_experts_are_dequantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_of_two_experts_are_dequantized(tmp_path: Path) -> None:
     """12 rows an expert, a scale for 8: row by row they cannot stay as they are."""
     save_fp8(tiny_model("deepseek_v3", seed=1, moe_intermediate_size=12), tmp_path / "model")
-    assert run("convert", tmp_path / "model", tmp_path / "ep2", "--ep-size", 2) == 0
-    said = capsys.readouterr().out
+    said = run("convert", tmp_path / "model", tmp_path / "ep2", "--ep-size", 2)
     assert "dequantized to bfloat16" in said
     assert "mlp.w1" in said
     assert "self_attn" not in said
@@ -206,7 +185,7 @@ def test_a_scale_for_a_whole_matrix(tmp_path: Path) -> None:
     found = content(tmp_path)
     errors = [(found[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in want.items()]
     assert 0 < max(errors) < 0.1
-    assert run("convert", tmp_path, tmp_path / "ep2", "--ep-size", 2) == 0
+    run("convert", tmp_path, tmp_path / "ep2", "--ep-size", 2)
     assert_same(content(tmp_path / "ep2"), found)
 
 
@@ -226,151 +205,32 @@ def test_two_floats_of_four_bits_a_byte(tmp_path: Path) -> None:
         del tensors[f"{name}_scale_inv"]
         tensors[name.removesuffix("weight") + "scale"] = scales[0].view(torch.float8_e8m0fnu)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert run("export", tmp_path, tmp_path / "hf") == 0
+    run("export", tmp_path, tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     for name, tensor in want.items():
         assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.slow
-def test_verify_across_encodings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_across_encodings(tmp_path: Path) -> None:
     """A model and what FP8 makes of it: the same to a sixteenth of a row's largest value, and not to less."""
     model: Any = tiny_model("deepseek_v3", seed=1)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     deepseek(tmp_path / "fp8")
-    assert run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.0667) == 0
-    assert run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.01) == 1
-    assert run("verify", tmp_path / "plain", tmp_path / "fp8") == 1
-    assert "self_attn" in capsys.readouterr().out
+    run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.0667)
+    run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.01, code=1)
+    assert "self_attn" in run("verify", tmp_path / "plain", tmp_path / "fp8", code=1)
 
 
-def test_inspect_says_how_it_is_stored(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = {}
-    for name in ("fp8", "mxfp4"):
-        assert run("inspect", sources[name], "--check") == 0
-        said = capsys.readouterr().out
-        numbers[name] = said
-        assert "complete    yes" in said
-    assert "float8_e4m3 with scales per block of 8 x 8" in numbers["fp8"]
-    assert "float4_e2m1 with exponents per block of 1 x 32" in numbers["mxfp4"]
+def test_inspect_says_how_it_is_stored(sources: dict[str, Path]) -> None:
     model = tiny_model("gpt_oss", seed=1, intermediate_size=64)
-    assert f"elements    {sum(p.numel() for p in model.parameters()):,}" in numbers["mxfp4"]
-
-
-EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
-
-
-def nan(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"][1, 1] = torch.nan
-
-
-def infinite(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"][0, 0] = torch.inf
-
-
-def without_scales(tensors: Tensors) -> None:
-    del tensors[f"{EXPERT}_scale_inv"]
-
-
-def without_codes(tensors: Tensors) -> None:
-    del tensors[EXPERT]
-
-
-def scales_of_another_shape(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"] = torch.ones(5, 7)
-
-
-def scales_of_three_dims(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"] = torch.ones(1, 3, 4)
-
-
-def empty_scales(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"] = torch.ones(0, 4)
-
-
-def whole_numbers_for_scales(tensors: Tensors) -> None:
-    tensors[f"{EXPERT}_scale_inv"] = tensors[f"{EXPERT}_scale_inv"].long()
-
-
-def scales_beside_plain(tensors: Tensors) -> None:
-    tensors[EXPERT] = tensors[EXPERT].float()
-
-
-def nan_codes(tensors: Tensors) -> None:
-    tensors[EXPERT].view(torch.uint8)[3, 3] = 0x7F
-
-
-def flat_codes(tensors: Tensors) -> None:
-    tensors[EXPERT] = tensors[EXPERT].flatten()
-
-
-DAMAGE: dict[Callable[[Tensors], None], str] = {
-    nan: "_scale_inv has scales that are not finite",
-    infinite: "_scale_inv has scales that are not finite",
-    without_scales: "_scale_inv are missing",
-    without_codes: "_scale_inv .* has scales of a tensor that is missing",
-    scales_of_another_shape: r"_scale_inv .* has shape \[5, 7\]",
-    scales_of_three_dims: r"_scale_inv .* has shape \[1, 3, 4\]",
-    empty_scales: r"_scale_inv .* has shape \[0, 4\]",
-    whole_numbers_for_scales: "_scale_inv .* has dtype I64; scales have one of F32",
-    scales_beside_plain: "_scale_inv .* has scales of a tensor that is missing, or not quantized",
-    nan_codes: "has values that are not finite",
-    flat_codes: "no matrix",
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damaged_scales_are_named(
-    sources: dict[str, Path], tmp_path: Path, damage: Callable[[Tensors], None], load_alone: Callable[[Path], Any]
-) -> None:
-    shutil.copytree(sources["fp8"], tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    damage(tensors)
-    save_file(tensors, file)
-    with pytest.raises(ExpertMeshError, match=DAMAGE[damage]) as error:
-        load_alone(tmp_path / "model")
-    assert EXPERT in str(error.value)
-    assert "model.safetensors" in str(error.value)
-
-
-GROUPS = "model.layers.0.mlp.experts.down_proj"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t: t[f"{GROUPS}_scales"].view(-1)[5:6].fill_(255), "_scales has scales that are not finite"),
-        (lambda t: t.pop(f"{GROUPS}_scales"), "_scales is missing"),
-        (lambda t: t.pop(f"{GROUPS}_blocks"), "_scales .* has scales of a tensor that is missing"),
-        (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"][:, :-1].contiguous()}), "its blocks ask for"),
-        (lambda t: t.update({f"{GROUPS}_blocks": t[f"{GROUPS}_blocks"][..., :8].contiguous()}), "the last size is 16"),
-        (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"].float()}), "has dtype F32; scales have"),
-        (lambda t: t.update({f"{GROUPS}_blocks": t[f"{GROUPS}_blocks"][:-1].contiguous()}), "its blocks ask for"),
-    ],
-)
-def test_damaged_groups_are_named(
-    sources: dict[str, Path], tmp_path: Path, change: Callable[[Tensors], Any], said: str, load_alone: Any
-) -> None:
-    shutil.copytree(sources["mxfp4"], tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
-    with pytest.raises(ExpertMeshError, match=said) as error:
-        load_alone(tmp_path / "model")
-    assert GROUPS in str(error.value)
-
-
-def test_other_quantisation_is_refused(sources: dict[str, Path], tmp_path: Path, load_alone: Any) -> None:
-    shutil.copytree(sources["fp8"], tmp_path / "model")
-    others: list[Any] = [{"quant_method": "gptq", "bits": 4}, "gptq", []]
-    for said in others:
-        change_config(tmp_path / "model", quantization_config=said)
-        with pytest.raises(ExpertMeshError, match=r"config\.json: quantization_config .* fp8 or mxfp4"):
-            load_alone(tmp_path / "model")
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    for name, *parts in (
+        ("fp8", "float8_e4m3 with scales per block of 8 x 8"),
+        ("mxfp4", "float4_e2m1 with exponents per block of 1 x 32", f"elements {elements:,}"),
+    ):
+        said = run("inspect", sources[name], "--check")
+        assert all(part in said for part in ("complete yes", *parts)), said
 
 
 @pytest.mark.parametrize("said", [{}, None])
@@ -378,6 +238,6 @@ def test_an_empty_table_says_nothing(tiny_model: Path, tmp_path: Path, said: Any
     """And is not exported, as transformers refuses to load beside one."""
     shutil.copytree(tiny_model, tmp_path / "model")
     change_config(tmp_path / "model", quantization_config=said)
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    run("export", tmp_path / "model", tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,31 +1,27 @@
 """--export-encoding source: FP8 and MXFP4 as published encoders make them, and bit for bit what was not trained."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.convert import HowToWrite, write_hf
 from expertmesh.checkpoints.files.encodings import Encoding, encode, scale_values
-from tests.checkpoints.test_encodings import SOURCES
+from expertmesh.checkpoints.opening import open_readable
+from tests.checkpoints.commands import change_tensors, read, run
+from tests.checkpoints.test_encodings import SOURCES, sources
 from tests.encoded import BLOCK, E2M1, change_config, from_fp8, save_fp8
 from tests.families.configs import tiny_model
 
+__all__ = ["sources"]
+
 MXFP4 = Encoding("E2M1", (1, 32), "U8")
-
-
-def run(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -34,20 +30,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 def assert_same(a: Path, b: Path) -> None:
     """The same tensors, bit for bit, and the same config."""
-    ours, theirs = tensors_of(a), tensors_of(b)
+    ours, theirs = read(a), read(b)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
         assert torch.equal(bits(tensor), bits(theirs[name])), name
     assert json.loads((a / "config.json").read_text()) == json.loads((b / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {name: tmp_path_factory.mktemp("source") / "model" for name in SOURCES}
-    for name, save in SOURCES.items():
-        save(paths[name])
-    return paths
 
 
 # ---- the encoders ----
@@ -132,41 +120,39 @@ def test_which_are_published(encoding: Encoding, there: bool) -> None:
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SOURCES)
-def test_untouched_comes_back(
-    sources: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_untouched_comes_back(sources: dict[str, Path], name: str, tmp_path: Path) -> None:
     """Bit for bit, from the model itself, in other files, and from EP shards."""
     source = sources[name]
     how = ("--export-encoding", "source")
-    assert run("export", source, tmp_path / "again", "--max-shard-size", "20KB", *how) == 0
+    told = run("export", source, tmp_path / "again", "--max-shard-size", "20KB", *how)
     assert_same(source, tmp_path / "again")
-    told = capsys.readouterr().out
     assert "as in the source, bit for bit" in told
     assert "anew" not in told
     for ep_size in (1, 4):
         shards = tmp_path / f"shards-{ep_size}"
-        assert run("convert", source, shards, "--ep-size", ep_size) == 0
-        assert run("export", shards, tmp_path / f"from-{ep_size}", *how) == 0
+        run("convert", source, shards, "--ep-size", ep_size)
+        run("export", shards, tmp_path / f"from-{ep_size}", *how)
         assert_same(source, tmp_path / f"from-{ep_size}")
-    assert run("verify", source, tmp_path / "again") == 0
+    run("verify", source, tmp_path / "again")
 
 
 def test_carried_and_activation_scales_come_back(tmp_path: Path) -> None:
     """Layers for multi-token prediction in FP8, and scales of activations."""
     source = tmp_path / "model"
     save_fp8(tiny_model("deepseek_v3", seed=1), source)
-    (file,) = source.glob("*.safetensors")
-    tensors = load_file(file)
-    beyond = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.self_attn.")}
-    tensors |= {name.replace("layers.2", "layers.3"): tensor.clone() for name, tensor in beyond.items()}
-    tensors["model.layers.0.self_attn.o_proj.input_scale"] = torch.tensor(0.5)
-    save_file(tensors, file, {"format": "pt"})
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        beyond = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.self_attn.")}
+        tensors |= {name.replace("layers.2", "layers.3"): tensor.clone() for name, tensor in beyond.items()}
+        tensors["model.layers.0.self_attn.o_proj.input_scale"] = torch.tensor(0.5)
+
+    change_tensors(source / "model.safetensors", add)
     quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "static"}
     change_config(source, num_nextn_predict_layers=1, quantization_config=quantization)
-    assert run("export", source, tmp_path / "out", "--export-encoding", "source") == 0
+    run("export", source, tmp_path / "out", "--export-encoding", "source")
     assert_same(source, tmp_path / "out")
-    assert run("convert", source, tmp_path / "shards", "--ep-size", 2) == 0
-    assert run("export", tmp_path / "shards", tmp_path / "other", "--export-encoding", "source") == 2
+    run("convert", source, tmp_path / "shards", "--ep-size", 2)
+    run("export", tmp_path / "shards", tmp_path / "other", "--export-encoding", "source", code=2)
 
 
 # ---- what was ----
@@ -182,26 +168,22 @@ def changed_blocks(before: Tensor, after: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_merged_is_quantized_again(
-    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_is_quantized_again(sources: dict[str, Path], tmp_path: Path) -> None:
     """An adapter beside two matrices of a base in FP8: what it changes is the encoding of what `merge` writes without
     the flag, all else is the base's; from EP shards, too. The error is stated."""
     pytest.importorskip("peft")
     from tests.checkpoints.test_merge import adapter_of
 
     source = sources["fp8"]
-    assert run("export", source, tmp_path / "plain") == 0
+    run("export", source, tmp_path / "plain")
     adapter = adapter_of(tmp_path / "plain", tmp_path / "adapter", target_modules=["o_proj"])
-    assert run("merge", source, adapter, tmp_path / "wide") == 0
-    capsys.readouterr()
-    assert run("merge", source, adapter, tmp_path / "merged", "--export-encoding", "source") == 0
-    told = capsys.readouterr().out
-    assert "self_attn.o_proj.weight: all blocks quantized anew: error at most " in " ".join(told.split())
-    assert run("convert", source, tmp_path / "shards", "--ep-size", 2) == 0
-    assert run("merge", tmp_path / "shards", adapter, tmp_path / "too", "--export-encoding", "source") == 0
+    run("merge", source, adapter, tmp_path / "wide")
+    told = run("merge", source, adapter, tmp_path / "merged", "--export-encoding", "source")
+    assert "self_attn.o_proj.weight: all blocks quantized anew: error at most " in told
+    run("convert", source, tmp_path / "shards", "--ep-size", 2)
+    run("merge", tmp_path / "shards", adapter, tmp_path / "too", "--export-encoding", "source")
     assert_same(tmp_path / "merged", tmp_path / "too")
-    found, base, wide = (tensors_of(path) for path in (tmp_path / "merged", source, tmp_path / "wide"))
+    found, base, wide = (read(path) for path in (tmp_path / "merged", source, tmp_path / "wide"))
     assert found.keys() == base.keys()
     for name in found:
         codes_name = name.removesuffix("_scale_inv")
@@ -218,30 +200,21 @@ def test_merged_is_quantized_again(
             assert off.max() <= wide[name].float().abs().max() / 28 + 1e-6
 
 
-def test_only_blocks_that_changed_are_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_blocks_that_changed_are_quantized(tmp_path: Path) -> None:
     """One value of one expert, through a training checkpoint's or any other's bf16: here in a Hugging Face directory
     whose origin is quantized otherwise than ours would be."""
-    from dataclasses import replace
-
-    from expertmesh.checkpoints.convert import HowToWrite, write_hf
-    from expertmesh.checkpoints.opening import open_readable
-
     source = tmp_path / "model"
     SOURCES["mxfp4"](source)
-    assert run("export", source, tmp_path / "plain") == 0
-    (file,) = (tmp_path / "plain").glob("*.safetensors")
-    tensors = load_file(file)
-    tensors["model.layers.1.mlp.experts.gate_up_proj"][3, 7, 5] += 1.0  # [expert, input, output]
-    save_file(tensors, file, {"format": "pt"})
+    run("export", source, tmp_path / "plain")
+    name = "model.layers.1.mlp.experts.gate_up_proj"  # [expert, input, output]
+    change_tensors(tmp_path / "plain" / "model.safetensors", lambda t: t[name][3, 7, 5].add_(1))
     told: list[str] = []
     origin = open_readable(source).checkpoint
     readable = replace(open_readable(tmp_path / "plain"), origin=origin)
     write_hf(readable, tmp_path / "out", HowToWrite(10**9, 1, as_source=True, tell_errors=told.append))
-    base, found = tensors_of(source), tensors_of(tmp_path / "out")
-    differing = {
-        name: (found[name] != base[name]).nonzero() for name in base if not torch.equal(found[name], base[name])
-    }
-    assert differing.keys() <= {f"model.layers.1.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales")}
+    base, found = read(source), read(tmp_path / "out")
+    differing = {key: (found[key] != base[key]).nonzero() for key in base if not torch.equal(found[key], base[key])}
+    assert differing.keys() <= {f"{name}_{part}" for part in ("blocks", "scales")}
     for places in differing.values():
         assert (places[:, :3] == torch.tensor([3, 5, 0])).all()  # expert, output, group of inputs
     (line,) = (line for line in told if "gate_up_proj" in line)
@@ -251,23 +224,19 @@ def test_only_blocks_that_changed_are_quantized(tmp_path: Path, capsys: pytest.C
 # ---- refusals ----
 
 
-def test_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_not_quantized(tmp_path: Path) -> None:
     """Says so, and exports as without the flag."""
     tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "model")
-    assert run("export", tmp_path / "model", tmp_path / "out", "--export-encoding", "source") == 0
-    assert "is not quantized, so nothing is" in " ".join(capsys.readouterr().out.split())
+    told = run("export", tmp_path / "model", tmp_path / "out", "--export-encoding", "source")
+    assert "is not quantized, so nothing is" in told
     assert_same(tmp_path / "model", tmp_path / "out")
 
 
-def test_no_published_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_published_encoder(tmp_path: Path) -> None:
     source = tmp_path / "model"
     save_fp8(tiny_model("deepseek_v3", seed=1), source)
-    (file,) = source.glob("*.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
-    tensors = load_file(file)
-    tensors[name] = tensors[name].float().to(torch.float8_e5m2)
-    save_file(tensors, file, {"format": "pt"})
-    assert run("export", source, tmp_path / "out", "--export-encoding", "source") == 2
-    said = capsys.readouterr().err
+    change_tensors(source / "model.safetensors", lambda t: t.update({name: t[name].float().to(torch.float8_e5m2)}))
+    said = run("export", source, tmp_path / "out", "--export-encoding", "source", code=2)
     assert f"{name} as float8_e5m2 with scales per block of 8 x 8, for which no encoder is published" in said
     assert not (tmp_path / "out").exists()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.files.directories import replace_directory, sweep_beside, temporary_beside
 from expertmesh.checkpoints.training_state.marker import MARKER, whole_checkpoints
 from expertmesh.checkpoints.training_state.saving import checkpoint_name, sweep
+from tests.checkpoints.commands import contents, run
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir", "chmod", "symlink")
 
@@ -96,28 +96,24 @@ def test_killed_before_any_operation_of_a_command_that_overwrites(
 ) -> None:
     """Given again, it ends as if it had not been killed, and there is nothing beside it."""
     name, *more = command
-    argv = [name, str(tiny_model), str(tmp_path / "out"), *more, "--workers", "1"]
-    assert main(argv) == 0
+    argv = [name, tiny_model, tmp_path / "out", *more, "--workers", 1]
+    run(*argv)
     made, readable = contents(tmp_path / "out"), 0
     for kill in range(100):
         (tmp_path / "out" / "old").write_text("old")
         before = contents(tmp_path / "out")
         with killed_before(kill) as operations:
-            assert main([*argv, "--overwrite"]) == 0
+            run(*argv, "--overwrite")
         found = [contents(directory) for directory in tmp_path.iterdir()]
         assert before in found or made in found, (kill, operations)
         readable += (tmp_path / "out").exists()
         if len(operations) < kill:
             break
-        assert main([*argv, "--overwrite"]) == 0
+        run(*argv, "--overwrite")
         assert contents(tmp_path / "out") == made
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert len(operations) > 6
     assert readable == kill, "all but once, between two renames, there is one of its name"
-
-
-def contents(root: Path) -> dict[Path, bytes]:
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_what_is_overwritten_keeps_its_permissions_and_files_of_an_earlier_attempt_go(
@@ -129,11 +125,10 @@ def test_what_is_overwritten_keeps_its_permissions_and_files_of_an_earlier_attem
         (directory / "old").write_text("old")
     (begun / "model-00001-of-00002.safetensors").write_text("not noted")
     out.chmod(0o700)
-    argv = ["export", str(tiny_model), str(out)]
-    assert main(argv) == 2
-    assert main([*argv, "--overwrite"]) == 0
+    run("export", tiny_model, out, code=2)
+    run("export", tiny_model, out, "--overwrite")
     assert out.stat().st_mode & 0o777 == 0o700
-    assert main(["export", str(tiny_model), str(tmp_path / "anew")]) == 0
+    run("export", tiny_model, tmp_path / "anew")
     assert contents(out) == contents(tmp_path / "anew")
     assert not begun.exists()
 
@@ -142,7 +137,7 @@ def test_the_working_directory_is_emptied(tiny_model: Path, tmp_path: Path, monk
     """Who is in a directory would be left in what is deleted."""
     (tmp_path / "old").write_text("old")
     monkeypatch.chdir(tmp_path)
-    assert main(["export", str(tiny_model), ".", "--overwrite"]) == 0
+    run("export", tiny_model, ".", "--overwrite")
     assert not Path("old").exists()
     assert Path("config.json").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from expertmesh.checkpoints.__main__ import main
+from tests.checkpoints.commands import run
 from tests.checkpoints.servers import FAMILIES, MXFP4, shape_of, sizes_of
 from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
@@ -17,10 +17,6 @@ from tests.tiny import save_tokenizer
 MATRICES = r"\.(self_attn|mlp|block_sparse_moe)\..*(proj[a-z_]*|w[123])\.weight$"
 Header = dict[str, tuple[str, tuple[int, ...], str]]
 """(dtype, shape, file) by name."""
-
-
-def run(*arguments: object) -> None:
-    assert main([str(argument) for argument in arguments]) == 0
 
 
 def headers(path: Path) -> Header:

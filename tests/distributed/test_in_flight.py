@@ -1,8 +1,11 @@
-"""Micro-batches whose backwards wait while others run: the bits of one after the other, whatever holds what they are
-told and leave."""
+"""Micro-batches whose backwards wait while others run, and gradients of experts' weights that backward leaves for
+later: the bits of one after the other, whatever holds what they are told and leave."""
 
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,54 +13,71 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.sharding.parallelize.weight_gradients import weight_gradients
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import Denominators, losses_of
+from expertmesh.training.micro_batch import Denominators, forward_of, routing_of, token_loss_sum, weigh_losses
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, random_samples, sharded_model
+from tests.distributed.reference import sharded_model
 from tests.families.configs import TEXT_IDS
-from tests.tiers import REPRESENTATIVES, two_diagonals
+from tests.parity import within
+from tests.parity.case import Case, hf_model, random_samples
+from tests.parity.rows import case_of, topology_of
 
 WEIGHTS = LossWeights(0.05, 0.01)
 LENGTHS = {"A": [11, 6, 9, 5], "B": [11, 11, 11, 11], "C": [7, 12, 10, 8]}
 """Of the rows of each micro-batch: of A and B in tensors of one shape, with padding in the first alone."""
 ORDERS = {"ABab": "AaBb", "ABba": "BbAa", "ABaCbc": "AaBbCc"}
 """Forwards (A) and backwards (a), and the same backwards each right after its forward."""
+LATER = {
+    "ABa'b'12": "AaBb",
+    "Aa'B1b'2": "AaBb",
+    "Aa'1Bb'2": "AaBb",
+    "ABCa'b'1c'23": "AaBbCc",
+    # nothing waits of what is not asked to
+    "AaBb": "AaBb",
+}
+"""With backwards that leave weights' gradients for later (a'), and those (1)."""
 
-WAYS: dict[str, tuple[Topology, dict[str, Any]]] = {
-    "none": (Topology(2, 2), dict()),
-    "full": (
-        Topology(4, 2, "hybrid"),
-        dict(gradient_checkpointing="full", settings={"offload_activations": True}),
-    ),
-    "selective, overlap": (
-        Topology(2, 2),
-        dict(
-            gradient_checkpointing="selective",
-            kernel="torch-grouped",
-            settings={"overlap_chunks": 2, "keep_expert_products": 1},
-        ),
-    ),
-    "shared rows": (Topology(2, 2, "full", 2), dict(gradient_checkpointing="selective")),
-    "shared rows, full": (Topology(4, 2, "full", 2), dict(gradient_checkpointing="full")),
-    "adapters": (
-        Topology(2, 2),
-        dict(gradient_checkpointing="full", settings={"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}),
-    ),
-    "no reshard": (Topology(4, 2), dict(compute_dtype=torch.bfloat16, settings={"reshard_after_forward": False})),
-    "fp8": (
-        Topology(2, 1),
-        dict(kernel="fp8", compute_dtype=torch.bfloat16, gradient_checkpointing="selective"),
-    ),
+GROUPED: dict[str, Any] = {"kernel": "torch-grouped"}
+BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
+SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
+KEPT = SELECTIVE | {"overlap_chunks": 2, "keep_expert_products": 1}
+# widths that fp8 takes
+SMALL: dict[str, Any] = {"hidden_size": 32, "moe_intermediate_size": 32, "intermediate_size": 32}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("1", {}),
+    "ep, full": ("2 ep 2", GROUPED | BF16 | FULL | {"overlap_chunks": 2}),
+    "ep, kept": ("2 ep 2", GROUPED | KEPT),
+    "dp": ("2", SELECTIVE),
+    "dp and ep": ("4 ep 2 hybrid", GROUPED | BF16 | FULL | {"offload_activations": True}),
+    "copies": ("3", BF16 | {"reshard_after_forward": False}),
+    "copies, ep": ("4 ep 2", BF16 | SELECTIVE | {"overlap_chunks": 2, "reshard_after_forward": False}),
+    "offload": ("2", GROUPED | FULL | {"offload": True}),
+    "cp": ("2 ep 2 cp 2", SELECTIVE),
+    "cp, full": ("4 ep 2 cp 2", FULL),
+    "adapters": ("2 ep 2", FULL | {"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}),
+    "fp8": ("2", BF16 | SELECTIVE | {"kernel": "fp8", "changes": SMALL}),
+    "joined, kept": ("2 ep 2", GROUPED | BF16 | KEPT | {"within": within.joined}),
+    "joined, copies": ("2 ep 2", GROUPED | BF16 | FULL | {"reshard_after_forward": False, "within": within.joined}),
 }
 """How a forward is run and repeated: all that holds something of it does so in one of these."""
 STATEFUL = "qwen3_next"
+IN_QUICK = [("mixtral", "ep, full"), ("mixtral", "dp"), ("mixtral", "joined, kept"), (STATEFUL, "cp")]
+OTHERS = [
+    *(("mixtral", way) for way in WAYS),
+    *((STATEFUL, way) for way in ("plain", "dp and ep", "adapters", "cp, full")),
+    *(("gpt_oss", way) for way in ("ep, kept", "dp", "dp and ep")),
+    ("deepseek_v3", "cp"),
+]
 
 
 @dataclass(frozen=True)
@@ -68,37 +88,46 @@ class Found:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("family", "way"),
-    list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(WAYS)), *((STATEFUL, way) for way in WAYS)])),
+    [*IN_QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS if pair not in IN_QUICK)],
 )
 def test_bits_are_those_of_one_after_the_other(ranks: RankPool, tmp_path: Path, family: str, way: str) -> None:
-    """Layers that carry a state are tested in every way; those of other families leave nothing for a backward but what
+    """Layers that carry a state are tested in most ways; those of other families leave nothing for a backward but what
     autograd holds, whatever the way."""
-    topology, settings = WAYS[way]
-    case = Case([], **{"family": family, **settings})
-    # widths that fp8 takes
-    changes = {"hidden_size": 32, "moe_intermediate_size": 32, "intermediate_size": 32} if way == "fp8" else {}
-    hf_model(replace(case, changes=changes), seed=1).save_pretrained(tmp_path)
-    for found in ranks.run(_in_all_orders, topology.world_size, tmp_path, topology, case):
+    settings = {"family": family, "samples": [], **WAYS[way][1]}
+    inside = settings.pop("within", nullcontext)
+    case, topology = case_of(settings), topology_of(WAYS[way][0])
+    hf_model(case).save_pretrained(tmp_path)
+    for found, later in ranks.run(_in_all_orders, topology.world_size, tmp_path, topology, case, inside):
         for order, plain in ORDERS.items():
             assert _differing(found[order], found[plain]) == [], order
+        for order, figures in later.items():
+            assert _differing(figures, found[LATER[order]]) == [], order
         # what is compared is not nothing, and what one micro-batch leaves is not what another does
-        alone = found["Aa"]
+        alone, left = found["Aa"], found["AaBb"].left
         assert all(grad.isfinite().all() for grad in alone.grads.values())
+        assert way == "adapters" or any(grad.any() for name, grad in alone.grads.items() if name.endswith(".w1"))
         assert _differing(alone, found["AaBb"])
-        left = found["AaBb"].left
         assert not torch.equal(left["A"]["losses"], left["B"]["losses"])
         assert not torch.equal(left["A"]["counts"], left["B"]["counts"])
 
 
-def _in_all_orders(path: Path, topology: Topology, case: Case) -> dict[str, Found]:
-    model, batches = _model_and_batches(path, topology, case)
-    return {order: _run(model, batches, order) for order in ("Aa", *ORDERS, *ORDERS.values())}
+def _in_all_orders(
+    path: Path, topology: Topology, case: Case, inside: Callable[[], AbstractContextManager[object]]
+) -> tuple[dict[str, Found], dict[str, Found]]:
+    with inside():
+        model, mesh, batches = _model_and_batches(path, topology, case)
+        orders = ("Aa", *ORDERS, *ORDERS.values())
+        trains_experts = any(p.requires_grad for layer in moe_layers(model) for p in _matrices(layer).values())
+        later = LATER if trains_experts else {}
+        return (
+            {order: _run(model, batches, order) for order in orders},
+            {order: _run(model, batches, order, weight_gradients(model, mesh)) for order in later},
+        )
 
 
-def _model_and_batches(path: Path, topology: Topology, case: Case) -> tuple[Any, dict[str, Batch]]:
+def _model_and_batches(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, dict[str, Batch]]:
     model, mesh, _ = sharded_model(path, topology, case)
     index = topology.data_index(dist.get_rank())
     batches = {}
@@ -108,33 +137,61 @@ def _model_and_batches(path: Path, topology: Topology, case: Case) -> tuple[Any,
         batches[name] = collate([[sample] for sample in samples], mesh.cp_group)
     padded = [batch.is_token_BS is not None for batch in (batches["A"], batches["B"])]
     assert padded == [True, False] or topology.cp_size > 1, "a rank that has the beginnings of rows may have none"
-    return model.train(), batches
+    return model.train(), mesh, batches
 
 
-def _run(model: Any, batches: dict[str, Batch], order: str) -> Found:
+def _run(model: Any, batches: dict[str, Batch], order: str, queue: Any = None) -> Found:
+    """
+    Args:
+        queue: where backwards may leave gradients of weights.
+    """
     waiting: dict[str, Tensor] = {}
     left: dict[str, dict[str, Tensor]] = {}
     model.zero_grad()
-    for letter in order:
-        if letter.islower():
-            waiting.pop(letter.upper()).backward()
-            continue
-        batch = batches[letter]
-        # dropout's numbers are the same for a micro-batch, whatever ran before
-        torch.manual_seed(1 + sum(map(ord, letter)))
-        over = Denominators(batch.num_targets + 1, torch.tensor(batch.num_tokens + 1), batch.num_tokens + 1, 2)
-        losses = losses_of(model, batch, WEIGHTS, over)
-        waiting[letter] = losses.total(WEIGHTS)
-        routing = losses.routing
-        left[letter] = {
-            "losses": losses.values(),
-            "counts": routing.counts_LE,
-            "entropies": routing.entropy_L,
-            "rows": routing.rows_computed_L,
-        }
+    for action in re.findall("[a-z]'?|.", order):
+        if action.isdigit():
+            queue.compute(int(action))
+        elif action.endswith("'"):
+            earlier, held = _gradients_of_matrices(model), (len(queue), queue.bytes)
+            with queue.collecting(ord(action[0]) - ord("a") + 1):
+                waiting.pop(action[0].upper()).backward()
+            assert len(queue) == held[0] + 1
+            assert queue.bytes > held[1]
+            now = _gradients_of_matrices(model)
+            assert now.keys() == earlier.keys()
+            assert all(torch.equal(grad, now[name]) for name, grad in earlier.items())
+        elif action.islower():
+            waiting.pop(action.upper()).backward()
+        else:
+            waiting[action], left[action] = _forward(model, batches[action], action, queue)
     assert not waiting
+    assert queue is None or (len(queue), queue.bytes) == (0, 0)
     grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     return Found(left, grads)
+
+
+def _forward(model: Any, batch: Batch, name: str, queue: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    # dropout's numbers are the same for a micro-batch, whatever ran before
+    torch.manual_seed(ord(name))
+    over = Denominators(batch.num_targets + 1, torch.tensor(batch.num_tokens + 1), batch.num_tokens + 1, 2)
+    forward = forward_of(batch)
+    forward.weight_gradients = queue
+    loss_sum = token_loss_sum(model, batch, forward)
+    stats = forward.take_stats(moe_layers(model))
+    losses = weigh_losses(loss_sum, stats, routing_of(stats), WEIGHTS, over, None)
+    routing = losses.routing
+    figures = (losses.values(), routing.counts_LE, routing.entropy_L, routing.rows_computed_L)
+    return losses.total(WEIGHTS), dict(zip(("losses", "counts", "entropies", "rows"), figures, strict=True))
+
+
+def _matrices(layer: Any) -> dict[str, nn.Parameter]:
+    """Experts' matrices as they are sharded."""
+    return {name: p for name, p in layer.mlp.named_parameters() if not name.endswith("_bias")}
+
+
+def _gradients_of_matrices(model: Any) -> dict[str, Tensor]:
+    named = {f"{n} {name}": p for n, layer in enumerate(moe_layers(model)) for name, p in _matrices(layer).items()}
+    return {name: local_tensor(p.grad).clone() for name, p in named.items() if p.grad is not None}
 
 
 def _differing(found: Found, other: Found) -> list[str]:
@@ -152,37 +209,26 @@ def _same(figure: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_by_whatever_thread(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """On a GPU a thread of autograd's runs layers again, for which nothing is current that the forward's thread set."""
-    case = Case([], gradient_checkpointing=mode)  # type: ignore[arg-type]
-    hf_model(case, seed=1).save_pretrained(tmp_path)
-    ((here, elsewhere),) = ranks.run(_here_and_elsewhere, 1, tmp_path, case)
+def test_by_whatever_thread_and_told_of_another(ranks: RankPool, tmp_path: Path, mode: Any) -> None:
+    """On a GPU a thread of autograd's runs layers again, for which nothing is current that the forward's thread set.
+    And were a layer run again by what the latest forward was told, the comparison of orders would fail."""
+    case = Case([], gradient_checkpointing=mode)
+    hf_model(case).save_pretrained(tmp_path)
+    ((here, elsewhere, is_seen),) = ranks.run(_elsewhere_and_by_the_latest, 1, tmp_path, case)
     assert _differing(elsewhere, here) == []
+    assert is_seen
 
 
-def _here_and_elsewhere(path: Path, case: Case) -> tuple[Found, Found]:
-    model, batches = _model_and_batches(path, Topology(1, 1), case)
-    backward = Tensor.backward
+def _elsewhere_and_by_the_latest(path: Path, case: Case) -> tuple[Found, Found, bool]:
+    model, _, batches = _model_and_batches(path, Topology(1, 1), case)
+    backward, enter = Tensor.backward, Forward.__enter__
     with (
         ThreadPoolExecutor(1) as other,
         mock.patch.object(Tensor, "backward", lambda x: other.submit(backward, x).result()),
     ):
         elsewhere = _run(model, batches, "ABba")
-    return _run(model, batches, "ABba"), elsewhere
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_what_is_told_of_another_forward_would_show(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """The comparison of orders fails where a layer is run again by what the latest forward was told."""
-    case = Case([], gradient_checkpointing=mode)  # type: ignore[arg-type]
-    hf_model(case, seed=1).save_pretrained(tmp_path)
-    assert ranks.run(_by_the_latest, 1, tmp_path, case) == [True]
-
-
-def _by_the_latest(path: Path, case: Case) -> bool:
-    model, batches = _model_and_batches(path, Topology(1, 1), case)
+    here = _run(model, batches, "ABba")
     latest: list[Forward] = []
-    enter = Forward.__enter__
 
     def enter_told_otherwise(self: Forward) -> Forward:
         if self.is_again:
@@ -194,7 +240,6 @@ def _by_the_latest(path: Path, case: Case) -> bool:
     with mock.patch.object(Forward, "__enter__", enter_told_otherwise):
         plain = _run(model, batches, "AaBb")
         try:
-            found = _run(model, batches, "ABab")
+            return here, elsewhere, bool(_differing(_run(model, batches, "ABab"), plain))
         except CheckpointError:
-            return True  # other numbers of tensors, or of other shapes
-    return bool(_differing(found, plain))
+            return here, elsewhere, True  # other numbers of tensors, or of other shapes

@@ -42,6 +42,8 @@ _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.l
 _RELATIVE = ("os.remove", "os.mkdir", "os.rmdir", "os.chmod")
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect")
 
+Campaign = Callable[..., None]
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -54,7 +56,8 @@ class Watch:
     """Runs cases in the worker, and sees what each opens, writes and starts.
 
     Attributes:
-        directory: an empty one, for the cases' files.
+        directory: an empty one, for the cases' files; the working directory. Code that a case makes the product run
+            puts a file named canary there.
         num_cases, num_refused: so far.
     """
 
@@ -63,7 +66,8 @@ class Watch:
         self.num_cases = self.num_refused = 0
         self.violations: list[str] = []
         self.forbidden: list[str] = []
-        self.writable: list[str] = ["/dev/null"]
+        # the second is where what is seen of models is kept
+        self.writable: list[str] = ["/dev/null", os.path.realpath(os.environ["XDG_CACHE_HOME"])]
         self._now, self._began = now, began
         self._active = False
         sys.addaudithook(self._audit)
@@ -72,19 +76,8 @@ class Watch:
         """Nothing in there may be opened, by whatever name."""
         self.forbidden.append(os.path.realpath(outside))
 
-    def allow_writing(self, inside: Path) -> None:
-        self.writable.append(os.path.realpath(inside))
-
     def attempt(self, case: str, call: Callable[[], Any], *names: str) -> Any:
-        """Run a case.
-
-        Args:
-            case: what it is, for the failure.
-            call: the product's function.
-            names: one of which an error must say.
-
-        Returns:
-            What `call` returned, or `Refused`.
+        """Run a case, which is named `case` if it fails: what `call` returned, or `Refused` with one of the `names`.
 
         Raises:
             AssertionError: it ended in another way.
@@ -104,6 +97,7 @@ class Watch:
         finally:
             self._active = False
         assert not self.violations, f"{case}: {self.violations}"
+        assert not (self.directory / "canary").exists(), f"{case}: ran code"
         if isinstance(result, Refused):
             self.num_refused += 1
             assert result.message.strip(), f"{case}: an error without a message"
@@ -141,18 +135,12 @@ def _inside(path: str, directories: list[str]) -> bool:
     return any(path == directory or path.startswith(directory + "/") for directory in directories)
 
 
-Campaign = Callable[..., None]
-
-
-def run_campaign(campaign: Campaign, directory: Path, *args: Any) -> tuple[int, int, float]:
-    """Run `campaign(watch, *args)` in a fresh process under limits.
+def run_campaign(campaign: Campaign, directory: Path, *args: Any) -> tuple[int, int]:
+    """Run `campaign(watch, *args)` in a fresh process under limits; (number of cases, how many were refused).
 
     Args:
         campaign: importable by name.
         directory: the only place it may write to, outside of cases; and where it works.
-
-    Returns:
-        The number of cases, how many of them were refused, and the seconds of CPU that they took.
 
     Raises:
         AssertionError: a case failed, hung, or brought the process down; it is named.
@@ -167,20 +155,18 @@ def run_campaign(campaign: Campaign, directory: Path, *args: Any) -> tuple[int, 
     try:
         while not ours.poll(0.5):
             seconds = time.monotonic() - began.value
-            assert seconds < SECONDS_A_CASE, f"not finished after {seconds:.0f} s: {_text(now)}"
+            assert seconds < SECONDS_A_CASE, f"not finished after {seconds:.0f} s: {now.value.decode(errors='replace')}"
         problem, num_cases, num_refused, seconds = ours.recv()
     except EOFError:
         process.join()
-        raise AssertionError(f"the process ended with exit code {process.exitcode} in: {_text(now)}") from None
+        case = now.value.decode(errors="replace")
+        raise AssertionError(f"the process ended with exit code {process.exitcode} in: {case}") from None
     finally:
         process.kill()
         process.join()
     assert problem is None, problem
-    return num_cases, num_refused, seconds
-
-
-def _text(now: Any) -> str:
-    return str(now.value.decode(errors="replace"))
+    print(f"{num_cases:,} cases, {num_refused:,} refused, {seconds:.1f} s of CPU")
+    return num_cases, num_refused
 
 
 def _work(pipe: Connection, campaign: Campaign, directory: Path, now: Any, began: Any, args: tuple[Any, ...]) -> None:
@@ -195,8 +181,6 @@ def _work(pipe: Connection, campaign: Campaign, directory: Path, now: Any, began
     torch.set_num_threads(1)
     start_process_group(use_cpu=True, timeout_seconds=60)
     watch = Watch(directory, now, began)
-    # where what is seen of models is kept
-    watch.allow_writing(Path(os.environ["XDG_CACHE_HOME"]))
     problem = None
     with memory_limit():
         try:
@@ -225,7 +209,7 @@ def fuzz(num_cases: int, strategy: SearchStrategy[Any], body: Callable[[Any], No
     if SEED:
         run = seed(SEED)(run)
     settings(
-        max_examples=num_cases,
+        max_examples=num_cases * MULTIPLIER,
         derandomize=True,
         deadline=None,
         database=None,

@@ -57,16 +57,25 @@ def dumped(document: Any) -> bytes:
     return json.dumps(document).encode()
 
 
+def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Of a safetensors file, and the data behind it."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def with_header(text: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
 def changed_weights(original: bytes) -> st.SearchStrategy[bytes]:
-    """Contents of a safetensors file, with another header or with other bytes anywhere."""
-    length = int.from_bytes(original[:8], "little")
-    header, data = json.loads(original[8 : 8 + length]), original[8 + length :]
-
-    def with_header(document: object) -> bytes:
-        text = dumped(document)
-        return struct.pack("<Q", len(text)) + text + data
-
-    return st.one_of(changed_document(header).map(with_header), changed_bytes(original))
+    """Contents of a safetensors file, with another header, or with other bytes in it or anywhere."""
+    header, data = header_of(original)
+    documents = changed_document(header).map(dumped)
+    texts = changed_bytes(original[8 : len(original) - len(data)])
+    return st.one_of(
+        *(strategy.map(lambda text: with_header(text, data)) for strategy in (documents, documents, texts)),
+        changed_bytes(original),
+    )
 
 
 def changed_bytes(original: bytes, alphabet: bytes = bytes(range(256))) -> st.SearchStrategy[bytes]:
@@ -124,3 +133,20 @@ BROKEN_TEXTS: dict[str, bytes] = {
     "long": b'{"a": "' + b"x" * 10_000_000 + b'"}',
     "many keys": b"{" + b",".join(b'"%d":0' % n for n in range(200_000)) + b"}",
 }
+
+
+def broken_texts(_: bytes) -> Iterator[tuple[str, bytes]]:
+    yield from BROKEN_TEXTS.items()
+
+
+def hostile_values(every: int, wrap: Callable[[Any], bytes] = dumped) -> Callable[[bytes], Iterator[tuple[str, bytes]]]:
+    """For each key of a JSON document one in so many hostile values, others for the next key."""
+
+    def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
+        document = json.loads(original)
+        document.pop("checksum", None)
+        for number, key in enumerate(document):
+            for value in HOSTILE_VALUES[number % every :: every]:
+                yield f"{key} = {value!r:.60}", wrap({**document, key: value})
+
+    return changed

@@ -69,7 +69,14 @@ def with_other_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     """Names of tensors that are in one of both alone, or differ in dtype or any bit."""
     names = sorted(found.keys() ^ wanted.keys())
     alike = found.keys() & wanted.keys()
-    return names + [n for n in alike if found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n])]
+    return names + [name for name in alike if not has_same_bits(found[name], wanted[name])]
+
+
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Codes of quantized weights too, some of which are no number."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
 
 
 def first_difference(
@@ -130,7 +137,7 @@ def _unlike(
     changes = {
         name: tensor.double() - source[name].double() if source else tensor.double()
         for name, tensor in theirs.items()
-        if name in ours
+        if name in ours and not (tensor.isnan().any() and has_same_bits(ours[name], tensor))
     }
     errors = {name: float((ours[name].double() - theirs[name].double()).norm()) for name in changes}
     norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))

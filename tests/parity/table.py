@@ -204,6 +204,10 @@ DROPOUT = LORA | {"lora_dropout": 0.2}
 OFFLOAD: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "accumulation": 2, "offload": True, "against": {"offload": None}
 }  # fmt: skip
+MEGABLOCKS: dict[str, Any] = {
+    "kernel": "megablocks-sparse", "within": within.megablocks, "marks": (interpreted,),
+    "changes": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_local_experts": 4},
+}  # fmt: skip
 BITS: list[Row] = [
     *rows("in chunks", "2 ep 2", **IN_THREE, **KEPT),
     *rows("in chunks, grouped", "4 ep 2 hybrid, slow", **IN_THREE, **KEPT, **GROUPED),
@@ -217,6 +221,7 @@ BITS: list[Row] = [
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
     *rows("in part, fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **BF16, kernel="fp8"),
+    *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
     *rows("in part, adapters", "2 ep 2", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
     *rows("in part, adapters and fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **LORA, base_dtype="fp8"),
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
@@ -320,7 +325,7 @@ STAGES: list[Row] = [
     *stages("in chunks", "4 ep 2 pp 2, slow", ZERO_BUBBLE, overlap_chunks=2),
     *stages("bias update", "2 pp 2", ZERO_BUBBLE, **BIAS),
     *stages("bias update, dp", "4 pp 2, slow", **BIAS),
-    *stages("compiled", "2 pp 2, slow", INTERLEAVED, compile=True, within=within.eager, **SELECTIVE),
+    *stages("compiled", "2 pp 2, release", INTERLEAVED, compile=True, within=within.eager, **SELECTIVE),
 ]
 
 FUSED = rows(

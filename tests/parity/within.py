@@ -14,6 +14,7 @@ from expertmesh.training.fused import fused_norm, fused_rotary
 from expertmesh.training.fused.fuse import fuse_layers
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.model_setup.compiling import compilation
+from tests.interpreter import prepare_megablocks
 
 
 @contextmanager
@@ -74,3 +75,10 @@ def joined() -> Iterator[None]:
     ):
         yield
     assert taken.call_count > 0
+
+
+@contextmanager
+def megablocks() -> Iterator[None]:
+    """MegaBlocks' kernels, interpreted."""
+    prepare_megablocks()
+    yield

@@ -33,7 +33,13 @@ from expertmesh.sharding.runtime.watchdog import Watchdog
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 
-PROGRAM = """
+
+def output_of(program: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+PAGES = """
 import ctypes, sys
 import torch
 from expertmesh.sharding.runtime.process import settle_malloc
@@ -54,15 +60,6 @@ before = mallinfo2().hblks
 large, small = torch.empty(20 * 2**20, dtype=torch.uint8), torch.empty(10 * 2**20, dtype=torch.uint8)
 print(mallinfo2().hblks - before)
 """
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-@pytest.mark.parametrize(("how", "own_pages"), [("settled", 1), ("as it is", 0)])
-def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
-    command = [sys.executable, "-c", PROGRAM, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert int(done.stdout) == own_pages
 
 
 HEAPS = """
@@ -91,11 +88,12 @@ libc.fflush(None)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-@pytest.mark.parametrize(("how", "least", "most"), [("settled", 1, 2), ("as it is", 6, 1000)])
-def test_threads_that_come_and_go_share_few_heaps(how: str, least: int, most: int) -> None:
-    """Each heap keeps the most that any thread ever had of it."""
-    done = subprocess.run([sys.executable, "-c", HEAPS, how], capture_output=True, text=True, timeout=300, check=True)
-    assert least <= done.stdout.count("<heap nr=") <= most
+@pytest.mark.parametrize(("how", "own_pages", "least", "most"), [("settled", 1, 1, 2), ("as it is", 0, 6, 1000)])
+def test_malloc(how: str, own_pages: int, least: int, most: int) -> None:
+    """Large tensors get pages of their own. Threads that come and go share few heaps, of which each keeps the most that
+    any thread ever had of it."""
+    assert int(output_of(PAGES, how)) == own_pages
+    assert least <= output_of(HEAPS, how).count("<heap nr=") <= most
 
 
 def ranks_at_one_store(world_size: int) -> list[Ranks]:
@@ -134,15 +132,13 @@ def test_why_a_rank_cannot_start_is_told_though_another_is_gone_by_then() -> Non
     thread.join()
 
 
-def test_a_slow_rank_is_waited_for_past_the_time_limit(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_first_rank_is_slow, 2, tmp_path, join_group=False) == ["read", "read"]
+@pytest.mark.parametrize("error", ["", "no such file"])
+def test_a_slow_rank_is_waited_for_past_the_time_limit(ranks: RankPool, tmp_path: Path, error: str) -> None:
+    """And its error reaches those who wait."""
+    assert ranks.run(_first_rank_is_slow, 2, tmp_path, error, join_group=False) == [error or "read"] * 2
 
 
-def test_its_error_reaches_those_who_wait(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_first_rank_is_slow, 2, tmp_path, "no such file", join_group=False) == ["no such file"] * 2
-
-
-def _first_rank_is_slow(directory: Path, error: str = "") -> str:
+def _first_rank_is_slow(directory: Path, error: str) -> str:
     """Rank 0 takes twice as long as a collective may; what came of it."""
     group = start_process_group(use_cpu=True, timeout_seconds=60)
     _set_pg_timeout(timedelta(seconds=2))
@@ -162,30 +158,22 @@ def _first_rank_is_slow(directory: Path, error: str = "") -> str:
     return found
 
 
-def test_who_waits_ends_once_another_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_who_waits_ends_once_another_rank_has_failed(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its notice, or as it gives no sign any more."""
     ended = threading.Event()
-    monkeypatch.setattr(watchdog, "NOTICE_SECONDS", 0.05)
-    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", 0.05)
-    monkeypatch.setattr(watchdog, "end_at_once", lambda code: ended.set())
-    failing, waiting = ranks_at_one_store(2)
-    threading.Thread(target=wait_for_all, args=(waiting,), daemon=True).start()
-    with Watchdog(waiting, 1800).watching():
-        Watchdog(failing, 1800).notices.post(Notice(0, "error", "OSError, while it read the data"))
-        assert ended.wait(60)
-    wait_for_all(failing)  # lets the thread go
-
-
-def test_who_waits_misses_a_rank_that_gives_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    for name in ("NOTICE_SECONDS", "FAREWELL_SECONDS", "SILENT_SECONDS"):
+    for name in ("NOTICE_SECONDS", "FAREWELL_SECONDS", *(() if is_told else ("SILENT_SECONDS",))):
         monkeypatch.setattr(watchdog, name, 0.05)
     monkeypatch.setattr(watchdog, "end_at_once", lambda code: ended.set())
-    gone, waiting = ranks_at_one_store(2)
-    Watchdog(gone, 1800).notices.give_sign("its last")
+    failing, waiting = ranks_at_one_store(2)
+    if not is_told:
+        Watchdog(failing, 1800).notices.give_sign("its last")
     threading.Thread(target=wait_for_all, args=(waiting,), daemon=True).start()
     with Watchdog(waiting, 1800).watching():
+        if is_told:
+            Watchdog(failing, 1800).notices.post(Notice(0, "error", "OSError, while it read the data"))
         assert ended.wait(60)
-    wait_for_all(gone)
+    wait_for_all(failing)  # lets the thread go
 
 
 def test_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +215,7 @@ os.read(begun[0], 1)  # until the rank has ended, too
 """
 
 
-@pytest.mark.release
+@pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
@@ -254,9 +242,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     ("soft", "hard", "world_size", "is_enough"), [(256, 4096, 340, True), (256, 1024, 340, False), (256, 1024, 8, True)]
 )
 def test_as_many_files_as_the_system_allows(soft: int, hard: int, world_size: int, is_enough: bool) -> None:
-    command = [sys.executable, "-c", FILES, str(soft), str(hard), str(world_size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said, limit = done.stdout.splitlines()
+    said, limit = output_of(FILES, soft, hard, world_size).splitlines()
     assert int(limit) == hard
     assert (said == "") == is_enough
     assert is_enough or f"may open {hard:,} files here, and each of {world_size} ranks may need" in said
