@@ -103,6 +103,7 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert sent["pp (forward)", "send"] == sent["pp (backward)", "receive"] == 5
 
 
+@pytest.mark.slow
 def test_every_stage_is_run_by_its_most_loaded_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `--ranks all` tells of a stage is what its most loaded rank says when it is run alone."""
     config = MixtralConfig(
