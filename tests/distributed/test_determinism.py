@@ -1,9 +1,10 @@
 """--deterministic: the same run twice has the same bits."""
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,35 +12,24 @@ import torch
 
 from expertmesh.training.model_setup.determinism import compute_deterministically
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import ROOT, read, run_main
+from tests.distributed.whole_runs import ROOT, Ended, Runs, Told, assert_same_bits, tell
 from tests.tiny import save_model, save_tokenizer
 
-
-def flags(model: Path, data: Path, out: Path) -> list[str]:
-    return [
-        "--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--max-steps", "3",
-        "--learning-rate", "1e-3", "--router-aux-loss-coef", "0.02", "--router-z-loss-coef", "0.01", "--deterministic",
-    ]  # fmt: skip
+FLAGS = (
+    "--max-steps 3 --learning-rate 1e-3 --router-aux-loss-coef 0.02 --router-z-loss-coef 0.01 --deterministic --ep-size"
+)
 
 
-def assert_same_bits(first: Path, second: Path) -> None:
-    weights, expected = read(first / "hf"), read(second / "hf")
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    losses, others = (
-        [
-            (line["loss"], line["grad_norm"])
-            for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-            if "warning" not in line
-        ]
-        for out in (first, second)
-    )
-    assert losses == others
+def assert_same_twice(first: Ended, second: Ended) -> None:
+    assert_same_bits(first.weights, second.weights)
+    for key in ("loss", "grad_norm"):
+        assert first.values(key) == second.values(key)
 
 
-def run_deterministic(argv: list[str]) -> tuple[int, str, bool]:
-    """train_ep.py on this rank, and whether torch was told; the next test's torch is as before."""
+@contextmanager
+def torch_as_before() -> Iterator[None]:
     try:
-        return *run_main(argv), torch.are_deterministic_algorithms_enabled()
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -47,58 +37,58 @@ def run_deterministic(argv: list[str]) -> tuple[int, str, bool]:
             os.environ.pop(name, None)
 
 
-def empty_memory() -> tuple[bool, bool]:
+def run_deterministic(argv: list[str]) -> Told:
+    """train_ep.py on this rank, where torch is told."""
+    with torch_as_before():
+        told = tell(argv)
+        assert torch.are_deterministic_algorithms_enabled()
+        return told
+
+
+def empty_memory() -> list[bool]:
     """Whether torch fills memory that it allocates, without and with --deterministic."""
     found = []
-    try:
+    with torch_as_before():
         for prepare in (lambda: torch.use_deterministic_algorithms(True), compute_deterministically):
             prepare()
             memory = torch.full((1 << 16,), 7.0)
             # the allocator gives the same memory again
             del memory
             found.append(bool(torch.empty(1 << 16).isnan().all()))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-        for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
-            os.environ.pop(name, None)
-    return found[0], found[1]
+    return found
 
 
 def test_memory_is_not_filled(ranks: RankPool) -> None:
-    assert ranks.run(empty_memory, 1) == [(True, False)]
+    assert ranks.run(empty_memory, 1) == [[True, False]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [["--packing"], ["--bf16", "--gradient-checkpointing", "--expert-kernel=torch-grouped"]]
-)
-def test_twice_on_cpu(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, more: list[str]) -> None:
-    for name in ("first", "second"):
-        argv = [*flags(tiny_model, tiny_data, tmp_path / name), *more, "--use-cpu", "--ep-size", "2"]
-        results = ranks.run(run_deterministic, 2, argv, join_group=False)
-        assert [(code, told) for code, _, told in results] == [(0, True)] * 2, results
-    assert_same_bits(tmp_path / "first", tmp_path / "second")
+@pytest.mark.parametrize("more", ["--packing", "--bf16 --gradient-checkpointing --expert-kernel=torch-grouped"])
+def test_twice_on_cpu(runs: Runs, more: str) -> None:
+    first, second = (runs(2, f"{FLAGS} 2 {more}", name, call=run_deterministic) for name in ("first", "second"))
+    assert_same_twice(first, second)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "more",
     [
-        ["--bf16", "--expert-kernel", "torch-grouped"],
-        ["--bf16", "--expert-kernel", "loop", "--packing"],
-        ["--cross-entropy", "chunked", "--gradient-checkpointing", "selective"],
-        ["--cross-entropy", "full"],
+        "--bf16 --expert-kernel torch-grouped",
+        "--bf16 --expert-kernel loop --packing",
+        "--cross-entropy chunked --gradient-checkpointing selective",
+        "--cross-entropy full",
     ],
-    ids=" ".join,
 )
-def test_twice_on_a_gpu(tiny_data: Path, tmp_path: Path, more: list[str]) -> None:
+def test_twice_on_a_gpu(tiny_data: Path, tmp_path: Path, more: str) -> None:
     """Each time in a process of its own: cuBLAS reads its setting once."""
     save_model(tmp_path / "model", hidden_size=128, intermediate_size=128)
     save_tokenizer(tmp_path / "model")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG")}
+    found = []
     for name in ("first", "second"):
-        command = [sys.executable, "train_ep.py", *flags(tmp_path / "model", tiny_data, tmp_path / name), *more]
+        paths = ["--model", tmp_path / "model", "--dataset", tiny_data, "--output-dir", tmp_path / name]
+        command = [sys.executable, "train_ep.py", *map(str, paths), *f"{FLAGS} 1 {more}".split()]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-    assert_same_bits(tmp_path / "first", tmp_path / "second")
+        found.append(Ended(tmp_path / name, [0], done.stdout, done.stderr))
+    assert_same_twice(*found)

@@ -2,7 +2,7 @@
 later: the bits of one after the other, whatever holds what they are told and leave."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -119,8 +119,7 @@ def _in_all_orders(
     with inside():
         model, mesh, batches = _model_and_batches(path, topology, case)
         orders = ("Aa", *ORDERS, *ORDERS.values())
-        trains_experts = any(p.requires_grad for layer in moe_layers(model) for p in _matrices(layer).values())
-        later = LATER if trains_experts else {}
+        later = {} if "adapter" in case.settings else LATER
         return (
             {order: _run(model, batches, order) for order in orders},
             {order: _run(model, batches, order, weight_gradients(model, mesh)) for order in later},
@@ -148,16 +147,23 @@ def _run(model: Any, batches: dict[str, Batch], order: str, queue: Any = None) -
     waiting: dict[str, Tensor] = {}
     left: dict[str, dict[str, Tensor]] = {}
     model.zero_grad()
+    # as they are sharded, before any forward
+    matrices = {
+        f"{number} {name}": parameter
+        for number, layer in enumerate(moe_layers(model))
+        for name, parameter in layer.mlp.named_parameters()
+        if not name.endswith("_bias")
+    }
     for action in re.findall("[a-z]'?|.", order):
         if action.isdigit():
             queue.compute(int(action))
         elif action.endswith("'"):
-            earlier, held = _gradients_of_matrices(model), (len(queue), queue.bytes)
+            earlier, held = _gradients(matrices.items()), (len(queue), queue.bytes)
             with queue.collecting(ord(action[0]) - ord("a") + 1):
                 waiting.pop(action[0].upper()).backward()
             assert len(queue) == held[0] + 1
             assert queue.bytes > held[1]
-            now = _gradients_of_matrices(model)
+            now = _gradients(matrices.items())
             assert now.keys() == earlier.keys()
             assert all(torch.equal(grad, now[name]) for name, grad in earlier.items())
         elif action.islower():
@@ -166,8 +172,7 @@ def _run(model: Any, batches: dict[str, Batch], order: str, queue: Any = None) -
             waiting[action], left[action] = _forward(model, batches[action], action, queue)
     assert not waiting
     assert queue is None or (len(queue), queue.bytes) == (0, 0)
-    grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Found(left, grads)
+    return Found(left, _gradients(model.named_parameters()))
 
 
 def _forward(model: Any, batch: Batch, name: str, queue: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -184,14 +189,8 @@ def _forward(model: Any, batch: Batch, name: str, queue: Any) -> tuple[Tensor, d
     return losses.total(WEIGHTS), dict(zip(("losses", "counts", "entropies", "rows"), figures, strict=True))
 
 
-def _matrices(layer: Any) -> dict[str, nn.Parameter]:
-    """Experts' matrices as they are sharded."""
-    return {name: p for name, p in layer.mlp.named_parameters() if not name.endswith("_bias")}
-
-
-def _gradients_of_matrices(model: Any) -> dict[str, Tensor]:
-    named = {f"{n} {name}": p for n, layer in enumerate(moe_layers(model)) for name, p in _matrices(layer).items()}
-    return {name: local_tensor(p.grad).clone() for name, p in named.items() if p.grad is not None}
+def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {name: local_tensor(p.grad).clone() for name, p in parameters if p.grad is not None}
 
 
 def _differing(found: Found, other: Found) -> list[str]:

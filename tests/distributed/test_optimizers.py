@@ -1,4 +1,5 @@
-"""Every optimizer, and parameters in host memory: the same weights for every parallel layout, also over a resume."""
+"""Every optimizer: what decays, what a resume takes over and refuses, and what is not trained. That weights are the
+same for every parallel layout is in tests/parity."""
 
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
@@ -14,9 +16,10 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, sharded_model, train_config
-from tests.distributed.whole_runs import flags, read, run, run_main, shares
-from tests.tiny import relative_error, save_model, save_tokenizer
+from tests.distributed.reference import sharded_model, train_config
+from tests.distributed.whole_runs import SIX_STEPS, Runs, assert_equal_weights, batch_of_12, flags, read, run, shares
+from tests.parity.case import Case
+from tests.tiny import relative_error
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 # between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
@@ -46,38 +49,24 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"])
-def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
+@pytest.mark.parametrize("optim", OPTIMIZERS[1:])
+def test_resume(runs: Runs, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as parallel layouts are."""
-    save_model(tmp_path / "model", hidden_size=256)
-    save_tokenizer(tmp_path / "model")
-    common = ["--optim", optim, "--ep-size", "2", "--max-steps", "3", "--save-steps", "2"]
+    runs = runs.of(hidden_size=256)
+    common = f"{SIX_STEPS} --optim {optim} --ep-size 2 --max-steps 3 --save-steps 2"
     # of step 2, which step 3 computes with
-    common += ["--shampoo-start", "2", "--shampoo-block-size", "96"] if optim == "shampoo" else []
-    run(ranks, 4, [*flags(tmp_path / "model", tiny_data, tmp_path / "whole", *shares(4)), *common])
-    expected = read(tmp_path / "whole" / "hf")
-    saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
-    for world_size, more in ((4, []), (1, ["--ep-size", "1"]), (2, ["--dense-shard", "hybrid"])):
-        out = tmp_path / str(world_size)
-        argv = [*flags(tmp_path / "model", tiny_data, out, *shares(world_size)), *common, *more]
-        run(ranks, world_size, [*argv, "--save-steps", "0", "--resume", str(saved)])
-        weights = read(out / "hf")
-        assert weights.keys() == expected.keys()
-        for name in expected:
-            if world_size == 4:
-                assert torch.equal(weights[name], expected[name]), name
-            else:
-                assert relative_error(weights[name], expected[name]) < TOLERANCES[optim], name
+    common += " --shampoo-start 2 --shampoo-block-size 96" if optim == "shampoo" else ""
+    expected = runs(4, f"{common} {batch_of_12(4)}", "whole")
+    for world_size, more in ((4, ""), (1, "--ep-size 1"), (2, "--dense-shard hybrid")):
+        resumed = f"{common} {batch_of_12(world_size)} {more} --save-steps 0 --resume {expected.checkpoint(2)}"
+        found = runs(world_size, resumed, str(world_size))
+        assert_equal_weights(found.weights, expected.weights, 0.0 if world_size == 4 else TOLERANCES[optim])
 
 
-def test_another_optimizers_checkpoint_is_refused(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(1)), "--max-steps", "1", "--save-steps", "1"]
-    run(ranks, 1, [*argv, "--no-export"])
-    ((code, told),) = ranks.run(run_main, 1, [*argv, "--resume", "auto", "--optim", "muon"], join_group=False)
-    assert code == 2
-    assert "that run had --optim adamw_torch_fused, this one has muon" in told
+def test_another_optimizers_checkpoint_is_refused(runs: Runs) -> None:
+    runs(1, "--max-steps 1 --save-steps 1 --no-export")
+    said = "that run had --optim adamw_torch_fused, this one has muon"
+    runs.refuses(1, "--max-steps 2 --save-steps 1 --resume auto --optim muon", said)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +83,37 @@ def test_factors_of_other_blocks_and_missing_roots_are_refused(settings: dict[st
     refused = nullcontext() if said is None else pytest.raises(ExpertMeshError, match=said)
     with refused:
         check_trained(saved, train_config(optim="shampoo", **settings), Path("step-00000002"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "frozen"),
+    [
+        ("--optim adamw_bf16", "experts"),
+        ("--optim adamw_bf16 --bf16", "router embeddings norms attention"),
+        ("--optim adamw_torch_8bit --bf16", "experts"),
+        ("--optim muon --bf16", "router embeddings norms attention"),
+        ("--optim shampoo --shampoo-start 1", "experts"),
+    ],
+)
+def test_frozen_tensors_keep_their_bits(runs: Runs, tmp_path: Path, flags: str, frozen: str) -> None:
+    """Whatever they are held and computed in: of a model with tensors in three dtypes, some with more digits."""
+    runs = runs.of("mixed")
+    file = tmp_path / "mixed" / "model.safetensors"
+    before = load_file(file)
+    for name in before:
+        if ".layers.1." in name:
+            before[name] = before[name].to(torch.bfloat16 if "norm" in name or "experts" in name else torch.float16)
+    save_file(before, file, metadata={"format": "pt"})
+    more = "--learning-rate 1e-3 --weight-decay 0.1 --max-grad-norm 0.5 --ep-size 2 --max-steps 3"
+    after = runs(2, f"{more} {flags} --freeze {frozen}").weights
+    part = {"experts": ".experts.", "router": ".gate.", "embeddings": "embed_tokens", "norms": "norm"}
+    names = {name for name in before if any(part.get(group, "attn") in name for group in frozen.split())}
+    assert names
+    assert all(after[name].dtype == tensor.dtype for name, tensor in before.items())
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed
+    assert not changed & names
 
 
 @pytest.mark.gpu
