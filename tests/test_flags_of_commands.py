@@ -135,23 +135,23 @@ def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path
 @pytest.mark.parametrize(
     ("line", "code", "told"),
     [
-        ("sharding mesh --world-size 4 --ep-size 2 --num-layers 3", 0, "--num-layers has no effect at --pp-size 1"),
-        ("sharding mesh --world-size 4 --ep-size 2 --timeout 3", 0, "--timeout has no effect without --check"),
-        ("sharding mesh --world-size 4 --ep-size 2 --json FILE", 2, "--json FILE: has the rates that --check measures"),
+        ("mesh --world-size 4 --ep-size 2 --num-layers 3", 0, "--num-layers has no effect at --pp-size 1"),
+        ("mesh --world-size 4 --ep-size 2 --timeout 3", 0, "--timeout has no effect without --check"),
+        ("mesh --world-size 4 --ep-size 2 --json FILE", 2, "--json FILE: has the rates that --check measures"),
         (
-            "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32 --samples-per-row 2 --lora-rank 4",
+            "rehearse --model MODEL --max-seq-length 32 --samples-per-row 2",
             0,
             "--samples-per-row has no effect without --packing",
         ),
-        ("checkpoints export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is no training checkpoint"),
-        ("checkpoints inspect ADAPTER --check", 2, "--check: ADAPTER is an adapter"),
-        ("checkpoints inspect ADAPTERS --check", 0, "checksums   match; there is no model to compare adapters with"),
+        ("export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is no training checkpoint"),
+        ("inspect ADAPTER --check", 2, "--check: ADAPTER is an adapter"),
+        ("inspect ADAPTERS --check", 0, "checksums   match; there is no model to compare adapters with"),
     ],
-    ids=lambda value: value if isinstance(value, str) and value.startswith(("sharding", "checkpoints")) else "",
 )
 def test_what_is_told(line: str, code: int, told: str, places: dict[str, str], tmp_path: Path) -> None:
     places = {**places, "OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file.json")}
-    found, said = run([places.get(word, word) for word in line.split()])
+    command = "sharding" if line.startswith(("mesh", "rehearse")) else "checkpoints"
+    found, said = run([command, *(places.get(word, word) for word in line.split())])
     for word, place in places.items():
         said = said.replace(place, word)
     assert (found, told in said) == (code, True), said
@@ -170,12 +170,7 @@ def test_flags_of_benchmarks_are_read(file: Path) -> None:
                 imported += nodes(ROOT / f"{module.replace('.', '/')}.py")
     for node in [*nodes(file), *imported]:
         match node:
-            case (
-                ast.Attribute(attr=word)
-                | ast.arg(arg=word)
-                | ast.keyword(arg=str(word))
-                | ast.Constant(value=str(word))
-            ):
+            case ast.Attribute(attr=word) | ast.arg(arg=word) | ast.keyword(arg=str(word)) | ast.Constant(str(word)):
                 words.add(word)
     assert flags
     assert flags <= words

@@ -12,7 +12,7 @@ from benchmarks import chaos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "num_ranks"), [("cp", 2), ("tp", 2), ("pp", 4)])
+@pytest.mark.parametrize(("axis", "num_ranks"), [("cp", 2), pytest.param("pp", 4, marks=pytest.mark.release)])
 def test_killed_ranks_lose_nothing(
     run_whole: Callable[[int, list[str]], chaos.Run],
     tmp_path: Path,

@@ -79,6 +79,7 @@ def test_no_queue_without_weight_gradients_that_can_wait(flags: dict[str, Any], 
     assert chosen.why == "no expert weight gradients can wait for zero-bubble"
 
 
+@pytest.mark.slow
 def test_no_queue_where_it_gains_nothing() -> None:
     """Of many micro-batches the bubble is a small part."""
     chosen = choose_schedule(run_of(2, pp_size=2, gradient_accumulation_steps=256), Cluster(SLOW, 8, PLENTY))

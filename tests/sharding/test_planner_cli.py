@@ -239,7 +239,7 @@ def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
+@pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True)])
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
 ) -> None:
@@ -408,10 +408,10 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     again = capsys.readouterr()
     assert first.err == again.err == ""
     assert main([*common, "--tp-size", "2"]) == 2
-    assert "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to" in capsys.readouterr().err
+    said = "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to divide the attention of deepseek_v3"
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -462,10 +462,6 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         (
             ["--model", "CONFIG", "--cp-size", "4", "--tp-size", "4"],
             "--cp-size 4 and --tp-size 4 make groups of 16 ranks, which do not divide the 8 ranks",
-        ),
-        (
-            ["--model", str(CONFIGS / "deepseek-v3"), "--tp-size", "2"],
-            "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to divide the attention of deepseek_v3",
         ),
         (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no fp8 matmul rate is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
@@ -542,20 +538,6 @@ def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
-    tiny_config(family).save_pretrained(tmp_path)
-    arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "128", "--micro-batch", "1"]
-    assert main([*arguments, "--json"]) == 0
-    plans = json.loads(capsys.readouterr().out)
-    assert {plan["ep"] for plan in plans} == {1, 2}
-    # any flag of train_ep.py that changes what is trained
-    assert main([*arguments, "--json", "--adapter", "lora", "--base-dtype", "nf4"]) == 0
-    adapters = json.loads(capsys.readouterr().out)
-    assert adapters[0]["memory"]["optimizer"] < plans[0]["memory"]["optimizer"]
-
-
 def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--gpus-per-node", "8"]) == 0
     out = capsys.readouterr().out
@@ -611,13 +593,12 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"]], ids=" ".join)
 def test_plan_fits_the_terminal(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns are left out, with a word about it; of those that stay, every figure is as it is in a pipe."""
     monkeypatch.chdir(config_file.parent)  # a path of its own would be longer than the terminal
-    arguments = ["plan", "--model", "config.json", *ALONE, *flags]
+    arguments = ["plan", "--model", "config.json", *ALONE, "--gpus", "16", "--top", "40"]
     assert main(arguments) == 0
     piped = capsys.readouterr().out
     figures = set(re.findall(r"[\d.,]*\d", piped))
@@ -710,13 +691,6 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     assert load_measured(tmp_path / "rates.json") == hardware
 
 
-@pytest.mark.release
-def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
-    speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4, cp_size=2, tp_size=2))[0]
-    found = {(speed.name, speed.ranks) for speed in speeds}
-    assert found >= {("tp", (0, 1)), ("tp", (2, 3)), ("cp", (0, 2)), ("cp", (1, 3))}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) -> None:
@@ -755,6 +729,7 @@ def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixtur
     skip_if_older("trains this model in bf16")
     tiny_config("minimax").save_pretrained(tmp_path)
     plan = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "64", "--micro-batch", "1", "--no-cache"]
+    plan += ["--ep-size", "2", "--pp-size", "1", "--gradient-checkpointing", "none"]
     assert main(plan) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sharding: error: {tmp_path}: a step of MiniMaxForCausalLM in bf16 fails, in ")
@@ -767,4 +742,4 @@ def test_a_model_that_asks_how_many_tokens_a_mask_shows(tmp_path: Path) -> None:
     """All of them, for the forecast: the most that it could be."""
     tiny_config("qwen4_exp").save_pretrained(tmp_path)
     plan = ["plan", "--model", str(tmp_path), "--gpus", "1", "--seq-length", "16", "--micro-batch", "1", "--no-cache"]
-    assert main(plan) == 0
+    assert main([*plan, "--gradient-checkpointing", "none"]) == 0

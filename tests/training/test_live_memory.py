@@ -99,6 +99,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_a_dry_runs_memory_does_not_depend_on_when_the_collector_runs() -> None:
     """Even if every operator of the step leaves cyclic garbage that holds what it has made."""
     called = Recorder.__torch_dispatch__

@@ -33,8 +33,9 @@ def figures(part: Measured) -> dict[str, list[Any]]:
 
 @pytest.mark.release
 # lengths that end within a chunk, or a round of the short lengths
-@pytest.mark.parametrize(("family", "length", "rows"), [("qwen3_next", 700, 1), ("jamba", 43, 2)])
-@pytest.mark.parametrize("checkpointing", ["selective", "none"])
+@pytest.mark.parametrize(
+    ("family", "length", "rows", "checkpointing"), [("qwen3_next", 700, 1, "selective"), ("jamba", 43, 2, "none")]
+)
 def test_a_loop_is_told_as_it_is(family: str, length: int, rows: int, checkpointing: str) -> None:
     found: list[MeasuredModel] = []
     for is_told in (True, False):

@@ -231,7 +231,6 @@ def test_what_fails_is_told_with_its_layer(
     assert said.count("\n") == 1
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
