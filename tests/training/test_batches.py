@@ -1,4 +1,4 @@
-"""Batches as data collators make them, against ours of the same samples."""
+"""Our batches by hand, and those that data collators make against ours of the same samples."""
 
 from dataclasses import fields
 from typing import Any
@@ -34,6 +34,39 @@ def assert_same(found: Batch, expected: Batch) -> None:
             assert theirs.num_targets[theirs.cp_group.index] == expected.num_targets
         else:
             assert ours == theirs, field.name
+
+
+def test_targets_are_the_trained_tokens() -> None:
+    samples = [Sample.of_prompt([10, 11, 12, 13], 2), Sample.of_prompt([20, 21], 0), Sample.of_prompt([30, 31], 2)]
+    batch = collate([[sample] for sample in samples])
+    assert batch.tokens_BS.tolist() == [[10, 11, 12, 13], [20, 21, 0, 0], [30, 31, 0, 0]]
+    assert batch.positions_BS is None
+    assert batch.is_token_BS is not None
+    assert batch.is_token_BS.sum(dim=1).tolist() == [4, 2, 2]
+    assert batch.targets_BS.tolist() == [[-100, 12, 13, -100], [21, -100, -100, -100], [-100] * 4]
+    assert batch.target_index_N.tolist() == [1, 2, 4]
+    assert (batch.num_tokens, batch.num_targets, batch.spans) == (8, 3, (range(4), range(2), range(2)))
+
+
+def test_packed_rows() -> None:
+    samples = [Sample.of_prompt([10, 11, 12], 1), Sample.of_prompt([20], 0), Sample.of_prompt([30, 31], 0)]
+    batch = collate([samples, [samples[2]]])
+    assert batch.tokens_BS.tolist() == [[10, 11, 12, 20, 30, 31], [30, 31, 0, 0, 0, 0]]
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 0, 0, 0]]
+    # the last token of a sample has no target: what follows is another sample
+    assert batch.targets_BS.tolist() == [[11, 12, -100, -100, 31, -100], [31, -100, -100, -100, -100, -100]]
+    assert sum(map(len, batch.spans)) == batch.num_tokens
+
+
+def test_little_to_collate() -> None:
+    """No sample is one position of padding; where there is no padding, there is no mask."""
+    batch = collate([])
+    assert batch.tokens_BS.shape == (1, 1)
+    assert batch.is_token_BS is not None
+    assert not batch.is_token_BS.any()
+    assert (batch.num_tokens, batch.num_targets) == (0, 0)
+    assert collate([[Sample.of_prompt([1, 2], 1)], [Sample.of_prompt([3, 4], 1)]]).is_token_BS is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,12 +137,12 @@ def test_what_is_no_batch(changes: dict[Any, Any], said: str) -> None:
         batch_of({"input_ids": IDS, "labels": IDS, **changes}, packing=False)
 
 
-def test_shift_labels() -> None:
-    """Targets that are where they are predicted already."""
+def test_the_same_in_other_forms() -> None:
+    """Targets that are where they are predicted already, and lists."""
+    expected = batch_of({"input_ids": IDS, "labels": IDS}, False)
     shifted = torch.tensor([[4, 5, 6, 7, 8, IGNORED]])
-    assert_same(
-        batch_of({"input_ids": IDS, "shift_labels": shifted}, False), batch_of({"input_ids": IDS, "labels": IDS}, False)
-    )
+    assert_same(batch_of({"input_ids": IDS, "shift_labels": shifted}, False), expected)
+    assert_same(batch_of({"input_ids": IDS.tolist(), "labels": IDS.tolist()}, False), expected)
 
 
 def test_shift_labels_of_the_last_position() -> None:
@@ -122,8 +155,3 @@ def test_shift_labels_of_the_last_position() -> None:
     left = torch.tensor([[0, 0, 1, 1, 1, 1]])
     padded = batch_of({"input_ids": IDS, "shift_labels": shifted, "attention_mask": left}, False)
     assert padded.targets_BS.tolist() == [[6, 7, 8, 9]]
-
-
-def test_lists() -> None:
-    given = {"input_ids": IDS, "labels": IDS}
-    assert_same(batch_of({name: ids.tolist() for name, ids in given.items()}, False), batch_of(given, False))

@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.mixtral.modeling_mixtral import (
-    MixtralAttention,
-    MixtralDecoderLayer,
-    MixtralSparseMoeBlock,
-)
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralDecoderLayer, MixtralSparseMoeBlock
 
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import decoder_layers

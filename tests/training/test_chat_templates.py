@@ -97,26 +97,6 @@ QWEN = """\
 QWEN_THINKING = QWEN.replace(
     "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-# With markers around what the assistant says, from which transformers makes masks.
-GENERATION = """\
-{%- for m in messages %}
-    {{- '<|im_start|>' + m.role + '\n' }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}
-            {{- ('<think>\n' + m.reasoning_content + '\n</think>\n\n') if m.reasoning_content else '' }}
-            {{- m.content }}
-            {%- for call in m.tool_calls or [] %}
-                {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
-            {%- endfor %}
-            {{- '<|im_end|>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- m.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
-"""
 # DeepSeek-R1: all thoughts dropped from content, those beside it unknown, one opened by the words that ask for an
 # answer; arguments put between other text, which takes strings alone; what opens results depends on the call before.
 DEEPSEEK_R1 = """\
@@ -291,14 +271,13 @@ GEMMA_4 = """\
 OWN = {
     "Qwen3": ("chatml", QWEN),
     "Qwen3-Thinking": ("chatml", QWEN_THINKING),
-    "generation markers": ("chatml", GENERATION),
     "DeepSeek-R1": ("deepseek", DEEPSEEK_R1),
     "GLM-4.5": ("glm", GLM),
     "GPT-OSS": ("harmony", GPT_OSS),
     "Mixtral-8x22B": ("mistral", MISTRAL),
     "Gemma 4": ("gemma", GEMMA_4),
 }
-NO_TOOLS = ("generation markers", "DeepSeek-R1", "GPT-OSS")
+NO_TOOLS = ("DeepSeek-R1", "GPT-OSS")
 
 
 def call(**arguments: Any) -> dict[str, Any]:
@@ -414,25 +393,25 @@ def test_all_are_expected() -> None:
     assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
 
 
-@pytest.mark.sample(25)
-@pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
-@pytest.mark.parametrize(("name", "conversation"), EXPECTED)
-def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
-    tokenizer, row, expected = with_template(tmp_path, name), row_of(conversation, name), EXPECTED[name, conversation]
-    if expected.startswith("refused: "):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole message is compared
-            rendered(tokenizer, row, train_on)
-        assert str(raised.value) == expected.removeprefix("refused: ")
-        return
-    for mark in "«»" if train_on == "final" else "‹›":
-        expected = expected.replace(mark, "")
-    expected = expected.replace("‹", "«").replace("›", "»").replace("«»", "")
-    if train_on == "last":
-        before, _, last = expected.rpartition("«")
-        expected = before.replace("«", "").replace("»", "") + "«" + last
-    if train_on == "all":
-        expected = "«" + expected.replace("«", "").replace("»", "") + "»"
-    assert shown(*rendered(tokenizer, row, train_on)) == expected
+@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+def test_what_is_trained_on(tmp_path: Path, name: str) -> None:
+    tokenizer = with_template(tmp_path, name)
+    for conversation, train_on in itertools.product(CONVERSATIONS, ["all", "assistant", "last", "final"]):
+        row, expected = row_of(conversation, name), EXPECTED[name, conversation]
+        if expected.startswith("refused: "):
+            with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole message is compared
+                rendered(tokenizer, row, train_on)
+            assert str(raised.value) == expected.removeprefix("refused: ")
+            continue
+        for mark in "«»" if train_on == "final" else "‹›":
+            expected = expected.replace(mark, "")
+        expected = expected.replace("‹", "«").replace("›", "»").replace("«»", "")
+        if train_on == "last":
+            before, _, last = expected.rpartition("«")
+            expected = before.replace("«", "").replace("»", "") + "«" + last
+        if train_on == "all":
+            expected = "«" + expected.replace("«", "").replace("»", "") + "»"
+        assert shown(*rendered(tokenizer, row, train_on)) == expected, (conversation, train_on)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -462,17 +441,6 @@ def test_tokens(tmp_path: Path, name: str) -> None:
         assert tokenizer.decode(trained) == "".join(c for c, inside in zip(text, is_trained, strict=True) if inside)
 
 
-def test_markers_and_transformers_own_mask(tmp_path: Path) -> None:
-    """Where a template marks what the assistant says, we find the same without the markers."""
-    tokenizer, row = with_template(tmp_path, "generation markers"), row_of("calls with thoughts", "generation markers")
-    theirs = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
-    (tmp_path / "data.jsonl").write_text(json.dumps(row))
-    options = DataOptions(max_seq_length=4096, num_workers=1)
-    (sample,) = load_samples("--dataset", [str(tmp_path / "data.jsonl")], tokenizer, options, 0)
-    assert sample.tokens == theirs["input_ids"]
-    assert sample.is_trained == [bool(inside) for inside in theirs["assistant_masks"]]
-
-
 INLINE = assistant("<think>\nhm\n</think>\n\nyo")
 
 
@@ -491,73 +459,54 @@ def test_reasoning_within_the_content(tmp_path: Path, name: str, answer: dict[st
 
 
 def random_conversation(
-    seed: int, word: str, has_reasoning: bool, has_tools: bool, has_text: bool = True
+    seed: int, says: Callable[[], str], name: str, number: int, has_blanks: bool, is_plain: bool = False
 ) -> list[dict[str, Any]]:
-    """Turns with tools and reasoning, perhaps with text beside calls; each word is as long as `word`, and another one
-    if that is empty."""
-    chance, number = random.Random(seed), itertools.count()
+    """At least so many turns with what a template takes: tools and reasoning, and text beside calls. With blanks there
+    are also empty messages, questions that come before the answer, and answers in a row."""
+    chance = random.Random(seed)
+    has_reasoning, has_tools = (not is_plain and takes(name, kind) for kind in ("thoughts", "calls in an earlier turn"))
+    has_text = name != "Mixtral-8x22B"  # which leaves text beside calls out
 
-    def says() -> str:
-        return word or f"word{next(number):05d}"
+    def perhaps(share: float) -> str:
+        return says() if not has_blanks or chance.random() < share else ""
 
     def thinks() -> str | None:
-        return says() if has_reasoning and chance.random() < 0.5 else None
-
-    turns = [{"role": "system", "content": says()}] if chance.random() < 0.5 else []
-    for _ in range(chance.randint(1, 3)):
-        turns.append(user(says()))
-        for _ in range(chance.choice([0, 0, 1, 2]) if has_tools else 0):
-            thought = thinks()
-            content = says() if chance.random() < 0.5 and not thought and has_text else ""
-            arguments = {says(): says()} if chance.random() < 0.8 else {}
-            turns += [assistant(content, thought, call(**arguments)), result(says())]
-        turns.append(assistant(says() if chance.random() < 0.9 else "", thinks()))
-    return turns
-
-
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
-@pytest.mark.parametrize("word", ["assistant", "<|im_end|"])
-def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, word: str) -> None:
-    """What is trained on stays the same when every message says the same, be that a word of the template's."""
-    tokenizer = with_template(tmp_path, name)
-    has_reasoning, has_tools = (
-        not EXPECTED[name, conversation].startswith("refused")
-        for conversation in ("thoughts", "calls in an earlier turn")
-    )
-    for seed in range(8):
-        has_text = name != "Mixtral-8x22B"  # which leaves text beside calls out
-        rows = [{"messages": random_conversation(seed, w, has_reasoning, has_tools, has_text)} for w in ("", word)]
-        for train_on in ("assistant", "final"):
-            apart, alike = (rendered(tokenizer, row, train_on) for row in rows)
-            assert apart[1] == alike[1], shown(*apart) + shown(*alike)
-            said = {w for turn in rows[0]["messages"] if turn["role"] != "assistant" for w in [turn["content"]]}
-            assert not any(w in "".join(c for c, t in zip(*apart, strict=True) if t) for w in said)
-
-
-def long_conversation(seed: int, has_reasoning: bool, has_tools: bool, number: int = 24) -> list[dict[str, Any]]:
-    """Turns of all kinds: blank ones, with spaces at their ends, thoughts in the content, answers in a row."""
-    chance = random.Random(seed)
-
-    def says() -> str:
-        word = chance.choice(["yo", "</think>", "{{ x }}", "so\n\nso", "«", '"a": "b"'])
-        return chance.choice(["", "", "", " ", "\n"]) + word + chance.choice(["", "", "", " ", "\n"])
+        return says() if has_reasoning and chance.random() < 0.45 else None
 
     turns = [{"role": "system", "content": says()}] if chance.random() < 0.5 else []
     while len(turns) < number:
-        turns.append(user(says() if chance.random() < 0.95 else ""))
-        for _ in range(chance.choice([0, 1, 1, 2, 6]) if has_tools else 0):
-            thought = says() if has_reasoning and chance.random() < 0.4 else None
-            calls = [call(**{says(): says()}) for _ in range(chance.choice([1, 1, 1, 2]))]
-            turns.append(assistant("" if thought or chance.random() < 0.7 else says(), thought, *calls))
-            turns += [result(says() if chance.random() < 0.9 else "") for _ in calls]
-        if turns[-1]["role"] == "tool" and chance.random() < 0.1:
-            continue  # the next question comes before the answer
-        thought = says() if has_reasoning and chance.random() < 0.4 else None
-        turns.append(assistant(says() if chance.random() < 0.95 else "", thought))
-        if chance.random() < 0.1:
+        turns.append(user(perhaps(0.95)))
+        for _ in range(chance.choice([0, 0, 1, 2, 6] if has_blanks else [0, 0, 1, 2]) if has_tools else 0):
+            thought = thinks()
+            calls = [call(**{says(): says()} if chance.random() < 0.8 else {}) for _ in range(chance.choice([1, 1, 2]))]
+            content = says() if not thought and has_text and chance.random() < 0.4 else ""
+            turns += [assistant(content, thought, *calls), *(result(perhaps(0.9)) for _ in calls)]
+        if has_blanks and turns[-1]["role"] == "tool" and chance.random() < 0.1:
+            continue
+        turns.append(assistant(perhaps(0.95), thinks()))
+        if has_blanks and chance.random() < 0.1:
             turns.append(assistant(says()) | dict(train=False))
     return turns
+
+
+def takes(name: str, conversation: str) -> bool:
+    return not EXPECTED[name, conversation].startswith("refused")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str) -> None:
+    """What is trained on stays the same when every message says the same, be that a word of the template's."""
+    tokenizer = with_template(tmp_path, name)
+    for seed, word in enumerate(["assistant", "<|im_end|>"] * 4):
+        number = itertools.count()
+        words = (lambda: f"word{next(number):0{len(word) - 4}}", lambda: word)
+        rows = [{"messages": random_conversation(seed, says, name, 1 + seed, False)} for says in words]
+        said = {turn["content"] for turn in rows[0]["messages"] if turn["role"] != "assistant"}
+        for train_on in ("assistant", "final"):
+            apart, alike = (rendered(tokenizer, row, train_on) for row in rows)
+            assert apart[1] == alike[1], shown(*apart) + shown(*alike)
+            assert not any(w in "".join(c for c, t in zip(*apart, strict=True) if t) for w in said)
 
 
 def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
@@ -567,20 +516,22 @@ def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
         return None
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans that are taken over from messages of the same kind are those that each message shows by itself."""
-    tokenizer = with_template(tmp_path, name)
-    has_reasoning, has_tools = (
-        not EXPECTED[name, conversation].startswith("refused")
-        for conversation in ("thoughts", "calls in an earlier turn")
-    )
-    take_over = Mock(side_effect=spans._take_over)
+    """Spans that are taken over from messages of the same kind are those that each message shows by itself, of words
+    with blanks at their ends, and thoughts in the content, too."""
+    tokenizer, take_over = with_template(tmp_path, name), Mock(side_effect=spans._take_over)
     monkeypatch.setattr(spans, "_take_over", take_over)
     monkeypatch.setattr(spans, "_FEW", 2)
-    for seed in range(6):
-        row = {"messages": long_conversation(seed, has_reasoning and seed % 2 == 0, has_tools and seed % 3 > 0)}
+    for seed in range(4):
+        chance = random.Random(seed)
+
+        def says(chance: random.Random = chance) -> str:
+            word = chance.choice(["yo", "</think>", "{{ x }}", "so\n\nso", "«", '"a": "b"'])
+            return chance.choice(["", "", "", " ", "\n"]) + word + chance.choice(["", "", "", " ", "\n"])
+
+        row = {"messages": random_conversation(seed, says, name, 24, True, is_plain=seed == 0)}
         for train_on in ("assistant", "final", "all"):
             found = spans_or_refusal(tokenizer, row, train_on)
             with monkeypatch.context() as one_by_one:
@@ -595,7 +546,7 @@ def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str)
     tokenizer, counts = with_template(tmp_path, name), []
     for turns in (8, 40):
         pair = [user("yo"), assistant("yo")]
-        if not EXPECTED[name, "calls in an earlier turn"].startswith("refused"):
+        if takes(name, "calls in an earlier turn"):
             beside = "" if name == "Mixtral-8x22B" else "so"  # it leaves text beside calls out
             for text in ("", beside):
                 pair[1:1] = [assistant(text, None, call(a=1)), result("1")]
@@ -607,20 +558,16 @@ def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str)
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
-    """A record may tell the template more, as trl has it, as JSON too."""
+    """A record may tell the template more, as trl has it, as JSON too; but not another template, say."""
     template = "{% for m in messages %}{{ m.content + (tail or '') + eos_token }}{% endfor %}"
     tokenizer = tokenizer_like(tmp_path, "mistral", template)
     for told in ({"tail": "!"}, '{"tail": "!"}'):
         row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": told}
         assert shown(*rendered(tokenizer, row, "assistant")) == "a!</s>«b!</s>»"
-
-
-@pytest.mark.parametrize("name", ["chat_template", "continue_final_message", "tokenize"])
-def test_arguments_that_are_not_the_templates(tmp_path: Path, name: str) -> None:
-    """Another template, say, which nobody has looked at."""
-    row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ messages }}"}}
-    with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, which is no variable of a chat template"):
-        rendered(tokenizer_like(tmp_path, "mistral"), row, "assistant")
+    for name in ("chat_template", "continue_final_message", "tokenize"):
+        row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ messages }}"}}
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, which is no variable of a chat template"):
+            rendered(tokenizer, row, "assistant")
 
 
 def test_an_empty_answer_that_the_template_leaves_out(tmp_path: Path) -> None:
@@ -662,15 +609,6 @@ def test_a_system_prompt_that_is_moved_behind_the_answer(tmp_path: Path, asked: 
     assert text == f"[user]o</s>{first}[user]u</s>{second}[user]sc</s>"
 
 
-def test_reasoning_has_all_its_names(tmp_path: Path) -> None:
-    """Only the later of the supported releases of transformers pass it to templates under all names."""
-    conversation = Conversation(
-        [user("a"), {"role": "assistant", "content": "b", "reasoning_content": "r"}], [None] * 2
-    )
-    answer = Written(with_template(tmp_path, "chatml"), conversation).messages[1]
-    assert answer["thinking"] == answer["reasoning_content"] == "r"
-
-
 def test_reasoning_that_comes_last(tmp_path: Path) -> None:
     """What follows it can then not be the answer."""
     template = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}{{ eos_token }}{% endfor %}"
@@ -680,24 +618,26 @@ def test_reasoning_that_comes_last(tmp_path: Path) -> None:
         rendered(tokenizer, row, "final")
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_names_of_reasoning(tmp_path: Path, name: str) -> None:
-    """Data and templates have several; any goes with any."""
-    answer = {"role": "assistant", "content": "yo", name: "yo?"}
-    row = {"messages": [*CONVERSATIONS["thoughts"][:-1], answer]}
-    for template in ("chatml", "GPT-OSS", "GLM-4.5"):
-        text = shown(*rendered(with_template(tmp_path, template), row, "assistant"))
+def test_names_of_reasoning(tmp_path: Path) -> None:
+    """Data and templates have several; any goes with any, also where transformers does not pass it on under all."""
+    tokenizer, name = with_template(tmp_path, "chatml"), "GPT-OSS"
+    for given, (template, other) in zip(
+        ("reasoning_content", "thinking", "reasoning"), (("chatml", tokenizer), (name, None), ("GLM-4.5", None)), strict=True
+    ):
+        row = {"messages": [*CONVERSATIONS["thoughts"][:-1], {"role": "assistant", "content": "yo", given: "yo?"}]}
+        text = shown(*rendered(other or with_template(tmp_path, template), row, "assistant"))
         assert text == EXPECTED[template, "thoughts"].replace("‹", "").replace("›", "")
-
-
-def test_reasoning_under_two_names(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "chatml")
     twice = {"role": "assistant", "content": "yo", "reasoning": "hm", "thinking": "hm"}
     assert "<think>\nhm\n" in rendered(tokenizer, {"messages": [user("yo"), twice]}, "last")[0]
-    with pytest.raises(ValueError, match="message 2 has reasoning under thinking and reasoning, not the same"):
-        rendered(tokenizer, {"messages": [user("yo"), {**twice, "reasoning": "so"}]}, "last")
-    with pytest.raises(ValueError, match="message 2: thinking is 3, not text"):
-        rendered(tokenizer, {"messages": [user("yo"), {**twice, "thinking": 3}]}, "last")
+    for changes, said in (
+        ({"reasoning": "so"}, "message 2 has reasoning under thinking and reasoning, not the same"),
+        ({"thinking": 3}, "message 2: thinking is 3, not text"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            rendered(tokenizer, {"messages": [user("yo"), {**twice, **changes}]}, "last")
+    conversation = Conversation([user("a"), {"role": "assistant", "content": "b", "reasoning": "r"}], [None] * 2)
+    answer = Written(tokenizer, conversation).messages[1]
+    assert answer["thinking"] == answer["reasoning_content"] == "r"
 
 
 def test_reasoning_before_a_last_question(tmp_path: Path) -> None:
@@ -707,52 +647,6 @@ def test_reasoning_before_a_last_question(tmp_path: Path) -> None:
     assert text == (
         "<|im_start|>user\nyo<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n<|im_start|>user\nso<|im_end|>\n"
     )
-
-
-FUNCTION = {"name": "add", "arguments": {"a": 1}}
-
-
-@pytest.mark.parametrize("name", ["chatml", "harmony", "deepseek", "glm", "Qwen3", "DeepSeek-R1", "GLM-4.5"])
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
-        {"tool_calls": [FUNCTION]},
-        {"function_call": {"name": "add", "arguments": '{"a": 1}'}},
-        {"content": [{"type": "tool_call", "value": json.dumps(FUNCTION)}]},
-    ],
-)
-def test_forms_of_tool_calls(tmp_path: Path, name: str, said: dict[str, Any]) -> None:
-    """Arguments are an object or its JSON, calls within `function` or not: every template gets what it takes."""
-    tokenizer = with_template(tmp_path, name)
-    texts = [
-        shown(*rendered(tokenizer, {"messages": [user("1?"), answer, result("1"), assistant("1")]}, "final"))
-        for answer in (assistant("", None, call(a=1)), {"role": "assistant", **said})
-    ]
-    assert texts[0] == texts[1]
-    assert texts[0].count("«") == 2
-
-
-@pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": " "}, {"arguments": "null"}])
-def test_a_call_without_arguments_has_empty_ones(function: dict[str, Any]) -> None:
-    row = {"messages": [user("1?"), {"role": "assistant", "tool_calls": [{"function": {"name": "add", **function}}]}]}
-    read = read_row(row, find_format(row, Columns()), Columns())
-    assert isinstance(read, Conversation)
-    assert read.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {}}}]
-
-
-@pytest.mark.parametrize(
-    ("calls", "said"),
-    [
-        ("add", "tool_calls is 'add', not a list of them"),
-        (["add"], "has the tool call 'add'; expected an object with name and arguments"),
-        ([{"function": {"arguments": {}}}], "expected an object with name and arguments"),
-    ],
-)
-def test_tool_calls_that_cannot_be_read(calls: Any, said: str) -> None:
-    row = {"messages": [user("1?"), {"role": "assistant", "tool_calls": calls}]}
-    with pytest.raises(ValueError, match=said):
-        read_row(row, find_format(row, Columns()), Columns())
 
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -767,16 +661,8 @@ LAST_THOUGHT = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
     ("template", "turns", "said"),
     [
         (PLAIN, [user("1?"), assistant("", None, call(a=1))], "text or tool calls of message 2"),
-        (
-            KNOWN_ROLES,
-            [user("1?"), assistant("1"), {"role": "critic", "content": "2"}],
-            "role is 'critic'; .*or",
-        ),
-        (
-            KNOWN_ROLES,
-            [user("1?"), assistant("1"), result("2"), assistant("3")],
-            "whose role is 'tool'; use",
-        ),
+        (KNOWN_ROLES, [user("1?"), assistant("1"), {"role": "critic", "content": "2"}], "role is 'critic'; .*or"),
+        (KNOWN_ROLES, [user("1?"), assistant("1"), result("2"), assistant("3")], "whose role is 'tool'; use"),
         (FIRST_CALL, [user("1?"), assistant("", None, call(a=1), call(a=2))], "text or tool calls of message 2"),
         (TEXT_OR_CALLS, [user("1?"), assistant("so", None, call(a=1))], "text or tool calls of message 2"),
         (LAST_THOUGHT, [user("1?"), INLINE], "the reasoning of message 2"),
@@ -907,20 +793,6 @@ def test_tool_calls_without_an_end(tmp_path: Path) -> None:
     row = {"messages": [user("1?"), assistant("", None, call(a=1)), result("1"), assistant("1"), user("1")]}
     with pytest.raises(ValueError, match="cannot be told where the tool calls of message 2 end"):
         rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
-
-
-@pytest.mark.parametrize(
-    ("changes", "train_on", "expected"),
-    [
-        ({1: {"train": False}}, "final", "[INST] a [/INST] b</s> [INST] c [/INST] «d</s>»"),
-        ({2: {"train": True}}, "final", "[INST] a [/INST] «b</s> [INST] c [/INST]» «d</s>»"),
-        ({3: {"train": False}}, "final", "[INST] a [/INST] «b</s>» [INST] c [/INST] d</s>"),
-    ],
-)
-def test_messages_that_say_it_themselves(tmp_path: Path, changes: dict[int, Any], train_on: str, expected: str) -> None:
-    turns = [user("a"), assistant("b"), user("c"), assistant("d")]
-    row = {"messages": [{**turn, **changes.get(i, {})} for i, turn in enumerate(turns)]}
-    assert shown(*rendered(with_template(tmp_path, "mistral"), row, train_on)) == "<s> " + expected
 
 
 def test_an_answer_at_the_beginning_and_one_after_another(tmp_path: Path) -> None:

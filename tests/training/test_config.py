@@ -161,6 +161,10 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"], "--pipeline-chunks 2"),
         (["--init-adapter", "d"], "--init-adapter: there is no adapter; give --adapter lora"),
         (["--base-dtype", "nf4"], "--base-dtype nf4: everything is trained; give --adapter lora"),
+        *[
+            (["--text-column", "text", f"--{beside}-column", "x"], "--text-column: give no prompt, response or system")
+            for beside in ("prompt", "response", "system")
+        ],
         (["--load-best-model-at-end"], "--load-best-model-at-end: there is nothing to evaluate on"),
         (
             ["--gradient-checkpointing", "--keep-expert-products", "2"],

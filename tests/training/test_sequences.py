@@ -1,4 +1,4 @@
-"""First-fit-decreasing packing, and the preview of what comes out of it."""
+"""First-fit-decreasing packing, the preview of what comes out of it, and the order of rows."""
 
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,19 @@ def test_first_fit_decreasing(number: int, capacity: int) -> None:
     assert [int(lengths[row].sum()) for row in rows] == first_fit_decreasing(lengths.tolist(), capacity)
 
 
-def test_many_short_samples() -> None:
+def test_packing() -> None:
+    """Many short samples; an order that depends on the seed alone; a sample longer than a row is our mistake."""
     assert [len(row) for row in pack(torch.ones(100, dtype=torch.int64), 30, seed=0)] == [30, 30, 30, 10]
-
-
-def test_order_depends_on_the_seed_alone() -> None:
     lengths = torch.randint(1, 50, (300,), generator=torch.Generator().manual_seed(0))
     assert pack(lengths, 100, seed=1) == pack(lengths, 100, seed=1)
     assert pack(lengths, 100, seed=1) != pack(lengths, 100, seed=2)
-
-
-def test_a_sample_longer_than_a_row_is_our_mistake() -> None:
     with pytest.raises(AssertionError):
         pack(torch.tensor([5, 11]), 10, seed=0)
 
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_preview(
-    tiny_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    colour: bool,
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, colour: bool
 ) -> None:
     """Text as the model sees it, what is trained on apart from the rest, with colours and without."""
     if colour:
@@ -87,6 +78,33 @@ def test_every_epoch_is_a_permutation_of_its_own(lengths: torch.Tensor | None) -
     epochs = [[row for step in range(5) for row in order.global_batch(5 * epoch + step)] for epoch in range(3)]
     assert all(sorted(rows) == list(range(40)) for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) == 3
+    assert DataOrder(40, 2, 2, 2, seed=4, lengths=lengths).global_batch(1) != order.global_batch(1)
+
+
+def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
+    shares = [(1, 12, 1), (1, 4, 3), (2, 6, 1), (4, 3, 1), (2, 2, 3), (4, 1, 3), (12, 1, 1)]
+    orders = [DataOrder(50, world, per_device, accumulation, seed=7) for world, per_device, accumulation in shares]
+    for step in range(11):  # into the third epoch; each ends in a short batch of 2 rows
+        expected = sorted(orders[0].global_batch(step))
+        for order in orders:
+            forwards = [order.micro_batches(step, rank) for rank in range(order.num_readers)]
+            assert len({len(f) for f in forwards}) == 1, "ranks must make equally many forwards"
+            assert sorted(row for rank in forwards for rows in rank for row in rows) == expected
+            assert all(len(rows) <= order.per_device for rank in forwards for rows in rank)
+
+
+def test_group_by_length() -> None:
+    """Batches of like length, in random order, the longest sequence first; the same whatever the parallel layout."""
+    lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
+    order = DataOrder(1000, 4, 2, 1, seed=0, lengths=lengths)
+    batches = [lengths[order.global_batch(step)] for step in range(order.steps_per_epoch)]
+    spread = torch.stack([batch.max() - batch.min() for batch in batches]).float().mean()
+    assert spread < 20, "of rows chosen at random it would be near 390"
+    assert batches[0].max() == lengths.max()
+    means = torch.stack([batch.float().mean() for batch in batches])
+    assert 10 < (means[1:] < means[:-1]).sum() < 115, "in random order, not sorted"
+    other = DataOrder(1000, 2, 2, 2, seed=0, lengths=lengths)
+    assert all(order.global_batch(step) == other.global_batch(step) for step in range(200))
 
 
 def test_targets_are_what_a_token_comes_before() -> None:
