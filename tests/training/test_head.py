@@ -1,5 +1,6 @@
 """The chunked loss of the target tokens, tested against the loss from unchunked logits."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,10 @@ from transformers import (
 )
 
 import expertmesh.training.loss.head as head
-import expertmesh.training.loss.head as loss_of_head
 from expertmesh.moe.experts.forward import Forward, Targets
 from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, collate
@@ -72,21 +71,23 @@ def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss * 0.3, learnt)]
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows_in_chunk", [1, 7, 1000])
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int, has_bias: bool) -> None:
-    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
-    found, expected = (loss_and_gradients(kind, inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
-    assert len(found) == (4 if has_bias else 3)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < 1e-6
+def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, rows_in_chunk: int) -> None:
+    """Whatever the share of targets, with a bias and without, and where logits are large."""
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
+    for share, has_bias, scale in itertools.product([1.0, 0.4, 0.0], [False, True], [1.0, 1e4]):
+        x_BSD, *others = inputs(share, has_bias=has_bias)
+        given: Any = ((x_BSD.detach() * scale).requires_grad_(), *others)
+        found, expected = (loss_and_gradients(kind, given) for kind in ("chunked", "full"))
+        assert len(found) == (4 if has_bias else 3)
+        for one, other in zip(found, expected, strict=True):
+            assert relative_error(one, other) < 1e-6
 
 
 @pytest.mark.parametrize(("has_bias", "times"), [(False, 1.5), (True, 2.0)])
 def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
     """With a bias, logits are rounded once more than a fused product's."""
-    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
     given = inputs(0.4, torch.bfloat16, has_bias=has_bias)
     x_BSD, weight_VD, bias_V = (None if t is None else t.detach().float().requires_grad_() for t in given[:3])
     assert x_BSD is not None
@@ -96,14 +97,6 @@ def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has
     for one, other, true in zip(chunked, full, exact, strict=True):
         assert one.dtype == other.dtype
         assert relative_error(one, true) < max(times * relative_error(other, true), 1e-3)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    x_BSD, weight_VD, bias_V, targets = inputs(1.0)
-    scaled = (x_BSD.detach() * 1e4).requires_grad_()
-    found, expected = (loss_and_gradients(kind, (scaled, weight_VD, bias_V, targets)) for kind in ("chunked", "full"))
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < 1e-6
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -119,18 +112,18 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("kind", "within"), [("chunked", True), ("full", False)])
-def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch, kind: str, within: bool) -> None:
-    monkeypatch.setitem(loss_of_head.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
-    with _LargestTensor() as largest:
-        loss_and_gradients(kind, inputs(1.0))
-    assert (largest.numel <= WIDTH * VOCABULARY) == within
+def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
+    for kind, within in (("chunked", True), ("full", False)):
+        with _LargestTensor() as largest:
+            loss_and_gradients(kind, inputs(1.0))
+        assert (largest.numel <= WIDTH * VOCABULARY) == within
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     x_BSD, weight_VD, bias_V, targets = inputs(0.4, has_bias=has_bias)
-    monkeypatch.setattr(loss_of_head, "add_product", mock.Mock(side_effect=AssertionError("gradient work")))
+    monkeypatch.setattr(head, "add_product", mock.Mock(side_effect=AssertionError("gradient work")))
     with torch.no_grad():
         loss = LOSS_SUMS["chunked"](x_BSD, weight_VD, bias_V, targets)
     assert not loss.requires_grad
@@ -157,13 +150,8 @@ def scaled_logits() -> Any:
 
 def capped_logits() -> Any:
     """Does more with them: scale · tanh(logits / scale)."""
-    changes: dict[str, Any] = {
-        "moe_intermediate_size": 16,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "enable_moe_block": True,
-    }
-    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **changes, head_dim=8, final_logit_softcapping=2.0))
+    experts: dict[str, Any] = dict(moe_intermediate_size=16, num_experts=4, top_k_experts=2, enable_moe_block=True)
+    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **experts, head_dim=8, final_logit_softcapping=2.0))
 
 
 def head_with_bias() -> Any:
@@ -179,10 +167,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(14)
-@pytest.mark.parametrize("kind", ["chunked", "full"])
-@pytest.mark.parametrize("which", MODELS)
-def test_head_in_a_model(kind: str, which: str) -> None:
+@pytest.mark.parametrize(("which", "kind"), [*((which, "chunked") for which in MODELS), ("bias", "full")])
+def test_head_in_a_model(which: str, kind: str) -> None:
     """Logits without targets as ever; with them the loss of HF's own class, and its gradients; nothing is left by a
     forward that failed."""
     torch.manual_seed(0)
@@ -235,34 +221,24 @@ def test_only_positions_with_a_target_have_logits() -> None:
     assert out.logits.shape == (1, len(batch.target_index_N), SIZES["vocab_size"])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("head")
-    save_model(path, **TIED)
-    return path
-
-
 @pytest.mark.slow
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["chunked", "full"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkpointing) -> None:
-    case = Case(SAMPLES[:16], cross_entropy=kind, gradient_checkpointing=checkpointing, changes=TIED)
-    found = ranks.run(_two_rows_in_a_chunk, 4, model, Topology(4, 2), case)[0]
-    assert_same(found, reference(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chunked", "full"])
-def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str) -> None:
+def test_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """In chunks of two rows; also where some ranks have tokens and no target."""
+    save_model(tmp_path, **TIED)
     nothing_to_learn = [Sample.of_prompt(sample.tokens, len(sample.tokens)) for sample in SAMPLES[1:4]]
-    case = Case([SAMPLES[5], *nothing_to_learn], cross_entropy=kind, steps=1, changes=TIED)
-    found = ranks.run(_two_rows_in_a_chunk, 4, model, Topology(4, 2), case)[0]
-    assert_same(found, reference(case), replace(EXACT, cancelled=1e-3, weights=torch.inf))
+    for case, within in (
+        (Case(SAMPLES[:16], cross_entropy="chunked", gradient_checkpointing="full", changes=TIED), EXACT),
+        (
+            Case([SAMPLES[5], *nothing_to_learn], cross_entropy="chunked", steps=1, changes=TIED),
+            replace(EXACT, cancelled=1e-3, weights=torch.inf),
+        ),
+    ):
+        found = ranks.run(_two_rows_in_a_chunk, 4, tmp_path, Topology(4, 2), case)[0]
+        assert_same(found, reference(case), within)
 
 
 def _two_rows_in_a_chunk(path: Path, topology: Topology, case: Case) -> Figures | None:
-    with mock.patch.dict(loss_of_head.CHUNK_BYTES, cpu=2 * 4 * 320):
+    with mock.patch.dict(head.CHUNK_BYTES, cpu=2 * 4 * 320):
         return ours(path, topology, case)
 
 
@@ -299,9 +275,8 @@ def test_fused_cross_entropy(dtype: torch.dtype, num_rows: int, vocabulary: int)
     assert found_CV is logits_CV
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     # the interpreter cuts off what bf16 has no room for
-    torch.testing.assert_close(
-        found_CV.float(), gradient_CV, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-    )
+    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found_CV.float(), gradient_CV, rtol=rtol, atol=1e-6)
 
 
 @interpreted

@@ -3,7 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -250,74 +250,100 @@ class Run:
         return [line[name] for line in self.logs if name in line]
 
 
-def train(model: Path, rows: Any, out: Path, settings: dict[str, Any] | None = None, **loaded: Any) -> Run:
+def trainer_of(engine: expertmesh.Engine, out: Path, rows: Any, settings: Any = None, **more: Any) -> Any:
     given = {name: value for name, value in (BASE | (settings or {})).items() if value is not None}
-    trainer = expertmesh.Trainer(
-        model=load(model, **loaded), args=TrainingArguments(str(out), **given), data_collator=collated,
-        train_dataset=datasets.Dataset.from_list(rows), eval_dataset=datasets.Dataset.from_list(rows[:5]),
-    )  # fmt: skip
+    data = datasets.Dataset.from_list(rows)
+    return expertmesh.Trainer(engine, TrainingArguments(str(out), **given), collated, data, **more)
+
+
+def train(model: Path, rows: Any, out: Path, settings: dict[str, Any] | None = None, **loaded: Any) -> Run:
+    trainer = trainer_of(load(model, **loaded), out, rows, settings, eval_dataset=datasets.Dataset.from_list(rows[:5]))
     trainer.train()
     return Run(trainer, trainer.state.log_history)
 
 
-CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"learning_rate": 1e-3}, "grad_norm"),
-    ({"weight_decay": 0.5}, "grad_norm"),
-    ({"adam_beta1": 0.5}, "grad_norm"),
-    ({"adam_beta2": 0.5}, "grad_norm"),
-    ({"adam_epsilon": 1e-2}, "grad_norm"),
-    ({"max_grad_norm": 1e-3, "adam_epsilon": 1e-2}, "loss"),
-    ({"lr_scheduler_type": "cosine"}, "learning_rate"),
-    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-3}}, "learning_rate"),
-    ({"warmup_steps": 2}, "learning_rate"),
-    ({"gradient_accumulation_steps": 2}, "grad_norm"),
-    ({"per_device_train_batch_size": 3}, "grad_norm"),
-    ({"seed": 7}, "grad_norm"),
-    ({"data_seed": 7}, "grad_norm"),
-    ({"train_sampling_strategy": "sequential"}, "grad_norm"),
-    ({"train_sampling_strategy": "group_by_length"}, "grad_norm"),
-    ({"max_steps": 2}, "step"),
-    ({"max_steps": None, "num_train_epochs": 0.5}, "step"),
+def test_heeded_arguments_of_the_optimizer(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """Several at once; the schedule is that of transformers with the same arguments."""
+    kind, bound = "cosine_with_min_lr", {"min_lr": 5e-4}
+    schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": bound, "warmup_steps": 1}
+    adam = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.25, "adam_epsilon": 1e-2}
+    run = train(tiny_model, rows, tmp_path, {"learning_rate": 1e-3, **schedule, **adam})
+    decays = [group.pop("weight_decay") for group in run.trainer.engine.optimizer.param_groups]
+    assert sorted({*decays}) == [0.0, 0.5]
+    assert {(*group["betas"], group["eps"]) for group in run.trainer.engine.optimizer.param_groups} == {
+        (0.5, 0.25, 1e-2)
+    }
+    theirs: Any = transformers.get_scheduler(kind, torch.optim.SGD([torch.zeros(1)], lr=1e-3), 1, 3, bound)
+    expected = []
+    for _ in range(3):
+        expected += theirs.get_last_lr()
+        theirs.optimizer.step()
+        theirs.step()
+    assert run.column("learning_rate") == pytest.approx(expected)
+
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 1}
+STEPS: list[tuple[dict[str, Any], str, list[int]]] = [
+    ({"max_steps": 4, "logging_steps": 2}, "loss", [2, 4]),
+    ({"max_steps": 2, "logging_steps": 2, "logging_first_step": True}, "loss", [1, 2]),
+    ({"per_device_train_batch_size": 5, "max_steps": None, "num_train_epochs": 0.5}, "loss", [1, 2, 3]),
     (
-        {"per_device_train_batch_size": 5, "dataloader_drop_last": True, "max_steps": None, "num_train_epochs": 1},
-        "step",
+        {"per_device_train_batch_size": 5, "max_steps": None, "num_train_epochs": 1, "dataloader_drop_last": True},
+        "loss", [1, 2, 3, 4],
     ),
-    ({"logging_steps": 2}, "step"),
-    ({"logging_steps": 2, "logging_first_step": True}, "step"),
-    ({"include_num_input_tokens_seen": "non_padding"}, "num_input_tokens_seen"),
-    ({"eval_strategy": "steps", "eval_steps": 1}, "eval_loss"),
-    ({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 2}, "eval_loss"),
-    ({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, "eval_loss"),
-]
+    ({"include_num_input_tokens_seen": "non_padding", "max_steps": 2}, "num_input_tokens_seen", [1, 2]),
+    (EVALUATING, "eval_loss", [1, 2, 3]),
+    (EVALUATING | {"eval_delay": 2}, "eval_loss", [2, 3]),
+    (EVALUATING | {"eval_steps": 2, "eval_on_start": True}, "eval_loss", [0, 2]),
+]  # fmt: skip
+"""(arguments, what is logged, at which steps)"""
 
 
-@pytest.mark.sample(7)
+def test_heeded_arguments_of_steps(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    for settings, column, expected in STEPS:
+        run = train(tiny_model, rows, tmp_path, settings)
+        assert [line["step"] for line in run.logs if column in line] == expected, settings
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Path, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tiny_model, rows, tmp_path_factory.mktemp("base"))
+
+
+def test_a_batch_in_parts_is_the_same_step(base: Run, tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert train(tiny_model, rows, tmp_path, parts).column("loss") == pytest.approx(base.column("loss"), rel=1e-5)
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("settings", "seen"), CHANGES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+    "settings",
+    [
+        {"max_grad_norm": 1e-3, "adam_epsilon": 1e-2, "max_steps": 2},
+        {"seed": 7, "max_steps": 1},
+        {"data_seed": 7, "max_steps": 1},
+        {"train_sampling_strategy": "sequential", "max_steps": 1},
+        {"train_sampling_strategy": "group_by_length", "max_steps": 1},
+    ],
+    ids="-".join,
 )
 def test_heeded_arguments_change_a_run(
-    tiny_model: Path, rows: Any, tmp_path: Path, settings: dict[str, Any], seen: str
+    base: Run, tiny_model: Path, rows: Any, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    base = train(tiny_model, rows, tmp_path)
-    changed = train(tiny_model, rows, tmp_path, settings)
-    assert changed.column(seen)
-    assert changed.column(seen) != base.column(seen)
-    if seen == "eval_loss":
-        expected = {"eval_delay": 2}
-        assert len(changed.column(seen)) == next((n for name, n in expected.items() if name in settings), 3)
+    changed = train(tiny_model, rows, tmp_path, settings).column("loss")
+    assert changed != base.column("loss")[: len(changed)]
 
 
 def test_checkpoints_as_asked_for(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    train(tiny_model, rows, tmp_path / "a", saving)
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoint-2", "checkpoint-3"]
-    assert not list((tmp_path / "a").rglob("model*.safetensors"))
     train(tiny_model, rows, tmp_path / "b", saving | {"save_only_model": True})
     assert sorted(path.parent.name for path in (tmp_path / "b").rglob("model.safetensors")) == [
         *("checkpoint-2", "checkpoint-3")
     ]
     best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     run = train(tiny_model, rows, tmp_path / "d", saving | best)
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert not list((tmp_path / "d").rglob("model*.safetensors"))
     assert min(run.column("eval_loss")) == run.column("eval_loss")[-1]
     assert Path(run.trainer.state.best_model_checkpoint).name == "checkpoint-3", "the one that was being written"
     run = train(tiny_model, rows, tmp_path / "c", saving | best | {"greater_is_better": True})
@@ -378,8 +404,7 @@ def test_a_resumed_schedule(tiny_model: Path, rows: Any, tmp_path: Path) -> None
     checkpoint = tmp_path / "checkpoint-1"
 
     def resume(**settings: Any) -> float:
-        arguments = TrainingArguments(str(tmp_path), **BASE | {"max_steps": 2} | settings)
-        trainer = expertmesh.Trainer(load(tiny_model), arguments, collated, datasets.Dataset.from_list(rows))
+        trainer = trainer_of(load(tiny_model), tmp_path, rows, {"max_steps": 2} | settings)
         trainer.train(str(checkpoint))
         return trainer.state.log_history[-2]["learning_rate"]
 
@@ -422,12 +447,8 @@ def test_tokenizer_of_a_trainer_is_in_its_checkpoints(tiny_model: Path, rows: An
     """So that what is made of them has it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{{ messages }}"
-    arguments = TrainingArguments(str(tmp_path), **BASE | {"max_steps": 1, "save_strategy": "steps"})
-    trainer = expertmesh.Trainer(
-        model=load(tiny_model), args=arguments,
-        data_collator=collated, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
-    )  # fmt: skip
-    trainer.train()
+    saving = {"max_steps": 1, "save_strategy": "steps"}
+    trainer_of(load(tiny_model), tmp_path, rows, saving, processing_class=tokenizer).train()
     (saved,) = (tmp_path / "checkpoint-1" / "expertmesh").glob("step-*")
     assert transformers.AutoTokenizer.from_pretrained(saved / "model").chat_template == tokenizer.chat_template
 
@@ -460,16 +481,13 @@ COLLATORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", COLLATORS)
-def test_an_evaluation_with_metrics_takes_what_others_take(
-    tiny_model: Path, rows: Any, tmp_path: Path, what: str
-) -> None:
+def test_an_evaluation_with_metrics_takes_what_others_take(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
     """The same targets, and refuses the same."""
     engine = load(tiny_model)
 
-    def evaluate(metrics: Any) -> Any:
+    def evaluate(collator: Any, metrics: Any) -> Any:
         trainer = expertmesh.Trainer(
-            engine, TrainingArguments(str(tmp_path), **BASE), lambda rows: COLLATORS[what](collated(rows)),
+            engine, TrainingArguments(str(tmp_path), **BASE), lambda rows: collator(collated(rows)),
             eval_dataset=datasets.Dataset.from_list(rows[:5]), compute_metrics=metrics,
         )  # fmt: skip
         try:
@@ -477,8 +495,9 @@ def test_an_evaluation_with_metrics_takes_what_others_take(
         except ExpertMeshError as error:
             return str(error)
 
-    found, expected = evaluate(lambda _: {}), evaluate(None)
-    assert found == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-6))
+    for what, collator in COLLATORS.items():
+        found, expected = evaluate(collator, lambda _: {}), evaluate(collator, None)
+        assert found == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-6)), what
 
 
 def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEXTS, **settings: Any) -> Any:
@@ -528,20 +547,15 @@ def test_defaults_of_trl_warn_of_nothing(tiny_model: Path, tmp_path: Path, recwa
     assert counted[0] < counted[1] == trainer.engine.tokens
 
 
-@pytest.mark.parametrize("asked", [{}, {"args": None}], ids=["trl", "no arguments"])
-def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path) -> None:
     """The argument reaches the data; without arguments the class's own are made for the engine's device."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    end = "~"
-    assert end in tokenizer.get_vocab()
-    given = asked or {"args": trl.SFTConfig(str(tmp_path), **BASE, eos_token=end)}
-    trainer = SFT(
-        model=load(tiny_model), train_dataset=datasets.Dataset.from_list(TEXTS), processing_class=tokenizer, **given
-    )
-    expected = tokenizer.convert_tokens_to_ids(end) if not asked else tokenizer.eos_token_id
-    rows: Any = trainer.train_dataset
-    assert {row["input_ids"][-1] for row in rows} == {expected}
-    assert trainer.args.use_cpu or asked
+    for args, end in ((trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), "~"), (None, tokenizer.eos_token)):
+        data = datasets.Dataset.from_list(TEXTS)
+        trainer = SFT(model=load(tiny_model), train_dataset=data, processing_class=tokenizer, args=args)
+        found: Any = trainer.train_dataset
+        assert {row["input_ids"][-1] for row in found} == {tokenizer.convert_tokens_to_ids(end)}
+        assert trainer.args.use_cpu
 
 
 def test_what_classes_take_besides(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
@@ -560,9 +574,7 @@ def test_what_classes_take_besides(tiny_model: Path, rows: Any, tmp_path: Path) 
     ):
         with pytest.raises(ExpertMeshError, match=said):
             given()
-    trainer = expertmesh.Trainer(
-        engine, TrainingArguments(str(tmp_path), **BASE), collated, data, optimizers=(engine.optimizer, schedule)
-    )
+    trainer = trainer_of(engine, tmp_path, rows, optimizers=(engine.optimizer, schedule))
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(5e-5 / 3), "its own scheduler's"
 
@@ -634,25 +646,15 @@ def test_a_skipped_step_leaves_all_as_it_was(
 
     monkeypatch.setattr(hf_trainer, "add_gradients", poisoned)
     engine = load(tmp_path / "model", on_nonfinite="skip", router_bias_update_rate=0.1)
-    trainer = expertmesh.Trainer(
-        model=engine, args=TrainingArguments(str(tmp_path / "out"), **BASE), data_collator=collated,
-        train_dataset=datasets.Dataset.from_list(rows), callbacks=[Watch()],
-    )  # fmt: skip
     with pytest.warns(UserWarning, match="step 2 is skipped: the loss is"):
-        trainer.train()
+        trainer_of(engine, tmp_path / "out", rows, callbacks=[Watch()]).train()
     first, second, third = states
     assert all(map(torch.equal, first, second))
     assert not any(map(torch.equal, second[: len(list(engine.model.parameters()))], third))
-    stops = load(tmp_path / "model")
-    stops.config = replace(stops.config, on_nonfinite="stop")
+    engine = load(tmp_path / "model", on_nonfinite="stop")
     states.clear()
-    engine = stops
-    trainer = expertmesh.Trainer(
-        model=stops, args=TrainingArguments(str(tmp_path / "out"), **BASE), data_collator=collated,
-        train_dataset=datasets.Dataset.from_list(rows), callbacks=[Watch()],
-    )  # fmt: skip
     with pytest.raises(ExpertMeshError, match=r"step 2: the loss is .* training has diverged"):
-        trainer.train()
+        trainer_of(engine, tmp_path / "out", rows, callbacks=[Watch()]).train()
 
 
 def test_a_loop_of_ones_own_after_trainer(rows: Any, tmp_path: Path) -> None:
