@@ -31,6 +31,7 @@ def modules(names: set[str], layer: int) -> set[str]:
 
 
 ATTENTION = {f"self_attn.{which}_proj" for which in "qkvo"}
+SHARED = ("shared_expert_gate", *(f"shared_expert.{which}_proj" for which in ("gate", "up", "down")))
 EXPERTS = {f"mlp.experts.mlp.{name}" for name in ("w1", "v1", "w2")}
 
 
@@ -43,12 +44,7 @@ EXPERTS = {f"mlp.experts.mlp.{name}" for name in ("w1", "v1", "w2")}
         ("gpt_oss", ["experts", "router"], 0, {"mlp.router"} | EXPERTS),
         ("qwen2_moe", ["dense-mlp"], 0, {f"mlp.{which}_proj" for which in ("gate", "up", "down")}),
         ("qwen2_moe", ["dense-mlp"], 1, set()),
-        (
-            "qwen2_moe",
-            ["shared-experts"],
-            1,
-            {f"mlp.shared_expert.{which}_proj" for which in ("gate", "up", "down")} | {"mlp.shared_expert_gate"},
-        ),
+        ("qwen2_moe", ["shared-experts"], 1, {f"mlp.{part}" for part in SHARED}),
         ("nemotron_h", ["experts"], 1, {"mixer.experts.mlp.w1", "mixer.experts.mlp.w2"}),
         # dt_proj is not called, but its weight multiplied
         ("jamba", ["mamba"], 0, {f"mamba.{which}_proj" for which in ("in", "x", "out")}),
@@ -60,8 +56,7 @@ def test_targets(family: str, targets: list[str], layer: int, expected: set[str]
     assert all(name.endswith(("lora_A", "lora_B")) for name in names)
 
 
-@pytest.mark.parametrize("rank", [4, 8, 12])
-@pytest.mark.parametrize("precision", ["same", "fp8"])
+@pytest.mark.parametrize(("rank", "precision"), [(4, "same"), (12, "same"), (8, "fp8"), (4, "fp8")])
 def test_no_rank_makes_the_base_experts_loop(monkeypatch: pytest.MonkeyPatch, rank: int, precision: Precision) -> None:
     """On an H100 in bf16; 8 does not divide 4 and 12. Nor are the adapters' products a loop."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -107,20 +102,16 @@ def test_share_is_told() -> None:
 
 def test_targets_as_pefts_users_write_them() -> None:
     flags = ["--model", "m", "--dataset", "d", "--adapter", "lora", "--lora-targets"]
-    assert parse_config([*flags, "attention,experts", "q{1,2}_proj"]).lora_targets == [
-        "attention",
-        "experts",
-        "q{1,2}_proj",
-    ]
+    targets = parse_config([*flags, "attention,experts", "q{1,2}_proj"]).lora_targets
+    assert targets == ["attention", "experts", "q{1,2}_proj"]
     assert parse_config([*flags[:-1], "--lora-r", "8"]).lora_rank == 8
 
 
-@pytest.mark.parametrize(
-    "settings", [{"lora_dropout": 1.0}, {"lora_rank": 0}, {"lora_targets": []}, {"lora_alpha": -1.0}]
-)
-def test_impossible_settings(settings: dict[str, Any]) -> None:
-    with pytest.raises(ExpertMeshError, match="--lora-"):
-        TrainConfig(model="m", dataset=["d"], adapter="lora", **settings)
+def test_impossible_settings() -> None:
+    bad: dict[str, Any] = {"lora_dropout": 1.0, "lora_rank": 0, "lora_targets": [], "lora_alpha": -1.0}
+    for name, value in bad.items():
+        with pytest.raises(ExpertMeshError, match=f"--{name.replace('_', '-')}"):
+            TrainConfig(model="m", dataset=["d"], adapter="lora", **{name: value})
 
 
 def test_first_values_do_not_depend_on_how_they_are_cut() -> None:

@@ -1,6 +1,7 @@
 """Loss spikes and router collapse: what is warned of, how often, and what is not."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,14 +9,6 @@ import pytest
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import Balance, LossWeights
 from expertmesh.training.monitoring.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
-
-EVEN = np.full((2, 4), 25)
-
-
-def loss_warnings(losses: list[float]) -> list[int]:
-    """Steps, from 1 on, that are warned of."""
-    alarm = LossAlarm(learning_rate=1e-3)
-    return [step for step, loss in enumerate(losses, start=1) if alarm.check(step, loss) is not None]
 
 
 def noisy(length: int, level: float = 2.0) -> list[float]:
@@ -51,7 +44,8 @@ def test_a_spike_is_warned_of_with_what_to_do() -> None:
     ],
 )
 def test_which_losses_are_spikes(losses: list[float], warned: list[int]) -> None:
-    assert loss_warnings(losses) == warned
+    alarm = LossAlarm(learning_rate=1e-3)
+    assert [step for step, loss in enumerate(losses, start=1) if alarm.check(step, loss) is not None] == warned
 
 
 def router_alarm(
@@ -75,14 +69,6 @@ def test_dead_groups_are_named() -> None:
     assert "4 of 12 experts got no token in 10 steps (layer 0: 0, 1; layer 1: 0, 1)" in experts
 
 
-def test_a_bias_is_to_move_where_there_is_one() -> None:
-    tokens_LE = np.array([[0, 1, 1, 1]])
-    (still,) = router_alarm(balance=0.0, bias_rate=0.0).check(10, tokens_LE)
-    assert "; update the router's bias, by --router-bias-update-rate 0.001, or" in still
-    (slow,) = router_alarm(balance=0.0, bias_rate=1e-4).check(10, tokens_LE)
-    assert "; raise --router-bias-update-rate (now 0.0001), or" in slow
-
-
 def test_dead_experts_are_named_once() -> None:
     alarm = router_alarm(top_k=1, groups=(1, 1))
     tokens_LE = np.array([[10, 0, 10, 20], [10, 10, 20, 0]])
@@ -91,6 +77,8 @@ def test_dead_experts_are_named_once() -> None:
     assert "2 of 8 experts got no token in 10 steps (layer 0: 1; layer 1: 3)" in warning
     assert "raise --router-aux-loss-coef (now 0.02), or --router-z-loss-coef (now 0)" in warning
     assert all(alarm.check(10, tokens_LE) == [] for _ in range(5))
+    (warning,) = router_alarm(top_k=1, groups=(1,) * 6).check(10, np.tile([0, 10, 10, 10], (6, 1)))
+    assert "(layer 0: 0; layer 1: 0; layer 2: 0; layer 3: 0; and in 2 more layers)" in warning
 
 
 def test_one_token_in_a_window_is_life() -> None:
@@ -99,11 +87,6 @@ def test_one_token_in_a_window_is_life() -> None:
         assert alarm.check(5, np.array([[first, 10, 10, 10]])) == []
     # the window begins anew: what an expert got before it does not count
     assert alarm.check(10, np.array([[0, 10, 10, 10]])) != []
-
-
-def test_many_dead_layers_are_not_all_named() -> None:
-    (warning,) = router_alarm(top_k=1, groups=(1,) * 6).check(10, np.tile([0, 10, 10, 10], (6, 1)))
-    assert "(layer 0: 0; layer 1: 0; layer 2: 0; layer 3: 0; and in 2 more layers)" in warning
 
 
 @pytest.mark.parametrize(
@@ -129,16 +112,19 @@ def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -
         assert f"expert 2 of layer 1 got {load:.2f} times the mean in 10 steps, above --router-warn-load" in warnings[0]
 
 
-def test_without_a_balancing_loss_it_is_to_be_switched_on() -> None:
-    (warning,) = router_alarm(top_k=1, balance=0.0).check(10, np.array([[0, 1, 1, 1]]))
-    assert "switch the balancing loss on, by --router-aux-loss-coef 0.02" in warning
-
-
-def test_layers_pooled_are_to_be_balanced_by_themselves() -> None:
-    (pooled,) = router_alarm(top_k=1).check(10, np.array([[0, 1, 1, 1]]))
-    assert "; balance each layer separately, by --router-aux-loss-per-layer, raise --router-aux-loss-coef" in pooled
-    (by_layer,) = router_alarm(top_k=1, per_layer=True).check(10, np.array([[0, 1, 1, 1]]))
-    assert "; raise --router-aux-loss-coef" in by_layer
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"balance": 0.0}, "; switch the balancing loss on, by --router-aux-loss-coef 0.02"),
+        ({}, "; balance each layer separately, by --router-aux-loss-per-layer, raise --router-aux-loss-coef"),
+        ({"per_layer": True}, "; raise --router-aux-loss-coef"),
+        ({"balance": 0.0, "bias_rate": 0.0}, "; update the router's bias, by --router-bias-update-rate 0.001, or"),
+        ({"balance": 0.0, "bias_rate": 1e-4}, "; raise --router-bias-update-rate (now 0.0001), or"),
+    ],
+)
+def test_what_is_advised(settings: dict[str, Any], advice: str) -> None:
+    (warning,) = router_alarm(top_k=1, **settings).check(10, np.array([[0, 1, 1, 1]]))
+    assert advice in warning
 
 
 def test_zero_steps_watches_nothing() -> None:

@@ -25,12 +25,7 @@ from tests.tiny import relative_error, tiny_config, tiny_mixtral
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 ROWS = ((5, 1, 9, 9), (17, 3, 4))
-
-
-def with_kinds(config: Any, kinds: list[str]) -> Any:
-    """A config with kinds of layers that transformers would not accept of it."""
-    config.layer_types = kinds
-    return config
+SEGMENTS = tuple(length for row in ROWS for length in row)
 
 
 def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,9 +53,8 @@ def unequal(device: str, dtype: torch.dtype, key_width: int, value_width: int) -
 
 
 def assert_same_as_under_a_mask(device: str, dtype: torch.dtype, widths: tuple[int, int], tolerance: float) -> None:
-    segments = tuple(length for row in ROWS for length in row)
     found, expected = unequal(device, dtype, *widths), unequal(device, dtype, *widths)
-    out, _ = own_attention(None, *found, None, segments=segments, scaling=0.2)
+    out, _ = own_attention(None, *found, None, segments=SEGMENTS, scaling=0.2)
     want = masked(*expected)
     assert out.shape == want.shape == (2, 24, 8, widths[1])
     assert relative_error(out.detach().float(), want.detach().float()) <= tolerance
@@ -129,61 +123,50 @@ def test_dropout_beside_a_window(sinks: Tensor | None) -> None:
     module: Any = torch.nn.Linear(1, 1)
     module.num_key_value_groups = 4
     told = mask_where_needed(q_length=24, kv_length=24, local_size=6)
-    segments = tuple(length for row in ROWS for length in row)
     found, expected = (
-        own_attention(module, query, key, value, told, dropout, 0.2, sinks, segments)[0] for dropout in (1e-9, 0.0)
+        own_attention(module, query, key, value, told, dropout, 0.2, sinks, SEGMENTS)[0] for dropout in (1e-9, 0.0)
     )
     assert relative_error(found.detach(), expected.detach()) <= 1e-6
 
 
-def test_when_it_is_chosen() -> None:
-    config, windowed = tiny_config(), tiny_config(sliding_window=8)
-    assert choose_attention("sdpa", True, config) == OWN
-    assert choose_attention("sdpa", False, config) == "sdpa"
-    assert choose_attention("sdpa", True, windowed) == "sdpa"
-    assert choose_attention("eager", True, config) == "eager"
-    assert choose_attention("auto", True, config) == OWN
-    assert choose_attention("auto", False, config) == "sdpa"
-    assert choose_attention("auto", True, windowed) == choose_attention("auto", False, windowed) == OWN
-
-
-def test_the_kinds_of_layers_decide() -> None:
-    """A config that lists its layers says there whether any has a window; one of chunks has its mask."""
-    windows, whole = Qwen2MoeConfig(**LAYERS, use_sliding_window=True), Qwen2MoeConfig(**LAYERS)
-    assert choose_attention("sdpa", True, windows) == "sdpa"
-    assert choose_attention("auto", False, windows) == OWN
-    assert choose_attention("sdpa", True, whole) == OWN
-    assert choose_attention("auto", False, whole) == "sdpa"
-    chunks = with_kinds(Qwen2MoeConfig(**LAYERS), ["chunked_attention", "full_attention"] * 2)
-    assert choose_attention("auto", True, chunks) == choose_attention("auto", False, chunks) == "sdpa"
-
-
-def test_a_family_without_sdpa() -> None:
-    """It is given our own where it has flash attention, which is told windows and sinks as ours is, and else eager."""
-    assert choose_attention("auto", False, GptOssConfig(**LAYERS)) == OWN
-    assert choose_attention("auto", True, GptOssConfig(**LAYERS)) == OWN
-    assert choose_attention("eager", True, GptOssConfig(**LAYERS)) == "eager"
-    assert choose_attention("auto", False, DeepseekV4Config(**LAYERS)) == "eager"
+def of_kinds(config: Any, *kinds: str) -> Any:
+    """A config with kinds of layers that transformers would not accept of it."""
+    config.layer_types = list(kinds)
+    return config
 
 
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
-STRANGE = ["conv", "full_attention", "indexed_attention", "of_next_year"]
 
 
 @pytest.mark.parametrize(
-    ("config", "packed"),
+    ("config", "choices"),
     [
-        (Qwen3NextConfig(**LAYERS), OWN),
-        (JambaConfig(**LAYERS), OWN),
-        (Lfm2MoeConfig(**LAYERS, layer_types=CONVOLUTIONS), OWN),
-        (with_kinds(Lfm2MoeConfig(**LAYERS), STRANGE), "sdpa"),
+        (tiny_config(), {"sdpa": (OWN, "sdpa"), "auto": (OWN, "sdpa"), "eager": ("eager", "eager")}),
+        (tiny_config(sliding_window=8), {"sdpa": ("sdpa", "sdpa"), "auto": (OWN, OWN)}),
+        # a config that lists its layers says there whether any has a window; one of chunks has its mask
+        (Qwen2MoeConfig(**LAYERS, use_sliding_window=True), {"sdpa": ("sdpa", "sdpa"), "auto": (OWN, OWN)}),
+        (Qwen2MoeConfig(**LAYERS), {"sdpa": (OWN, "sdpa"), "auto": (OWN, "sdpa")}),
+        (of_kinds(Qwen2MoeConfig(**LAYERS), *["chunked_attention", "full_attention"] * 2), {"auto": ("sdpa", "sdpa")}),
+        # a family without sdpa is given our own where it has flash attention, which is told windows and sinks as ours
+        # is, and else eager
+        (GptOssConfig(**LAYERS), {"auto": (OWN, OWN), "eager": ("eager", "eager")}),
+        (DeepseekV4Config(**LAYERS), {"auto": ("eager", "eager")}),
+        # layers that no mask keeps within a sample: their neighbours of full attention have our own, where all others
+        # have no attention
+        (Qwen3NextConfig(**LAYERS), {"auto": (OWN, "sdpa"), "eager": ("eager", "eager")}),
+        (JambaConfig(**LAYERS), {"auto": (OWN, "sdpa"), "eager": ("eager", "eager")}),
+        (Lfm2MoeConfig(**LAYERS, layer_types=CONVOLUTIONS), {"auto": (OWN, "sdpa"), "eager": ("eager", "eager")}),
+        (
+            of_kinds(Lfm2MoeConfig(**LAYERS), "conv", "full_attention", "indexed_attention", "of_next_year"),
+            {"auto": ("sdpa", "sdpa"), "eager": ("eager", "eager")},
+        ),
     ],
+    ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_layers_that_no_mask_keeps_within_a_sample(config: Any, packed: str) -> None:
-    """Their neighbours of full attention have our own, where all others have no attention."""
-    assert choose_attention("auto", True, config) == packed
-    assert choose_attention("eager", True, config) == "eager"
-    assert choose_attention("auto", False, config) == "sdpa"
+def test_what_is_chosen(config: Any, choices: dict[str, tuple[str, str]]) -> None:
+    """By --attn-implementation: with packing, and without."""
+    for asked, (packed, alone) in choices.items():
+        assert (choose_attention(asked, True, config), choose_attention(asked, False, config)) == (packed, alone)
 
 
 def test_flash_attention_is_not_packed() -> None:

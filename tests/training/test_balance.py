@@ -26,32 +26,25 @@ def balance(family: str, changes: dict[str, Any] | None = None, **settings: Any)
     [
         ("mixtral", {}, {}, "routers: balancing loss 0 (config.json does not set output_router_logits)"),
         (
-            "mixtral",
-            {"output_router_logits": True, "router_aux_loss_coef": 0.001},
-            {},
+            "mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.001}, {},
             "routers: balancing loss 0.001 (router_aux_loss_coef of config.json, which sets output_router_logits)",
         ),
         (
-            "mixtral",
-            {"output_router_logits": True},
-            {"router_aux_loss_coef": 0.0},
+            "mixtral", {"output_router_logits": True}, {"router_aux_loss_coef": 0.0},
             "routers: balancing loss 0 (--router-aux-loss-coef)",
         ),
         (
-            "qwen3_moe",
-            {},
+            "qwen3_moe", {},
             {"router_aux_loss_coef": 0.01, "router_aux_loss_per_layer": True, "router_z_loss_coef": 0.001},
             "routers: balancing loss 0.01 (--router-aux-loss-coef), each layer separately, z-loss 0.001",
         ),
         ("deepseek_v3", {}, {}, "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias constant"),
         (
-            "deepseek_v3",
-            {},
-            {"router_bias_update_rate": 0.001},
+            "deepseek_v3", {}, {"router_bias_update_rate": 0.001},
             "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias changes by 0.001 per step",
         ),
     ],
-)
+)  # fmt: skip
 def test_first_line(family: str, changes: dict[str, Any], settings: dict[str, Any], line: str) -> None:
     assert balance(family, changes, **settings).line() == line
 
@@ -62,25 +55,21 @@ def test_first_line(family: str, changes: dict[str, Any], settings: dict[str, An
         (
             "deepseek_v3",
             {"router_aux_loss_coef": 0.01},
-            "DeepseekV3ForCausalLM has no balancing loss; --router-bias-update-rate 0.001 balances without one",
+            "has no balancing loss; --router-bias-update-rate 0.001 balances",
         ),
         ("deepseek_v2", {"router_aux_loss_coef": 0.01}, "has no balancing loss; leave it out"),
         (
             "mixtral",
             {"router_bias_update_rate": 0.001},
-            "routers of mixtral have no correction bias; --router-aux-loss-coef balances by a loss",
+            "no correction bias; --router-aux-loss-coef balances by a loss",
         ),
         ("zaya", {"router_z_loss_coef": 0.01}, "--router-z-loss-coef: the routers of zaya give no logit"),
+        ("mixtral", {"router_bias_update_rate": -1.0}, r"--router-bias-update-rate -1\.0: must be 0 or more"),
     ],
 )
 def test_what_a_family_has_not_got_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         balance(family, **settings)
-
-
-def test_a_rate_below_zero_is_refused() -> None:
-    with pytest.raises(ExpertMeshError, match=r"--router-bias-update-rate -1\.0: must be 0 or more"):
-        TrainConfig(model="m", dataset=["d"], router_bias_update_rate=-1.0)
 
 
 def _updated(counts: list[list[list[int]]]) -> list[list[float]]:

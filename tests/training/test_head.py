@@ -150,8 +150,9 @@ def scaled_logits() -> Any:
 
 def capped_logits() -> Any:
     """Does more with them: scale · tanh(logits / scale)."""
-    experts: dict[str, Any] = dict(moe_intermediate_size=16, num_experts=4, top_k_experts=2, enable_moe_block=True)
-    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **experts, head_dim=8, final_logit_softcapping=2.0))
+    sizes: dict[str, Any] = dict(moe_intermediate_size=16, num_experts=4, top_k_experts=2, enable_moe_block=True)
+    sizes |= dict(head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=SIZES["vocab_size"])
+    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **sizes, final_logit_softcapping=2.0))
 
 
 def head_with_bias() -> Any:

@@ -41,9 +41,8 @@ def by_file(directory: Path, given: dict[str, Any]) -> TrainConfig:
 
 
 def of_a_plan(directory: Path, given: dict[str, Any]) -> TrainConfig:
-    arguments, rest = plan_flags.build_parser().parse_known_args(
-        [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    )
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    arguments, rest = plan_flags.build_parser().parse_known_args(words)
     return plan_flags.asked_by(arguments, rest).config()
 
 
@@ -77,10 +76,8 @@ def test_a_run_that_says_all_is_read_no_adapter(tmp_path: Path) -> None:
 
 def test_experts(tmp_path: Path) -> None:
     for name in EXPERTS:
-        config = by_flags(
-            tmp_path, {"model": "m", "dataset": "d", "adapter": "lora", "init_adapter": write(tmp_path, (name,))}
-        )
-        assert config.lora_targets == ["experts"]
+        run = {"model": "m", "dataset": "d", "adapter": "lora", "init_adapter": write(tmp_path, (name,))}
+        assert by_flags(tmp_path, run).lora_targets == ["experts"]
 
 
 def test_an_adapter_that_is_not_there(tmp_path: Path) -> None:

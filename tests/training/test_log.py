@@ -57,25 +57,23 @@ def go_on(out: Path, step: int, failing: bool = False) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("logged", "kept"),
-    [
-        pytest.param(b"", b"", id="nothing"),
-        pytest.param(ALL, ALL[: ALL.index(line(5, loss=1.0))], id="steps that no checkpoint has"),
-        pytest.param(
-            ALL[: ALL.index(line(5, loss=1.0))] + WARNING + line(5, warning="x"),
-            ALL[: ALL.index(line(5, loss=1.0))] + WARNING,
-            id="events",
-        ),
-        pytest.param(line(4) + line(5)[:7], line(4), id="cut off in a line"),
-        pytest.param(line(3) + line(4)[:-1], line(3) + line(4), id="cut off before the end of the line"),
-        pytest.param(line(3) + b"\xff\x00" * 9 + b"\n[4]\n4\n{}\n\n" + line(4), line(3) + line(4), id="no records"),
-        pytest.param(UNUSUAL, UNUSUAL, id="unusual text"),
-    ],
-)
+BEFORE = ALL[: ALL.index(line(5, loss=1.0))]
+KEPT = {
+    "nothing": (b"", b""),
+    "steps that no checkpoint has": (ALL, BEFORE),
+    "events": (BEFORE + WARNING + line(5, warning="x"), BEFORE + WARNING),
+    "cut off in a line": (line(4) + line(5)[:7], line(4)),
+    "cut off before the end of the line": (line(3) + line(4)[:-1], line(3) + line(4)),
+    "no records": (line(3) + b"\xff\x00" * 9 + b"\n[4]\n4\n{}\n\n" + line(4), line(3) + line(4)),
+    "unusual text": (UNUSUAL, UNUSUAL),
+}
+
+
+@pytest.mark.parametrize(("logged", "kept"), KEPT.values(), ids=KEPT)
 def test_what_is_kept(ranks: RankPool, tmp_path: Path, logged: bytes, kept: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(logged)
     (tmp_path / "metrics.jsonl.part").write_bytes(b"of a run that was killed in the midst of this" * 1000)
+    (tmp_path / "report.html.4711.part").write_text("<html>")
     assert ranks.run(go_on, 1, tmp_path, 4) == [""]
     assert (tmp_path / "metrics.jsonl").read_bytes() == kept + line(5, warning="of the second life")
     names = {path.name for path in tmp_path.iterdir()}
@@ -90,12 +88,7 @@ def test_rewriting_fails(ranks: RankPool, tmp_path: Path) -> None:
         assert "cannot be written: Input/output error" in said
     assert (tmp_path / "metrics.jsonl").read_bytes() == ALL
     assert not (tmp_path / "metrics.jsonl.part").exists()
-
-
-def test_half_written_reports_of_killed_runs_go(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "report.html.4711.part").write_text("<html>")
-    assert ranks.run(go_on, 1, tmp_path, 0) == [""]
-    assert not (tmp_path / "report.html.4711.part").exists()
+    assert f'"step":{STEPS},' in (tmp_path / "report.html").read_text(encoding="utf-8"), "of what was logged before"
 
 
 def run_and_compare(argv: list[str]) -> tuple[int, str, list[bytes], int]:
@@ -137,28 +130,12 @@ def test_report_of_what_the_run_remembers(ranks: RankPool, tiny_model: Path, tin
         assert reads == 0
 
 
-def test_report_of_a_resumed_run_that_did_not_begin(ranks: RankPool, tmp_path: Path) -> None:
-    """It is of what was logged before."""
-    (tmp_path / "metrics.jsonl").write_bytes(ALL)
-    ranks.run(go_on, 1, tmp_path, 4, True)
-    assert f'"step":{STEPS},' in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 def logged(step: int, **changes: Any) -> dict[str, Any]:
     """What a run logs of 10 steps of 2 s each, 500 tokens a step; it has begun 60 s of evaluation and these ago."""
     return {
-        "step": step,
-        "epoch": step / 40,
-        "learning_rate": 1e-3,
-        "steps": 10,
-        "seconds": 60.0 + 2.0 * step,
-        "loss": 1.5,
-        "grad_norm": 0.25,
-        "tokens": 5000,
-        "tokens_per_second": 250.0,
-        "expert_load_max_over_mean": 1.25,
-        **changes,
-    }
+        "step": step, "epoch": step / 40, "learning_rate": 1e-3, "steps": 10, "seconds": 60.0 + 2.0 * step, "loss": 1.5,
+        "grad_norm": 0.25, "tokens": 5000, "tokens_per_second": 250.0, "expert_load_max_over_mean": 1.25, **changes,
+    }  # fmt: skip
 
 
 def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 100) -> str:

@@ -51,15 +51,21 @@ def trained(optimizer: torch.optim.Optimizer, parameter: Tensor, grads: list[Ten
     return parameter.detach()
 
 
+BOTH = (torch.optim.AdamW, AdamW8bit)
+
+
+def changes(kind: Any, start: Tensor, grads: list[Tensor], weight_decay: float) -> Tensor:
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = kind([{"params": [parameter], "weight_decay": weight_decay}], **SETTINGS)
+    return trained(optimizer, parameter, grads) - start
+
+
 @pytest.mark.parametrize("size", [(6, 60), (37,)])
 def test_adamw_without_blocks_is_torchs(size: tuple[int, ...]) -> None:
     """Rows that are no multiple of a block keep fp32 state."""
-    start, found = torch.randn(size), []
-    for optimizer_class in (torch.optim.AdamW, AdamW8bit):
-        parameter = torch.nn.Parameter(start.clone())
-        optimizer = optimizer_class([{"params": [parameter], "weight_decay": 0.1}], **SETTINGS)
-        found.append(trained(optimizer, parameter, gradients(size, 5)))
-    assert relative_error(found[1] - start, found[0] - start) < 1e-5
+    start = torch.randn(size)
+    expected, found = (changes(kind, start, gradients(size, 5), 0.1) for kind in BOTH)
+    assert relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -177,12 +183,9 @@ def test_corrections_take_a_few_operators_for_all_parameters(kind: str, monkeypa
 
 
 def test_8bit_adamw_stays_near_fp32() -> None:
-    start, found = torch.randn(16, 256), []
-    for optimizer_class in (torch.optim.AdamW, AdamW8bit):
-        parameter = torch.nn.Parameter(start.clone())
-        optimizer = optimizer_class([{"params": [parameter], "weight_decay": 0.0}], **SETTINGS)
-        found.append(trained(optimizer, parameter, gradients((16, 256), 1) * 20) - start)
-    assert relative_error(found[1], found[0]) < 0.15
+    start = torch.randn(16, 256)
+    expected, found = (changes(kind, start, gradients((16, 256), 1) * 20, 0.0) for kind in BOTH)
+    assert relative_error(found, expected) < 0.15
 
 
 def bf16_adamw(parameter: Tensor, lr: float) -> AdamWBf16:
@@ -229,11 +232,7 @@ def test_random_bits_depend_on_the_position_alone() -> None:
         assert float(half.double().mean()) / 2**16 == pytest.approx(0.5, abs=0.01)
     assert whole.unique().numel() > 0.99 * whole.numel()
     assert float((whole == position_bits(key + 1, range(1000), like)).float().mean()) < 1e-3
-
-
-def test_random_bits_of_rows_that_are_no_vectors() -> None:
-    """As of a convolution's weight: by the position among all numbers of a row."""
-    key = torch.tensor(77, dtype=torch.int32)
+    # of rows that are no vectors, as a convolution's: by the position among all numbers of a row
     whole = position_bits(key, range(10), torch.empty(10, 2, 3))
     assert torch.equal(whole.view(10, 6), position_bits(key, range(10), torch.empty(10, 6)))
     assert torch.equal(position_bits(key, range(4, 7), torch.empty(3, 2, 3)), whole[4:7])
@@ -290,21 +289,14 @@ KWARGS: dict[str, dict[str, Any]] = {
     "greedy": {"patience": 1, "factor": 0.5, "min_lr": 1e-5, "smooth": True, "window_size": 3},
 }
 EVAL_LOSSES = [2.0, 1.5, 1.5, 1.6, None, 1.7, None, 1.6, 1.8, 1.9, 1.2, 1.1, 1.0, 0.9, 0.8, 2.0, 2.0, 2.0, 2.0, 2.0]
-
-
 COLD = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules without a warm-up."""
 
 
 def config_of(name: str, **settings: Any) -> TrainConfig:
     arguments = settings.pop("lr_scheduler_kwargs", json.dumps(KWARGS.get(name, {})))
-    return TrainConfig(
-        model="m",
-        dataset=["d"],
-        lr_scheduler_type=name,
-        lr_scheduler_kwargs=arguments,
-        **{"warmup_steps": 0 if name in COLD else 3, **settings},
-    )
+    given = {"warmup_steps": 0 if name in COLD else 3, **settings}
+    return TrainConfig(model="m", dataset=["d"], lr_scheduler_type=name, lr_scheduler_kwargs=arguments, **given)
 
 
 def new_optimizer(config: TrainConfig) -> torch.optim.Optimizer:
@@ -321,6 +313,11 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: in
         optimizer.step()
         step_scheduler(scheduler, EVAL_LOSSES[step])
     return used
+
+
+def whole_rates(config: TrainConfig) -> list[float]:
+    optimizer = new_optimizer(config)
+    return rates(optimizer, build_scheduler(optimizer, config, STEPS), 0, STEPS)
 
 
 def resumed_rates(saved: TrainConfig, config: TrainConfig) -> list[float]:
@@ -340,30 +337,23 @@ def resumed_rates(saved: TrainConfig, config: TrainConfig) -> list[float]:
 def test_every_schedule_resumes(name: str) -> None:
     config = config_of(name, learning_rate=1e-2)
     check_schedule(config, STEPS, evaluates=True)
-    optimizer = new_optimizer(config)
-    whole = rates(optimizer, build_scheduler(optimizer, config, STEPS), 0, STEPS)
+    whole = whole_rates(config)
     assert (len(set(whole)) > 1) == (name != "constant")
     assert resumed_rates(config, config) == whole[SAVED_AT:]
     # flags win: the peak is the new run's (KWARGS' absolute bounds are not reached here)
     doubled = config_of(name, learning_rate=2e-2)
-    optimizer = new_optimizer(doubled)
-    expected = rates(optimizer, build_scheduler(optimizer, doubled, STEPS), 0, STEPS)
-    assert resumed_rates(config, doubled) == pytest.approx(expected[SAVED_AT:])
+    assert resumed_rates(config, doubled) == pytest.approx(whole_rates(doubled)[SAVED_AT:])
 
 
 def test_another_schedule_takes_over() -> None:
     linear, plateau = config_of("linear"), config_of("reduce_lr_on_plateau")
     assert resumed_rates(linear, plateau)[0] == plateau.learning_rate
-    optimizer = new_optimizer(linear)
-    expected = rates(optimizer, build_scheduler(optimizer, linear, STEPS), 0, STEPS)[SAVED_AT:]
-    assert resumed_rates(plateau, linear) == expected
+    assert resumed_rates(plateau, linear) == whole_rates(linear)[SAVED_AT:]
 
 
 def test_warm_up() -> None:
-    for settings, steps in (
-        ({"warmup_steps": 7}, 7), ({"warmup_steps": 0.25}, 25), ({"warmup_steps": 0, "warmup_ratio": 0.031}, 4)
-    ):  # fmt: skip
-        assert num_warmup_steps(config_of("linear", **settings), 100) == steps
+    for steps, ratio, expected in ((7, 0, 7), (0.25, 0, 25), (0, 0.031, 4)):
+        assert num_warmup_steps(config_of("linear", warmup_steps=steps, warmup_ratio=ratio), 100) == expected
 
 
 @pytest.mark.parametrize(
@@ -377,15 +367,12 @@ def test_warm_up() -> None:
         ("warmup_stable_decay", "", "missing 1 required positional argument: 'num_decay_steps'"),
         ("linear", "{min_lr", "--lr-scheduler-kwargs {min_lr: is not JSON"),
         ("linear", "3", "is no JSON object; write it like"),
+        ("reduce_lr_on_plateau", None, "follows the evaluation loss, and this run evaluates nothing"),
+        ("greedy", None, "follows the evaluation loss, and this run evaluates nothing"),
     ],
 )
-def test_bad_schedules(name: str, arguments: str, said: str) -> None:
+def test_bad_schedules(name: str, arguments: str | None, said: str) -> None:
+    config = config_of(name) if arguments is None else config_of(name, lr_scheduler_kwargs=arguments)
     with pytest.raises(ExpertMeshError) as raised:
-        check_schedule(config_of(name, lr_scheduler_kwargs=arguments), STEPS, evaluates=True)
+        check_schedule(config, STEPS, evaluates=arguments is not None)
     assert said in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
-def test_schedules_that_need_an_evaluation(name: str) -> None:
-    with pytest.raises(ExpertMeshError, match=f"{name} follows the evaluation loss, and this run evaluates nothing"):
-        check_schedule(config_of(name), STEPS, evaluates=False)

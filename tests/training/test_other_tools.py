@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+import trl
 from torch.distributed.run import get_args_parser
 from transformers.training_args import OptimizerNames
 
@@ -21,14 +22,8 @@ OURS = {name for setting in fields(TrainConfig) for name in (setting.name, *sett
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 NAMES = [name for names, *_ in rows() for name in names.split()]
 OF_OPTIMIZERS = [other.flags for entry in OPTIMIZERS.entries() for other in entry.other_tools]
-CONFIGS: list[Any] = [transformers.TrainingArguments]
-try:
-    import trl
-
-    CONFIGS += [trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]
-except ImportError:
-    pass
-THEIRS = sorted({setting.name for config in CONFIGS for setting in fields(config)})
+CONFIGS: list[Any] = [transformers.TrainingArguments, trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]
+THEIRS = {setting.name for config in CONFIGS for setting in fields(config)}
 
 
 def refusal(*flags: str) -> str:
@@ -38,6 +33,9 @@ def refusal(*flags: str) -> str:
 
 
 def test_every_flag_that_is_advised_exists() -> None:
+    """And the table has each name once, and none of ours."""
+    assert len(NAMES) == len(set(NAMES)) > 60
+    assert not set(NAMES) & OURS
     advice = [*(advice for _, advice, _ in rows()), *_VALUES.values(), *OF_OPTIMIZERS]
     for text in advice:
         for flag in re.findall(r"--[a-z][a-z0-9-]*", text.replace("`hf download --revision`", "")):
@@ -47,30 +45,25 @@ def test_every_flag_that_is_advised_exists() -> None:
         assert not _parser().parse_known_args([*NEEDED, *flags.split()])[1]
 
 
-def test_the_table_has_each_name_once_and_none_of_ours() -> None:
-    assert len(NAMES) == len(set(NAMES)) > 60
-    assert not set(NAMES) & OURS
-
-
-@pytest.mark.parametrize("name", [name for name in THEIRS if name not in OURS])
-def test_every_flag_of_transformers_and_trl_has_an_answer(name: str) -> None:
+def test_every_flag_of_transformers_and_trl_has_an_answer() -> None:
     """What to do, not a flag that shares letters with it."""
-    said = refusal(f"--{name}", "unheard-of")
-    assert said.startswith(f"unknown flag --{name}: ")
-    assert "did you mean" not in said
+    for name in THEIRS - OURS:
+        said = refusal(f"--{name}", "unheard-of")
+        assert said.startswith(f"unknown flag --{name}: ")
+        assert "did you mean" not in said
 
 
-@pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
-def test_optimizers_of_transformers(name: str) -> None:
+def test_optimizers_of_transformers() -> None:
     """The same AdamW under another name is taken; others are refused with all that there is, and what is near."""
-    if name in ("adamw_torch", *OPTIMIZERS.names()):
-        assert parse_config([*NEEDED, "--optim", name]).optim in (name, "adamw_torch_fused")
-        return
-    said = refusal("--optim", name)
-    assert f"invalid choice: '{name}'" in said
-    assert all(ours in said for ours in OPTIMIZERS.names())
-    if "adamw" in name and name.startswith(("adamw", "paged")):
-        assert "; give --optim adamw_" in said
+    for name in [name.value for name in OptimizerNames]:
+        if name in ("adamw_torch", *OPTIMIZERS.names()):
+            assert parse_config([*NEEDED, "--optim", name]).optim in (name, "adamw_torch_fused")
+            continue
+        said = refusal("--optim", name)
+        assert f"invalid choice: '{name}'" in said
+        assert all(ours in said for ours in OPTIMIZERS.names())
+        if "adamw" in name and name.startswith(("adamw", "paged")):
+            assert "; give --optim adamw_" in said
 
 
 @pytest.mark.parametrize(
@@ -104,10 +97,10 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", HARMLESS)
-def test_what_asks_for_what_is_done_anyway_is_no_error(flags: str) -> None:
-    assert parse_config([*NEEDED, *flags.split(), "--bf16"]) == parse_config([*NEEDED, "--bf16"])
-    assert parse_config([*NEEDED, "--bf16", *flags.split()]) == parse_config([*NEEDED, "--bf16"])
+def test_what_asks_for_what_is_done_anyway_is_no_error() -> None:
+    for flags in HARMLESS:
+        assert parse_config([*NEEDED, *flags.split(), "--bf16"]) == parse_config([*NEEDED, "--bf16"])
+        assert parse_config([*NEEDED, "--bf16", *flags.split()]) == parse_config([*NEEDED, "--bf16"])
 
 
 def test_keys_and_keyword_arguments_answer_likewise(tmp_path: Path) -> None:
@@ -125,13 +118,12 @@ def test_keys_and_keyword_arguments_answer_likewise(tmp_path: Path) -> None:
     assert "unknown key load_in_4bit: give --adapter lora --base-dtype nf4" in said
     assert "unknown key sequence_len: give --max-seq-length" in said
     assert said.endswith("unknown key learning_rte; did you mean learning_rate?")
-    for harmless in ("load_in_8bit", "special_tokens", "wandb_project", "use_reentrant", "bf16"):
-        assert harmless not in said
+    for name in ("load_in_8bit", "special_tokens", "wandb_project", "use_reentrant", "bf16"):
+        assert name not in said
     with pytest.raises(ExpertMeshError, match=r"^unknown key load_in_4bit: give --adapter lora --base-dtype nf4"):
         make_config({"model": "m", "load_in_4bit": True})
-    assert make_config({"model": "m", "load_in_4bit": False, "fsdp": None, "deepspeed": ""}) == make_config(
-        {"model": "m"}
-    )
+    harmless = {"load_in_4bit": False, "fsdp": None, "deepspeed": ""}
+    assert make_config({"model": "m", **harmless}) == make_config({"model": "m"})
 
 
 def test_what_is_near() -> None:

@@ -17,11 +17,8 @@ from expertmesh.training.environment import cpu_model
 from expertmesh.training.model_setup import cpu_matmuls as products
 from expertmesh.training.model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 
-MIXED: dict[matmul.Product, matmul.Library] = {
-    "forward": "onednn",
-    "input-gradient": "onednn",
-    "weight-gradient": "blas",
-}
+MIXED: dict[matmul.Product, matmul.Library]
+MIXED = {"forward": "onednn", "input-gradient": "onednn", "weight-gradient": "blas"}
 CONFIG = TrainConfig(model="m", dataset=["d"])
 
 

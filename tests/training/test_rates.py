@@ -28,9 +28,8 @@ from expertmesh.training.planning.rates import (
 def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
     rates = published(gpu)
     assert {each.operator for each in rates.attained} >= {*get_args(Operator), *get_args(Exchange)}
-    assert {each.name for each in rates.constants} == {
-        "compute beside", "collective beside", "launch", "call", "wait"
-    }  # fmt: skip
+    constants = {"compute beside", "collective beside", "launch", "call", "wait"}
+    assert {each.name for each in rates.constants} == constants
     for each in rates.attained:
         assert 0 < each.share <= 1, each
         assert each.source
@@ -39,9 +38,8 @@ def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
 
 def test_between_sizes_by_their_logarithm() -> None:
     rates = Rates((Attained("matmul", 1e6, 0.2, ""), Attained("matmul", 1e10, 0.6, "")))
-    assert [rates.share("matmul", size) for size in (1.0, 1e6, 1e8, 1e10, 1e12)] == pytest.approx(
-        [0.2, 0.2, 0.4, 0.6, 0.6]
-    )
+    shares = [rates.share("matmul", size) for size in (1.0, 1e6, 1e8, 1e10, 1e12)]
+    assert shares == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.6])
     assert rates.share("memory", 1.0) == 1.0
 
 
@@ -64,12 +62,8 @@ def test_a_rate_replaced_changes_what_it_is_of() -> None:
 
 def test_flash_attention_3_takes_the_place_of_2() -> None:
     rates = published("H100")
-    assert (
-        rates.share("packed attention", 4096)
-        < 0.35
-        < 0.5
-        < rates.with_flash_attention_3().share("packed attention", 4096)
-    )
+    second, third = (each.share("packed attention", 4096) for each in (rates, rates.with_flash_attention_3()))
+    assert second < 0.35 < 0.5 < third
     assert rates.with_flash_attention_3().share("matmul", 1e12) == rates.share("matmul", 1e12)
     # a card without figures of it keeps those of 2
     assert Rates().with_flash_attention_3() == Rates()

@@ -19,7 +19,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
-from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan, read_history
+from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan
 from expertmesh.training.report.page import State, write_report
 from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
 
@@ -29,23 +29,12 @@ LAYERS, EXPERTS = 2, 4
 def training(step: int, **changes: Any) -> dict[str, Any]:
     """A line as the training loop writes it; expert 3 of layer 1 gets nothing, expert 0 of layer 0 twice the mean."""
     return {
-        "step": step,
-        "epoch": round(step / 10, 4),
-        "seconds": 2.0 * step,
-        "learning_rate": 1e-3 / step,
-        "loss": 4 - step / 10,
-        "grad_norm": 1.0,
-        "tokens": 100,
-        "target_tokens": 60,
-        "tokens_per_second": 50.0,
-        "peak_memory_mb": 300 + step,
-        "expert_load_max_over_mean": 2.0,
-        "dead_experts": 0.125,
-        "router_entropy": [1.0, 1.25],
-        "dropped_tokens": 0,
-        "expert_tokens": [[100, 40, 40, 20], [60, 60, 80, 0]],
+        "step": step, "epoch": round(step / 10, 4), "seconds": 2.0 * step, "learning_rate": 1e-3 / step,
+        "loss": 4 - step / 10, "grad_norm": 1.0, "tokens": 100, "target_tokens": 60, "tokens_per_second": 50.0,
+        "peak_memory_mb": 300 + step, "expert_load_max_over_mean": 2.0, "dead_experts": 0.125,
+        "router_entropy": [1.0, 1.25], "dropped_tokens": 0, "expert_tokens": [[100, 40, 40, 20], [60, 60, 80, 0]],
         **changes,
-    }
+    }  # fmt: skip
 
 
 def evaluation(step: int, loss: float) -> dict[str, Any]:
@@ -59,8 +48,10 @@ def make_run(output_dir: Path, lines: list[dict[str, Any]], **config: Any) -> Pa
     return output_dir
 
 
-def report(output_dir: Path, state: State | None = None) -> tuple[str, dict[str, Any]]:
-    """The page, and the content that its script draws."""
+def report(output_dir: Path, *lines: dict[str, Any], state: State | None = None, **config: Any) -> Any:
+    """The page of a run that has logged these lines, and the content that its script draws."""
+    if lines:
+        make_run(output_dir, list(lines), **config)
     page = write_report(output_dir, state).read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
     assert data is not None
@@ -76,18 +67,10 @@ def test_content(tmp_path: Path) -> None:
     assert "<title>first try</title>" in page
     assert (content["model"], content["step"], content["num_steps"]) == ("m/model", 7, 20)
     assert content["summary"] == {
-        "loss": pytest.approx(3.3),
-        "best_eval_loss": 3.0,
-        "best_eval_step": 5,
-        "tokens": 700,
-        "tokens_per_second": 50.0,
-        "mfu": None,
-        "peak_memory_mb": 307,
-        "wall_seconds": 14.0,
-        "num_starts": 1,
-        "dropped_tokens": 3,
-        "skipped_steps": 0,
-    }
+        "loss": pytest.approx(3.3), "best_eval_loss": 3.0, "best_eval_step": 5, "tokens": 700,
+        "tokens_per_second": 50.0, "mfu": None, "peak_memory_mb": 307, "wall_seconds": 14.0, "num_starts": 1,
+        "dropped_tokens": 3, "skipped_steps": 0,
+    }  # fmt: skip
     assert content["curves"]["eval_loss"] == {"steps": [5, 7], "mean": [3.0, 3.5], "per_point": 1}
     assert content["curves"]["router_entropy"]["low"] == [1.0] * 7
     assert content["curves"]["router_entropy"]["high"] == [1.25] * 7
@@ -107,68 +90,60 @@ def test_content(tmp_path: Path) -> None:
     [(19, None, None), (20, None, "finished"), (19, "stopped", "stopped"), (20, "running", "running")],
 )
 def test_state(tmp_path: Path, last: int, given: State | None, shown: State | None) -> None:
-    make_run(tmp_path, [training(last)], num_train_epochs=2)  # of 10 steps each
-    content = report(tmp_path, given)[1]
-    assert content["num_steps"] == 20
-    assert content["state"] == shown
+    content = report(tmp_path, training(last), state=given, num_train_epochs=2)[1]  # of 10 steps each
+    assert (content["num_steps"], content["state"]) == (20, shown)
 
 
 def test_number_of_steps_is_left_open_where_the_epoch_does_not_tell(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(7, epoch=0.0001)], num_train_epochs=2)
-    assert report(tmp_path)[1]["num_steps"] is None
+    assert report(tmp_path, training(7, epoch=0.0001), num_train_epochs=2)[1]["num_steps"] is None
 
 
 def test_starts_of_a_resumed_run_are_added_up(tmp_path: Path) -> None:
-    seconds = [10, 20, 5, 15, 1, 2.5]
-    make_run(tmp_path, [training(step, seconds=s) for step, s in enumerate(seconds, start=1)])
-    summary = report(tmp_path)[1]["summary"]
-    # the last two are of starts of their own: the steps of each took 2 seconds
-    assert summary["wall_seconds"] == 20 + 15 + 1 + 2.5
-    assert summary["num_starts"] == 4
+    """The last two are of starts of their own: the steps of each took 2 seconds."""
+    lines = [training(step, seconds=seconds) for step, seconds in enumerate([10, 20, 5, 15, 1, 2.5], start=1)]
+    summary = report(tmp_path, *lines)[1]["summary"]
+    assert (summary["wall_seconds"], summary["num_starts"]) == (20 + 15 + 1 + 2.5, 4)
 
 
-def test_an_older_files_lines_will_do(tmp_path: Path) -> None:
+def test_a_file_of_an_older_release_alone(tmp_path: Path) -> None:
     line = training(1)
     for name in ("seconds", "peak_memory_mb", "dead_experts", "router_entropy", "dropped_tokens"):
         del line[name]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     content = report(tmp_path)[1]
     assert content["summary"]["wall_seconds"] is content["summary"]["dropped_tokens"] is None
-    assert content["load"]["entropy"] == [[None, None]]
-    assert content["name"] == "expertmesh"
+    assert (content["load"]["entropy"], content["name"]) == ([[None, None]], "expertmesh")
     assert content["config"] == content["environment"] == {}
 
 
-@pytest.mark.parametrize("lines", ["", '{"step": 3, "lo'], ids=["empty", "cut off"])
-def test_a_run_that_has_logged_nothing_yet(tmp_path: Path, lines: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    content = report(tmp_path)[1]
-    assert (content["step"], content["curves"], content["load"], content["generations"]) == (0, {}, None, [])
-    assert content["unreadable_lines"] == bool(lines)
-
-
-def test_cut_off_last_line_is_skipped(tmp_path: Path) -> None:
+def test_a_run_that_has_logged_little(tmp_path: Path) -> None:
+    """Nothing yet, a cut-off line, skipped steps alone, evaluations alone."""
+    for text in ("", '{"step": 3, "lo'):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        content = report(tmp_path)[1]
+        assert (content["step"], content["curves"], content["load"], content["generations"]) == (0, {}, None, [])
+        assert content["unreadable_lines"] == bool(text)
     make_run(tmp_path, [training(1), training(2)])
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(training(3))[:-5])
     content = report(tmp_path)[1]
-    assert content["step"] == 2
-    assert content["unreadable_lines"] == 1
+    assert (content["step"], content["unreadable_lines"]) == (2, 1)
+    skipped = {"step": 1, "loss": None, "grad_norm": None, "skipped_steps": 1, "tokens": 10}
+    content = report(tmp_path, skipped)[1]
+    assert (content["summary"]["loss"], content["load"], content["curves"]) == (None, None, {})
+    content = report(tmp_path, evaluation(3, 1.0))[1]
+    assert (content["step"], content["load"], list(content["curves"])) == (3, None, ["eval_loss", "eval_perplexity"])
 
 
-def test_a_layer_without_scores_is_left_out_of_the_entropy(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1, router_entropy=[None, 1.0]), training(2, router_entropy=[None, 2.0])])
-    _, content = report(tmp_path)
+def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path: Path) -> None:
+    """Of a layer without scores, too."""
+    broken = training(2, loss=math.nan, router_entropy=[math.inf, 1.0], grad_norm=10**400)
+    curves = report(tmp_path, training(1), broken, training(3))[1]["curves"]
+    assert curves["loss"]["steps"] == curves["router_entropy"]["steps"] == [1, 3]
+    lines = [training(step, router_entropy=[None, float(step)]) for step in (1, 2)]
+    content = report(tmp_path, *lines)[1]
     assert content["curves"]["router_entropy"]["mean"] == [1.0, 2.0]
     assert all(layers[0] is None for layers in content["load"]["entropy"])
-
-
-def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    broken = training(2, loss=math.nan, router_entropy=[math.inf, 1.0], grad_norm=10**400)
-    make_run(tmp_path, [training(1), broken, training(3)])
-    content = report(tmp_path)[1]
-    assert content["curves"]["loss"]["steps"] == [1, 3]
-    assert content["curves"]["router_entropy"]["steps"] == [1, 3]
 
 
 def test_skipped_steps_and_warnings(tmp_path: Path) -> None:
@@ -177,18 +152,10 @@ def test_skipped_steps_and_warnings(tmp_path: Path) -> None:
     for name in ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens"):
         del skipped[name]
     warning = {"step": 2, "warning": "loss spike"}
-    make_run(tmp_path, [training(1), skipped, warning, training(3, skipped_steps=4)])
-    content = report(tmp_path)[1]
+    content = report(tmp_path, training(1), skipped, warning, training(3, skipped_steps=4))[1]
     assert content["curves"]["loss"]["steps"] == content["curves"]["grad_norm"]["steps"] == [1, 3]
-    assert content["summary"]["skipped_steps"] == 5
-    assert content["summary"]["tokens"] == 300
+    assert (content["summary"]["skipped_steps"], content["summary"]["tokens"]) == (5, 300)
     assert content["warnings"] == [{"step": 2, "text": "loss spike"}]
-
-
-def test_a_run_with_skipped_steps_alone(tmp_path: Path) -> None:
-    make_run(tmp_path, [{"step": 1, "loss": None, "grad_norm": None, "skipped_steps": 1, "tokens": 10}])
-    content = report(tmp_path)[1]
-    assert (content["summary"]["loss"], content["load"], content["curves"]) == (None, None, {})
 
 
 HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=alert(1)> ${data} $data \u2028 \x00 é 漢"
@@ -196,10 +163,8 @@ HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=aler
 
 def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
     generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE, "reference": HOSTILE}]}
-    make_run(
-        tmp_path, [training(1), generations, {"step": 1, "warning": HOSTILE}], run_name=HOSTILE, prompt_column=HOSTILE
-    )
-    page, content = report(tmp_path)
+    warning = {"step": 1, "warning": HOSTILE}
+    page, content = report(tmp_path, training(1), generations, warning, run_name=HOSTILE, prompt_column=HOSTILE)
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page
     assert "<!--" not in page
@@ -208,24 +173,17 @@ def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
 
 
 def test_page_loads_nothing(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1)])
-    page = report(tmp_path)[0]
+    """Its policy names its own script and style, and nothing else."""
+    page = report(tmp_path, training(1))[0]
     assert re.findall(r"""(?:src|href|action|data)\s*=\s*["']?([^"'\s>]*)""", page) == ["data:,"]
     assert not re.search(r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
-
-
-def test_policy_names_the_pages_own_script_and_style(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1)])
-    page = report(tmp_path)[0]
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
-    allowed = dict(part.strip().split(" ", 1) for part in policy[1].split(";"))
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
     assert allowed["default-src"] == "'none'"
     for directive, tag in (("script-src", "script"), ("style-src", "style")):
-        content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        assert content is not None
-        digest = base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert allowed[directive] == f"'sha256-{digest}'"
 
 
@@ -233,8 +191,7 @@ def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     steps = 10 * history.MAX_POINTS + 3
     lines = [training(step, loss=1.0) for step in range(1, steps + 1)]
     lines[5000]["loss"], lines[7000]["loss"] = 9.0, 0.5
-    make_run(tmp_path, lines)
-    content = report(tmp_path)[1]
+    content = report(tmp_path, *lines)[1]
     loss = content["curves"]["loss"]
     assert len(loss["steps"]) <= history.MAX_POINTS
     assert loss["steps"][-1] == steps
@@ -247,6 +204,9 @@ def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     assert load["last_steps"][-1] == steps
     assert [last + 1 for last in load["last_steps"][:-1]] == load["first_steps"][1:]
     assert content["summary"]["tokens"] == 100 * steps
+    # one token among many is not none
+    few = training(1, expert_tokens=[[10**6, 10**6, 1, 0]])
+    assert report(tmp_path, few)[1]["load"]["load"] == [[[200, 200, 1, 0]]]
 
 
 @pytest.mark.parametrize("num_logged", [1, 7, 8, 9, 16, 17, 100, 1000])
@@ -266,21 +226,14 @@ def test_expert_load_adds_neighbours_and_loses_nothing(monkeypatch: pytest.Monke
     assert mean == pytest.approx((load.items[0].num_logged - 1) / 2)
 
 
-def test_one_token_among_many_is_not_none(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1, expert_tokens=[[10**6, 10**6, 1, 0]])])
-    assert report(tmp_path)[1]["load"]["load"] == [[[200, 200, 1, 0]]]
-
-
 def test_size_is_bounded_for_many_experts_and_long_generations(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = []
     for step in range(1, 101):
-        lines.append(
-            training(step, expert_tokens=rng.integers(0, 10**6, (48, 128)).tolist(), router_entropy=[1.0] * 48)
-        )
+        tokens = rng.integers(0, 10**6, (48, 128)).tolist()
+        lines.append(training(step, expert_tokens=tokens, router_entropy=[1.0] * 48))
         lines.append({"step": step, "generations": [{"prompt": "p", "text": "<" * 10_000}] * 2})
-    make_run(tmp_path, lines)
-    page, content = report(tmp_path)
+    page, content = report(tmp_path, *lines)
     assert len(page) < 4e6
     assert [logged["step"] for logged in content["generations"]][:: len(content["generations"]) - 1] == [1, 100]
     assert content["num_generations"] == 100
@@ -296,18 +249,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     error = capsys.readouterr().err
     assert "nowhere/metrics.jsonl: cannot be read: No such file" in error
     assert "--output-dir" in error
-
-
-def test_command_line_as_a_module(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1)])
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "training.report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "report.html").is_file()
-
-
-def test_broken_config_is_named(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1)])
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "report.html")), done.stderr
     (tmp_path / "config.yaml").write_text("- a\n- list\n")
     with pytest.raises(ExpertMeshError, match=r"config\.yaml: contains a list, not a table"):
         write_report(tmp_path)
@@ -350,6 +294,11 @@ def test_profiles_by_steps_and_ranks(tmp_path: Path) -> None:
     content = report(tmp_path)[1]
     assert content["profiles"] == made
     assert (content["profiles_not_shown"], content["between"]) == (0, BETWEEN)
+    for rank in range(MAX_PROFILES + 3):
+        add_profile(tmp_path, f"rank-{rank}.5.json", json.dumps(profile(rank, [5])))
+    content = report(tmp_path)[1]
+    assert [entry["rank"] for entry in content["profiles"]] == list(range(MAX_PROFILES))
+    assert content["profiles_not_shown"] == 4
 
 
 def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
@@ -365,15 +314,6 @@ def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
     for number, text in enumerate(broken):
         add_profile(tmp_path, f"rank-{number + 1}.step-5.json", text)
     assert report(tmp_path)[1]["profiles"] == [profile(0, [5])]
-
-
-def test_number_of_profiles_is_bounded(tmp_path: Path) -> None:
-    make_run(tmp_path, [training(1)])
-    for rank in range(MAX_PROFILES + 3):
-        add_profile(tmp_path, f"rank-{rank}.step-5.json", json.dumps(profile(rank, [5])))
-    content = report(tmp_path)[1]
-    assert [entry["rank"] for entry in content["profiles"]] == list(range(MAX_PROFILES))
-    assert content["profiles_not_shown"] == 3
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -395,8 +335,7 @@ onload = () => {
 def test_in_a_narrow_window(tmp_path: Path) -> None:
     """On a telephone nothing leaves its card; and the entropy's band, from the lowest layer to the highest, is drawn as
     it is, not cut off where the mean of all layers ends."""
-    make_run(tmp_path, [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)])
-    report(tmp_path)
+    report(tmp_path, *[training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)])
     (tmp_path / "measuring.html").write_text(MEASURING)
     assert BROWSER is not None
     command = [
@@ -412,9 +351,3 @@ def test_in_a_narrow_window(tmp_path: Path) -> None:
     assert all(right <= card for right, card in measured["parts"]), measured["parts"]
     # five steps' highest and lowest layers, each step nearer to one another
     assert len(set(measured["band"])) == 10
-
-
-def test_evaluations_alone(tmp_path: Path) -> None:
-    make_run(tmp_path, [evaluation(3, 1.0)])
-    read = read_history(tmp_path / "metrics.jsonl")
-    assert (read.last_step, read.load, list(read.curves)) == (3, None, ["eval_loss", "eval_perplexity"])

@@ -291,10 +291,10 @@ STEPS: list[tuple[dict[str, Any], str, list[int]]] = [
         {"per_device_train_batch_size": 5, "max_steps": None, "num_train_epochs": 1, "dataloader_drop_last": True},
         "loss", [1, 2, 3, 4],
     ),
-    ({"include_num_input_tokens_seen": "non_padding", "max_steps": 2}, "num_input_tokens_seen", [1, 2]),
+    ({"include_num_input_tokens_seen": "non_padding", "max_steps": 2}, "num_input_tokens_seen", [1, 2, 2]),
     (EVALUATING, "eval_loss", [1, 2, 3]),
     (EVALUATING | {"eval_delay": 2}, "eval_loss", [2, 3]),
-    (EVALUATING | {"eval_steps": 2, "eval_on_start": True}, "eval_loss", [0, 2]),
+    (EVALUATING | {"eval_steps": 2, "eval_on_start": True}, "eval_loss", [0, 2, 3]),
 ]  # fmt: skip
 """(arguments, what is logged, at which steps)"""
 
@@ -549,12 +549,13 @@ def test_defaults_of_trl_warn_of_nothing(tiny_model: Path, tmp_path: Path, recwa
 
 def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path) -> None:
     """The argument reaches the data; without arguments the class's own are made for the engine's device."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for args, end in ((trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), "~"), (None, tokenizer.eos_token)):
+    for args in (trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), None):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        expected = tokenizer.eos_token_id if args is None else tokenizer.convert_tokens_to_ids("~")
         data = datasets.Dataset.from_list(TEXTS)
         trainer = SFT(model=load(tiny_model), train_dataset=data, processing_class=tokenizer, args=args)
         found: Any = trainer.train_dataset
-        assert {row["input_ids"][-1] for row in found} == {tokenizer.convert_tokens_to_ids(end)}
+        assert {row["input_ids"][-1] for row in found} == {expected}
         assert trainer.args.use_cpu
 
 
