@@ -22,6 +22,7 @@ class Column:
         name: in a line of text, where it is not the heading.
         spare: 0: it stays in any case; of the others the greatest go first.
         is_text: to be aligned on the left, as figures are on the right.
+        meaning: what the column says, for who has not seen it before.
     """
 
     heading: str
@@ -29,6 +30,7 @@ class Column:
     name: str = ""
     spare: int = 0
     is_text: bool = False
+    meaning: str = ""
 
     @property
     def called(self) -> str:

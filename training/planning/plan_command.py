@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ from .planner.setting import Setting
 from .planner.tried import Tried
 from .rehearsal.cached import CachedMeasure
 from .rehearsal.run_setting import config_of, setting_of
-from .tables import assumptions, launch_line, print_plans, summary
+from .tables import Searched, launch_line, print_plans, summary, to_be_set
 
 TP_SIZES = (2, 4, 8)
 """Ranks of a tensor-parallel group that are tried beside none."""
@@ -70,17 +70,23 @@ def plan(asked: Asked) -> int:
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
-    model, batch = found[0].measure.parameters, _batch_in_words(asked, config)
-    said = assumptions(config.model, model, config, best.setting, cluster, batch)
-    print_plans(console, said, plans, cluster, arguments.top, seconds)
+    searched = Searched(found[0].measure.parameters, config, plans, cluster, _batch_in_words(asked, config), seconds)
+    print_plans(console, searched, arguments.top, arguments.verbose)
     for line in notes:
         console.print(Text(folded(line)))
     if asked.tried().pp_size == 1 and "pp_size" not in asked.given.all and asked.world_size > cluster.gpus_per_node:
         console.print(Text(folded("pipelines are tried with --global-batch-size or --pp-size")))
+    if not arguments.verbose:
+        console.print(
+            Text(folded("--verbose says what memory and time consist of, what is sent, and what was assumed"))
+        )
     if best.fits:
+        line = launch(best)
         console.print(Text("\nrecommended", "bold green"))
+        if to_set := to_be_set(line):
+            console.print(Text(folded(to_set)))
         # in one piece, to be copied
-        console.print(Text(launch(best)))
+        console.print(Text(line))
         return 0
     console.print(Text("\nnothing fits", "bold red"))
     for line in _what_would_fit(asked, best, cluster):
@@ -98,7 +104,8 @@ class _Found:
 
 
 def _search(asked: Asked, cluster: Cluster) -> list[_Found]:
-    """Search with each size of tensor parallelism that can be measured; says of the others why not.
+    """Search with each size of tensor parallelism that was asked for and can be measured; says of the others why not.
+    If none was asked for, with those that may pay.
 
     Raises:
         ExpertMeshError: none can be; says why not the first.
@@ -113,6 +120,8 @@ def _search(asked: Asked, cluster: Cluster) -> list[_Found]:
         sizes = [1, *(TP_SIZES if 1 in tried.micro_batches else ())]
     for size in sizes:
         is_own_choice = asked.tp_sizes is None and size > 1
+        if is_own_choice and found and not _larger_groups_may_pay(found, tried, cluster):
+            break
         try:
             config = asked.config(size)
             measure = _measure(asked, config)
@@ -134,6 +143,20 @@ def _search(asked: Asked, cluster: Cluster) -> list[_Found]:
         said = str(why) if "--tp-size" in str(why) else f"--tp-size {size}: {why}"
         print(folded(f"left out: {said}"), file=sys.stderr)
     return found
+
+
+def _larger_groups_may_pay(found: Sequence[_Found], tried: Tried, cluster: Cluster) -> bool:
+    """Whether a larger tensor-parallel group could be better than what was found. It divides what is computed for a
+    sequence, which spares recomputation, and sends more; what lasts is divided by all ranks in any case."""
+    best, newest = best_first(plan for each in found for plan in each.plans)[0], best_first(found[-1].plans)[0]
+    if not best.fits:
+        return any(plan.memory.lasting <= cluster.memory for plan in found[-1].plans)
+    if best is not newest:
+        return False
+    batch = found[-1].config.global_batch_size
+    if batch is not None and sequences_per_step(best.setting) > batch:
+        return True
+    return tried.checkpointing is None and best.setting.checkpointing != "none"
 
 
 def _measure(asked: Asked, config: TrainConfig) -> CachedMeasure:
@@ -204,9 +227,9 @@ def _naming(model: str) -> Iterator[None]:
 
 def _batch_in_words(asked: Asked, config: TrainConfig) -> str:
     if config.global_batch_size is None:
-        return f"{config.gradient_accumulation_steps} micro-batches per step"
-    by_default = "" if asked.has_batch else " (by default: --global-batch-size gives another number)"
-    return f"{config.global_batch_size:,} sequences per step{by_default}"
+        return f"{config.gradient_accumulation_steps} micro-batches"
+    by_default = "" if asked.has_batch else " (by default; --global-batch-size sets another number)"
+    return f"{config.global_batch_size:,} sequences{by_default}"
 
 
 def _notes(run: TrainConfig, setting: Setting) -> list[str]:

@@ -15,7 +15,9 @@ from .imbalance import add_imbalance_flags, read_imbalance
 from .planner.hardware import add_hardware_flags, check_positive
 from .planner.tried import MICRO_BATCHES, Tried
 
-DEFAULTS: Mapping[str, Any] = {"bf16": True, "max_seq_length": 4096, "dataset": ["data.jsonl"]}
+DATASET, OUTPUT_DIR = "$DATASET", "$OUTPUT_DIR"
+"""Shell variables in a launch line, for what no plan depends on."""
+DEFAULTS: Mapping[str, Any] = {"bf16": True, "max_seq_length": 4096, "dataset": [DATASET], "output_dir": OUTPUT_DIR}
 """What is planned where nothing was given, other than train_ep.py's own defaults."""
 BATCH = {"none": 256, "lora": 64}
 """Sequences per step where none were asked for, of as many tokens as by default or fewer; by adapter."""
@@ -56,11 +58,12 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--tp-size",
         metavar="N,N...",
-        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and with one "
-        "sequence per group 2, 4 and 8. The model is measured for each until that is cached",
+        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and 2, 4 and 8 "
+        "with one sequence per group where these may pay. The model is measured for each until that is cached",
     )
     add_imbalance_flags(parser)
     parser.add_argument("--top", type=int, default=12, help="lines of the table")
+    parser.add_argument("--verbose", action="store_true", help="what memory and time consist of, and what was assumed")
     parser.add_argument("--json", action="store_true", help="print JSON: every layout, with the line that starts it")
     parser.add_argument("--no-cache", action="store_true", help="measure again, and keep nothing of it")
     parser.add_argument("--seq-length", metavar="N", help="another name of --max-seq-length")
@@ -152,7 +155,7 @@ def read_flags(argv: Sequence[str]) -> Asked:
     arguments, rest = parser.parse_known_args(argv)
     asked = asked_by(arguments, rest, list(parser._option_string_actions))
     if arguments.json:
-        tell_without_effect(parser, arguments, "with --json, which has every layout", "top")
+        tell_without_effect(parser, arguments, "with --json, which has every layout", "top", "verbose")
     tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
     return asked
 

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from .columns import Column, open_console, print_table
 from .coverage import not_modelled
 from .imbalance import GivenRouting
 from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
+from .plan_flags import DATASET, OUTPUT_DIR
 from .planner.clock import StepTime
 from .planner.hardware import GIB, Hardware, attained
 from .planner.measured import ModelParameters
@@ -29,52 +31,101 @@ def _say(console: Console, line: str, style: str = "") -> None:
     console.print(Text(folded(line), style))
 
 
-def print_plans(
-    console: Console, lines: Sequence[str], plans: Sequence[Plan], cluster: Cluster, top: int, seconds: float
-) -> None:
-    """The assumptions, the ranked table, and the best plan's parts.
+@dataclass(frozen=True)
+class Searched:
+    """What `plan` has found.
+
+    Attributes:
+        model, config: what the first of the plans trains.
+        plans: best first. batch: sequences per step, in words. seconds: that the search took.
+    """
+
+    model: ModelParameters
+    config: TrainConfig
+    plans: Sequence[Plan]
+    cluster: Cluster
+    batch: str
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+
+def print_plans(console: Console, searched: Searched, top: int, is_verbose: bool) -> None:
+    """What is planned, whether it fits and what it costs, in a line each; then a table of the best plans with what its
+    columns mean.
 
     Args:
-        lines: the assumptions.
-        seconds: that the search took.
+        top: rows of the table.
+        is_verbose: whether the table has all columns, and what follows it the assumptions, and the best plan's parts.
     """
-    for line in lines:
+    plans, cluster = searched.plans, searched.cluster
+    for line in _in_short(searched):
         _say(console, line)
-    print_table(console, ranked(plans[:top], cluster))
-    fitting = sum(plan.fits for plan in plans)
-    _say(console, f"{fitting} of {len(plans)} layouts fit; shown: {min(top, len(plans))}; found in {seconds:.1f} s")
-    best_by_tp: dict[int, Plan] = {}
-    for plan in plans:
-        best_by_tp.setdefault(plan.setting.tp_size, plan)
-    for tp_size, plan in best_by_tp.items() if len(best_by_tp) > 1 else ():
-        _say(console, f"best with tp {tp_size}, seqs {plan.setting.micro_batch}: {summary(plan, cluster.hardware)}")
     _say(console, "")
-    best = plans[0]
-    _say(console, f"the first: {summary(best, cluster.hardware)}")
-    for line in parts(best):
-        _say(console, line)
-    shown = [t for t in best.traffic if t.total >= 1e5]
-    print_table(console, _sent(shown, Column("of", [t.what for t in shown], spare=1, is_text=True)))
+    columns = ranked(plans[:top], cluster)
+    print_table(console, columns if is_verbose else [column for column in columns if column.meaning])
+    _say(console, "")
+    for column in columns:
+        if column.meaning:
+            _say(console, f"{column.called}: {column.meaning}")
+    if is_verbose:
+        _print_parts(console, searched)
 
 
-def assumptions(
-    name: str, model: ModelParameters, config: TrainConfig, setting: Setting, cluster: Cluster, batch: str
-) -> list[str]:
-    """What plans have in common.
+def _in_short(searched: Searched) -> list[str]:
+    """What, whether it fits, and what it costs."""
+    model, config, best, cluster = searched.model, searched.config, searched.best, searched.cluster
+    plans, setting, device = searched.plans, best.setting, cluster.hardware.name
+    base = "" if config.base_dtype == "auto" else f" on {config.base_dtype}"
+    adapter = "all weights" if config.adapter == "none" else f"{config.adapter}{base}"
+    what = (
+        f"{config.model}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per "
+        f"token; {adapter} in {_dtype(setting.bf16, setting.tf32)} with {setting.optimizer}, sequences of "
+        f"{setting.seq_length:,} tokens{', packed' if config.packing else ''}"
+    )
+    gpus = f"{setting.world_size:,} GPUs ({device}; {cluster.gpus_per_node} per node)"
+    of_card = f"of {cluster.memory / GIB:,.1f} GiB per GPU"
+    fitting = sum(plan.fits for plan in plans)
+    if not best.fits:
+        needed = f"{best.memory.total / GIB:,.1f} {of_card}"
+        return [what, f"does not fit on {gpus}: the smallest of {len(plans)} layouts needs {needed}", _cost(searched)]
+    fits = f"fits on {gpus}: the fastest layout needs {best.memory.total / GIB:,.1f} {of_card}"
+    return [what, f"{fits}; {fitting} of {len(plans)} layouts fit", _cost(searched)]
 
-    Args:
-        batch: sequences per step, in words.
-    """
+
+def _cost(searched: Searched) -> str:
+    best, hardware = searched.best, searched.cluster.hardware
+    everywhere = best.tokens_per_second * best.setting.world_size
+    return (
+        f"a step of {searched.batch} {'takes' if best.fits else 'would take'} {best.time.total:,.2f} s: "
+        f"{best.tokens_per_second:,.0f} tokens/s per GPU, {everywhere:,.0f} in all, "
+        f"{best.share_of_peak(hardware):.1%} MFU"
+    )
+
+
+def _print_parts(console: Console, searched: Searched) -> None:
+    """What was assumed, and the best plan in detail."""
+    best, cluster, plans = searched.best, searched.cluster, searched.plans
+    by_tp: dict[int, Plan] = {}
+    for plan in plans:
+        by_tp.setdefault(plan.setting.tp_size, plan)
+    _say(console, "")
+    for tp_size, plan in by_tp.items() if len(by_tp) > 1 else ():
+        _say(console, f"best with --tp-size {tp_size}: {summary(plan, cluster.hardware)}")
     hardware = cluster.hardware
-    adapter = "" if config.adapter == "none" else f", {config.adapter} on {config.base_dtype}"
-    return [
-        f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per token",
-        f"{setting.world_size} GPUs, {cluster.gpus_per_node} per node, {cluster.memory / GIB:,.1f} GiB each",
-        f"{hardware.name}: {attained(hardware)}",
-        f"sequences of {setting.seq_length:,} tokens, all full{', packed' if config.packing else ''}; {batch}; "
-        f"{_dtype(setting.bf16, setting.tf32)}, {setting.optimizer}{adapter}; "
-        f"the busiest expert has {setting.imbalance:.3g} x the mean load",
-    ]
+    _say(
+        console, f"assumed: all sequences are full; the busiest expert has {best.setting.imbalance:.3g} x the mean load"
+    )
+    _say(console, f"rates of {hardware.name}: {attained(hardware)}")
+    _say(console, f"found in {searched.seconds:.1f} s")
+    _say(console, "\nthe first line of the table")
+    _say(console, f"peak at {best.when}: {memory_terms(best.memory)}")
+    _say(console, _step(best.time, digits=2))
+    shown = [t for t in best.traffic if t.total >= 1e5]
+    if shown:
+        print_table(console, _sent(shown, Column("of", [t.what for t in shown], spare=1, is_text=True)))
 
 
 def _dtype(bf16: bool, tf32: bool) -> str:
@@ -82,7 +133,8 @@ def _dtype(bf16: bool, tf32: bool) -> str:
 
 
 def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
-    """One row per plan. Where space is short, the terms of memory go first: their sum stays."""
+    """One row per plan. Those columns that have a meaning are always printed, the others where everything is. Where
+    space is short, the terms of memory go first: their sum stays."""
     settings, memories = [plan.setting for plan in plans], [plan.memory for plan in plans]
 
     def gib(values: Iterable[float]) -> list[str]:
@@ -93,32 +145,81 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         colour = "red" if not plan.fits else "yellow" if share > 0.9 else "green"
         return f"[{colour}]{plan.memory.total / GIB:.1f}[/]"
 
+    words = ["yes" if plan.fits else "no" for plan in plans]
+    fits = Column("fits", words, spare=1, is_text=True, meaning="whether the memory of a GPU is enough")
+    pipelines = _pipeline_columns(settings) if any(s.pp_size > 1 for s in settings) else []
+    tensor_parallel = Column(
+        "tensor\nparallel",
+        [str(s.tp_size) for s in settings],
+        meaning="--tp-size: GPUs that divide heads and dense MLPs",
+    )
     return [
-        Column("fits", ["yes" if plan.fits else "no" for plan in plans], is_text=True),
-        *(_pipeline_columns(settings) if any(s.pp_size > 1 for s in settings) else []),
-        Column("dp", [str(s.dp_size) for s in settings]),
-        Column("ep", [str(s.ep_size) for s in settings]),
-        *([Column("tp", [str(s.tp_size) for s in settings])] if any(s.tp_size > 1 for s in settings) else []),
-        Column("dense", [s.dense_shard for s in settings], is_text=True),
-        Column("check-\npoint", [s.checkpointing for s in settings], "checkpoint", is_text=True),
-        Column("seqs", [str(s.micro_batch) for s in settings]),
+        *([fits] if len({plan.fits for plan in plans}) > 1 else []),
+        *pipelines,
+        Column(
+            "data\nparallel",
+            [str(s.dp_size) for s in settings],
+            spare=1,
+            meaning="groups of GPUs with all experts each",
+        ),
+        Column(
+            "expert\nparallel",
+            [str(s.ep_size) for s in settings],
+            meaning="--ep-size: GPUs among which a layer's experts are divided",
+        ),
+        *([tensor_parallel] if any(s.tp_size > 1 for s in settings) else []),
+        Column(
+            "dense\nweights",
+            [s.dense_shard for s in settings],
+            is_text=True,
+            meaning="--dense-shard: those outside of experts, sharded over all GPUs (full), or over "
+            "each expert-parallel group (hybrid)",
+        ),
+        Column(
+            "check-\npointing",
+            [s.checkpointing for s in settings],
+            "checkpointing",
+            is_text=True,
+            meaning="--gradient-checkpointing: what backward computes again instead of keeping it",
+        ),
+        Column(
+            "micro-\nbatch",
+            [str(s.micro_batch) for s in settings],
+            "micro-batch",
+            meaning="--per-device-train-batch-size: sequences at once",
+        ),
         Column("state", gib(m.lasting for m in memories), spare=4),
         Column("activ.", gib(m.activations for m in memories), spare=3),
         Column("gathered", gib(m.gathered for m in memories), spare=5),
         Column("work-\ning", gib(m.working for m in memories), "working", spare=5),
         Column("slack", gib(m.slack for m in memories), spare=5),
-        Column("total\nGiB", [total(plan) for plan in plans]),
+        Column("GiB\nper GPU", [total(plan) for plan in plans], meaning="memory at the peak"),
         Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
         Column("between", [f"{plan.between / 1e9:.1f}" for plan in plans], "GB/step between", spare=2),
-        Column("s/step", [f"{plan.time.total:.2f}" for plan in plans], spare=1),
-        Column("tok/s\n/GPU", [f"{plan.tokens_per_second:,.0f}" for plan in plans], "tok/s/GPU"),
+        Column("s per\nstep", [f"{plan.time.total:.2f}" for plan in plans], spare=2),
+        Column(
+            "tokens/s\nper GPU",
+            [f"{plan.tokens_per_second:,.0f}" for plan in plans],
+            meaning="by the rates attained elsewhere",
+        ),
     ]
 
 
 def _pipeline_columns(settings: Sequence[Setting]) -> list[Column]:
     return [
-        Column("pp", [str(s.pp_size) for s in settings]),
-        Column("sche-\ndule", [s.schedule if s.pp_size > 1 else "" for s in settings], "schedule", 2, is_text=True),
+        Column(
+            "pipeline\nstages",
+            [str(s.pp_size) for s in settings],
+            meaning="--pp-size: groups of GPUs with some of the layers each",
+        ),
+        Column(
+            "sche-\ndule",
+            [s.schedule if s.pp_size > 1 else "" for s in settings],
+            "schedule",
+            2,
+            is_text=True,
+            meaning="--pipeline-schedule: the order of a step's micro-batches",
+        ),
         Column("chunks", [str(s.chunks) for s in settings], spare=1),
         Column("micro-\nbatches", [f"{s.accumulation:,}" for s in settings], "micro-batches", spare=1),
     ]
@@ -130,11 +231,6 @@ def summary(plan: Plan, hardware: Hardware) -> str:
         f"{plan.memory.total / GIB:.1f} GiB per GPU, {plan.tokens_per_second:,.0f} tokens/s per GPU, "
         f"{plan.share_of_peak(hardware):.1%} MFU"
     )
-
-
-def parts(plan: Plan) -> list[str]:
-    """The best plan in detail."""
-    return [f"peak at {plan.when}: {memory_terms(plan.memory)}", _step(plan.time, digits=2)]
 
 
 def _step(t: StepTime, digits: int) -> str:
@@ -174,8 +270,11 @@ def memory_terms(memory: Memory) -> str:
     return f"{' + '.join(terms)} = {memory.total / size:,.2f} {name}"
 
 
+HOST = "$HOST"
+"""A shell variable in a launch line, beside `DATASET` and `OUTPUT_DIR`."""
+
 _ALWAYS = (
-    "model", "dataset", "max_seq_length", "bf16", "ep_size", "dense_shard", "tp_size", "pp_size",
+    "model", "dataset", "output_dir", "max_seq_length", "bf16", "ep_size", "dense_shard", "tp_size", "pp_size",
     "per_device_train_batch_size", "global_batch_size", "gradient_checkpointing", "optim",
 )  # fmt: skip
 """Settings that a launch line names even where they are at their defaults: `plan` has others, or tries several."""
@@ -188,19 +287,29 @@ def launch_line(
     file: Mapping[str, Any] | None = None,
     config_file: str | None = None,
 ) -> str:
-    """A command that runs the configuration. Given to `plan`, its flags forecast the same.
+    """A command that runs the configuration, with shell variables for what a plan does not know (`to_be_set`). Given to
+    `plan`, its flags forecast the same.
 
     Args:
         file: settings that the YAML file gives which `config_file` names.
     """
     nodes = -(-world_size // gpus_per_node)
     here = min(world_size, gpus_per_node)
-    across = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    across = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{HOST}:29500" ' if nodes > 1 else ""
     always = list(_ALWAYS)
     if config.global_batch_size is None:
         always[always.index("global_batch_size")] = "gradient_accumulation_steps"
     words = [*([] if config_file is None else ["--config", config_file]), *flags_of_config(config, always, file)]
-    return f"torchrun {across}--nproc-per-node {here} -m expertmesh.train_ep {shlex.join(words)}"
+    quoted = " ".join(f'"{word}"' if word in (DATASET, OUTPUT_DIR) else shlex.quote(word) for word in words)
+    return f"torchrun {across}--nproc-per-node {here} -m expertmesh.train_ep {quoted}"
+
+
+def to_be_set(line: str) -> str:
+    """What the shell variables of a launch line are to be, in words; empty where it has none."""
+    meanings = {DATASET: "your data", OUTPUT_DIR: "where the run is to write", HOST: "the first node's name"}
+    found = [f"{name.removeprefix('$')} ({meaning})" for name, meaning in meanings.items() if f'"{name}' in line]
+    everywhere = ", on each node" if f'"{HOST}' in line else ""
+    return f"set {', '.join(found)}{everywhere}" if found else ""
 
 
 def print_account(

@@ -249,7 +249,7 @@ class _Measurement:
                     made[whole].grad = torch.empty(shape, dtype=whole.dtype)
             module._parameters[name] = made[whole]
         self.parts = {own for whole, own in made.items() if whole in self.of.divided}
-        for layer in moe_layers(self.model):
+        for layer in (each for number in self.of.first for each in moe_layers(self.layers[number])):
             layer.dispatcher = self._dispatcher()
             layer.mlp.working = type(layer.mlp.working)()
             layer.mlp.working.are_kept = self.workload.keeps_casts
