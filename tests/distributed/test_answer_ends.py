@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GenerationConfig, TrainingArguments, def
 
 import expertmesh
 from expertmesh.checkpoints.__main__ import main as checkpoints
-from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import run_main
+from tests.distributed.whole_runs import Runs
+from tests.tiers import tiered
 from tests.tiny import save_model, save_tokenizer
 
 TEMPLATE = """\
@@ -47,41 +47,32 @@ def ends(directory: Path) -> Any:
     return GenerationConfig.from_pretrained(directory).eos_token_id
 
 
-def train_a_step(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, more: list[str]) -> None:
-    argv = ["--model", model, "--dataset", data, "--output-dir", out, "--use-cpu", "--max-steps", "1", *more]
-    for code, errors in ranks.run(run_main, world_size, list(map(str, argv)), join_group=False):
-        assert code == 0, errors
-
-
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_of_a_run(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
-    (model, ids), out = base, tmp_path / "out"
-    argv = ["--save-steps", "1", "--adapter", adapter, *(["--merge"] if adapter == "lora" else [])]
-    train_a_step(ranks, 2, model, tmp_path / "data.jsonl", out, argv)
-    assert ends(out / "hf") == [ids[EOS], ids[END]]
-    if adapter == "none":
-        (saved,) = (out / "checkpoints").glob("step-*")
-        assert checkpoints(["convert", str(saved), str(tmp_path / "shards"), "--ep-size", "2"]) == 0
-        assert checkpoints(["export", str(tmp_path / "shards"), str(tmp_path / "again")]) == 0
-        assert ends(tmp_path / "again") == [ids[EOS], ids[END]]
+@pytest.mark.parametrize("adapter", tiered([""], slow=["--adapter lora --merge"]))
+def test_of_a_run(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
+    model, ids = base
+    ended = runs(2, f"--model {model} --dataset {tmp_path}/data.jsonl --max-steps 1 --save-steps 1 {adapter}")
+    out, shards, again = ended.out, str(tmp_path / "shards"), tmp_path / "again"
+    if adapter:
+        assert checkpoints(["merge", str(model), str(out / "adapter"), str(again)]) == 0
+    else:
+        assert checkpoints(["convert", str(ended.checkpoint(1)), shards, "--ep-size", "2"]) == 0
+        assert checkpoints(["export", shards, str(again)]) == 0
+    assert ends(out / "hf") == ends(again) == [ids[EOS], ids[END]]
     if (model / "generation_config.json").exists():
         assert GenerationConfig.from_pretrained(out / "hf").temperature == 0.6
-    if adapter == "lora":
-        assert checkpoints(["merge", str(model), str(out / "adapter"), str(tmp_path / "merged")]) == 0
-        assert ends(tmp_path / "merged") == [ids[EOS], ids[END]]
 
 
-def test_of_plain_text(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
+def test_of_plain_text(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
     """It ends with EOS, which ends generation already: the file is the model's own, or none."""
-    (model, _), out = base, tmp_path / "out"
+    model, _ = base
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}) + "\n")
-    train_a_step(ranks, 1, model, tmp_path / "data.jsonl", out, [])
+    out = runs(1, f"--model {model} --dataset {tmp_path}/data.jsonl --max-steps 1").out
     written, own = (path / "generation_config.json" for path in (out / "hf", model))
     assert written.exists() == own.exists()
     assert not own.exists() or written.read_bytes() == own.read_bytes()
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", tiered(["none"], slow=["lora"]))
 def test_from_python(base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: Any) -> None:
     """Of a loop of one's own, by the tokenizer of the model; of Trainer, by its own, which may have another EOS."""
     model, ids = base

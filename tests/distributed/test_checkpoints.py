@@ -204,14 +204,6 @@ def export_error_with_file_limit(source: Path, out: Path, topology: Topology, li
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_export_that_cannot_be_written(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    (message,) = set(ranks.run(export_error, 2, tiny_model, blocked / "hf", Topology(2, 2)))
-    assert str(blocked) in message
-    assert "cannot be written" in message
-
-
 @pytest.mark.slow
 def test_what_is_carried_over_may_take_longer_than_a_collective(ranks: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path / "source")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import ROOT, start
+from tests.distributed.whole_runs import ROOT
 
 
 @pytest.mark.release
@@ -33,11 +32,3 @@ def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Pa
     assert "rank 0 " not in said
     assert "rank 1: the run was ended from the debugger" in done.stderr
     assert done.returncode == 1
-
-
-@pytest.mark.slow
-def test_unknown_rank(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    flags = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--max-steps", 1)
-    for code, errors in start(ranks, 2, *flags, "--debug-ranks", 2):
-        assert code == 2
-        assert not errors or "--debug-ranks 2: the ranks are 0 to 1" in errors

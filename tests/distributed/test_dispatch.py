@@ -35,6 +35,7 @@ from tests.distributed.reference import Case, hf_model, my_batches, ours, random
 from tests.families.configs import TEXT_IDS
 from tests.families.test_parity import CANCELLED, compare
 from tests.streams import watching_counts
+from tests.tiers import tiered
 from tests.tiny import relative_error, tiny_block
 
 TOLERANCE = 1e-5
@@ -46,37 +47,42 @@ def node(ranks: int) -> dict[str, Any]:
     return {"dispatch": "node", "ranks_per_node": ranks}
 
 
-SLOW, RELEASE = pytest.mark.slow, pytest.mark.release
-KINDS: dict[str, tuple[Topology, Case, str, Any]] = {
-    "grouped": (Topology(4, 4), Case(SAMPLES, kernel="torch-grouped"), "node", ()),
-    "few sequences": (Topology(4, 4), Case(SAMPLES[:3], balance=0.05), "rank", SLOW),
-    "biases": (Topology(4, 4), Case(SAMPLES, family="gpt_oss", kernel="torch-grouped"), "node", SLOW),
-    "bf16": (Topology(4, 4), Case(SAMPLES, compute_dtype=torch.bfloat16), "node", SLOW),
-    "all experts": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 8}), "rank", SLOW),
-    "shared experts": (Topology(4, 4), Case(SAMPLES, family="deepseek_v3"), "rank", RELEASE),
-    "nf4": (Topology(4, 4), Case(SAMPLES, settings={"adapter": "lora", "base_dtype": "nf4"}), "node", RELEASE),
-    "frozen": (Topology(4, 4), Case(SAMPLES, settings={"freeze": ["experts", "router"]}), "rank", RELEASE),
-    "context parallelism": (Topology(4, 4, "full", 2), Case(SAMPLES), "rank", RELEASE),
-    "hybrid": (Topology(8, 4, "hybrid"), Case(SAMPLES), "node", RELEASE),
-    "8 ranks": (Topology(8, 8), Case(SAMPLES, family="qwen3_next"), "node", RELEASE),
-    "one expert per token": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 1}), "node", RELEASE),
-}
+ON_4 = Topology(4, 4)
+KINDS = tiered(
+    [(ON_4, Case(SAMPLES, kernel="torch-grouped"), node(2))],
+    slow=[
+        (ON_4, Case(SAMPLES[:3], balance=0.05), RANK),
+        (ON_4, Case(SAMPLES, family="gpt_oss", kernel="torch-grouped"), node(2)),
+        (ON_4, Case(SAMPLES, compute_dtype=torch.bfloat16), node(2)),
+        (ON_4, Case(SAMPLES, changes={"num_experts_per_tok": 8}), RANK),
+    ],
+    release=[
+        (ON_4, Case(SAMPLES, changes={"num_experts_per_tok": 1}), node(2)),
+        (ON_4, Case(SAMPLES, family="deepseek_v3"), RANK),
+        (ON_4, Case(SAMPLES, settings={"adapter": "lora", "base_dtype": "nf4"}), node(2)),
+        (Topology(8, 8), Case(SAMPLES, family="qwen3_next", changes={"num_experts": 8}), node(4)),
+    ],
+)
 MODES: list[dict[str, Any]] = [{"gradient_checkpointing": mode} for mode in ("none", "full", "selective")]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, (*_, mark) in KINDS.items()])
-def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "case", "once"),
+    KINDS,
+    ids=["grouped", "few", "biases", "bf16", "all experts", "one expert", "shared experts", "nf4", "8 ranks"],
+)
+def test_equals_a_row_for_each_choice(
+    ranks: RankPool, tmp_path: Path, topology: Topology, case: Case, once: dict[str, Any]
+) -> None:
     """Losses and gradients; their bits are the same on every run, and whatever is recomputed."""
-    topology, case, dispatch, _ = KINDS[kind]
-    changes = {"num_experts" if case.family == "qwen3_next" else "num_local_experts": 8, **case.changes}
+    changes = case.changes if case.family == "qwen3_next" else {"num_local_experts": 8, **case.changes}
     hf_model(replace(case, changes=changes), seed=1).save_pretrained(tmp_path)
-    once = node(2) if dispatch == "node" else RANK
     variants = [
         {"dispatch": "plain"},
         *({**once, **mode} for mode in (MODES[0], *MODES)),
         {**once, "overlap_chunks": 2, **MODES[2]},
     ]
-    if kind == "grouped":
+    if case.family == "mixtral" and case.kernel == "torch-grouped":
         variants[4] |= {"keep_expert_products": 1}
     found = ranks.run(_figures, topology.world_size, tmp_path, topology, case, variants)
     exact: list[Any] = [None] * len(found)
@@ -92,24 +98,6 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
                 assert _distance(figures, truth[0]) < 1.5 * _distance(plain, truth[0])
         for other in same:
             assert [name for name, figure in first.items() if not torch.equal(figure, other[name])] == []
-
-
-@pytest.mark.slow
-def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path) -> None:
-    """A whole model on 8 ranks, all of whose tokens go to the experts of the first three: the others have no row."""
-    case = Case(SAMPLES, family="gpt_oss", kernel="torch-grouped")
-    model = hf_model(case, num_local_experts=8, num_experts_per_tok=3, seed=1)
-    for name, parameter in model.named_parameters():
-        if name.endswith("router.bias"):
-            parameter.data[:3] += 100.0
-    model.save_pretrained(tmp_path)
-    found = ranks.run(_figures, 8, tmp_path, Topology(8, 8), case, [{"dispatch": "plain"}, RANK, node(4)])
-    for rank, (plain, *others) in enumerate(found):
-        for figures in others:
-            compare(figures, plain, CANCELLED * _norm(plain))
-            of_experts = [grad for name, grad in figures.items() if ".experts." in name]
-            assert of_experts
-            assert all(bool(grad.any()) == (rank < 3) for grad in of_experts)
 
 
 def _norm(figures: dict[str, Tensor]) -> float:
@@ -137,14 +125,11 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [pytest.param("plain", marks=pytest.mark.release), "rank", "node"])
-def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
+@pytest.mark.parametrize("once", [{"dispatch": "plain"}, RANK, node(2)], ids=["plain", "rank", "node"])
+def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, once: dict[str, Any]) -> None:
     """Also where recomputation ends before the layer does; and what was kept for it has been taken."""
     hf_model(Case(SAMPLES, changes={"num_local_experts": 8}), seed=1).save_pretrained(tmp_path)
-    variants: list[dict[str, Any]] = [{"dispatch": dispatch, **mode} for mode in MODES]
-    variants.append({**variants[2], "overlap_chunks": 2})
-    if dispatch == "node":
-        variants = [variant | {"ranks_per_node": 2} for variant in variants]
+    variants = [*(once | mode for mode in MODES), once | MODES[2] | {"overlap_chunks": 2}]
     for figures in ranks.run(_begun_and_waited, 4, tmp_path, variants):
         for begun, waited, left in figures:
             assert begun == waited > 0
@@ -219,15 +204,15 @@ def _layer(dtype: torch.dtype) -> Any:
     return layer
 
 
-def _route(experts: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Routed]:
+def _route(experts: list[Tensor]) -> dict[str, Routed]:
     nodes = make_node_groups(Topology(4, 4), 2, None)
     experts_TK = experts[dist.get_rank()]
-    layer, found = _layer(dtype), {}
+    layer, found = _layer(torch.float64), {}
     for kind in ("plain", "rank", "node"):
         layer.dispatcher = _dispatcher(kind, nodes)
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = layer.shape.model_width
-        x_TD = torch.randn(len(experts_TK), size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        x_TD = torch.randn(len(experts_TK), size, generator=generator, dtype=torch.float64).requires_grad_()
         weights_TK = torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64)
         # those of padding may be anything
         weights_TK = weights_TK.masked_fill(experts_TK == 8, torch.nan).requires_grad_()
@@ -271,7 +256,7 @@ def _given_up(experts: list[Tensor]) -> dict[str, tuple[list[str], list[int]]]:
 
 def test_memory_is_kept_until_counts_are_there(ranks: RankPool) -> None:
     """What the counts' stream reads, the stream that computes must not write over."""
-    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
+    experts = experts_of("spread")
     for found in ranks.run(_given_up, 4, experts):
         for kind, (gone, waits) in found.items():
             assert gone == [], kind
@@ -288,12 +273,16 @@ ROUTINGS: dict[str, list[list[list[int]]]] = {
 }
 
 
+def experts_of(routing: str) -> list[Tensor]:
+    return [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS[routing]]
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_results_and_rows_follow_the_routing(ranks: RankPool, routing: str) -> None:
     """Forward and backward, in fp64; the rows that cross, there and back, are those the routing implies, one for each
     token and rank, or token and node, and so are their bytes. Choices and weights go there with the tokens, and their
     gradients come back with the tokens'."""
-    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS[routing]]
+    experts = experts_of(routing)
     to_ranks = [[{int(e) // 2 for e in row if e < 8} for row in rows] for rows in experts]
 
     def tokens(sources: list[int], destinations: list[int]) -> int:
@@ -341,85 +330,39 @@ def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int
         assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
 
 
-@pytest.mark.parametrize(("kind", "num_parts"), [("rank", 1), pytest.param("node", 2, marks=pytest.mark.slow)])
-def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
-    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
-    for analytic, numeric in ranks.run(_differences, 4, experts, kind, num_parts):
-        torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=1e-8)
-
-
-def _differences(experts: list[Tensor], kind: str, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum of all ranks' squared results, by autograd and by central differences, of every weight of
-    every rank."""
-    layer, rank = _layer(torch.float64), dist.get_rank()
-    layer.dispatcher = _dispatcher(kind, make_node_groups(Topology(4, 4), 2, None), num_parts=num_parts)
-    generator = torch.Generator().manual_seed(rank)
-    size = layer.shape.model_width
-    x_TD = torch.randn(len(experts[rank]), size, generator=generator, dtype=torch.float64)
-    weights_TK = torch.rand(experts[rank].shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    def value(weights_TK: Tensor) -> Tensor:
-        with Forward():
-            out_TD = layer(x_TD, experts[rank], weights_TK)
-        return out_TD.square().sum()
-
-    value(weights_TK).backward()
-    assert weights_TK.grad is not None
-    numeric_TK, step = torch.zeros_like(weights_TK), 1e-6
-    for owner, of_owner in enumerate(experts):
-        for index in range(of_owner.numel()):
-            values = []
-            for sign in (1, -1):
-                moved_TK = weights_TK.detach().clone()
-                if owner == rank:
-                    moved_TK.view(-1)[index] += sign * step
-                total = value(moved_TK).detach()
-                dist.all_reduce(total)
-                values.append(float(total))
-            if owner == rank:
-                numeric_TK.view(-1)[index] = (values[0] - values[1]) / (2 * step)
-    return weights_TK.grad, numeric_TK
-
-
 def test_sums_in_fp32(ranks: RankPool) -> None:
     """They travel so in both directions, and spare a rounding."""
-    for dtypes, errors in ranks.run(_sums, 4):
-        assert dtypes["same"] == {torch.bfloat16}
-        assert dtypes["float32"] == {torch.bfloat16, torch.float32}
+    for num_bytes, errors in ranks.run(_sums, 4):
+        assert num_bytes["same"] == {2}
+        assert num_bytes["float32"] == {2, 4}
         assert errors["float32"] < 0.8 * errors["same"]
 
 
-def _sums() -> tuple[dict[str, set[torch.dtype]], dict[str, float]]:
+def _sums() -> tuple[dict[str, set[int]], dict[str, float]]:
+    """By the dtype of sums: bytes of a number that is sent, and distance from a sum of all a token's experts in fp32,
+    as the plain dispatch makes it."""
     nodes = make_node_groups(Topology(4, 4), 2, None)
     layer = _layer(torch.bfloat16)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x_TD = torch.randn(64, layer.shape.model_width, generator=generator).to(torch.bfloat16)
     experts_TK = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(64)])
     weights_TK = torch.rand(experts_TK.shape, generator=generator)
-    dtypes: dict[str, set[torch.dtype]] = {}
+    num_bytes: dict[str, set[int]] = {}
     outs: dict[str, tuple[Tensor, Tensor]] = {}
-    original = exchange.UnderWay
     for name, sum_dtype in (("plain", None), ("same", None), ("float32", torch.float32)):
         layer.dispatcher = _dispatcher("plain" if name == "plain" else "node", nodes, sum_dtype)
         x = x_TD.clone().requires_grad_()
-        seen: set[torch.dtype] = set()
-
-        def begin(out: Tensor, rows: Tensor, *rest: Any, seen: set[torch.dtype] = seen) -> Any:
-            if rows.shape[1] > 16:
-                seen.add(rows.dtype)
-            return original(out, rows, *rest)
-
-        with mock.patch.object(exchange, "UnderWay", begin), Forward():
+        with _moved() as moved, Forward():
             out_TD = layer(x, experts_TK, weights_TK)
             out_TD.backward(torch.ones_like(out_TD))
         assert x.grad is not None
-        dtypes[name], outs[name] = seen, (out_TD.detach().float(), x.grad.float())
-    # all of a token's experts summed up in fp32, as the plain dispatch does
+        num_bytes[name] = {m.sent_bytes // (sum(m.rows) * m.width) for m in moved if m.width > 16}
+        outs[name] = (out_TD.detach().float(), x.grad.float())
     error = {
         name: sum(relative_error(mine, want) for mine, want in zip(outs[name], outs["plain"], strict=True))
         for name in ("same", "float32")
     }
-    return dtypes, error
+    return num_bytes, error
 
 
 @pytest.mark.parametrize("ranks_on_node", [1, 2])

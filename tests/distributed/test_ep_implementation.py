@@ -191,8 +191,7 @@ OTHERS = sorted((MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)) - {"m
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["mixtral", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sample(10)]) for name in OTHERS)],
+    "family", ["mixtral", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sample(10)]) for name in OTHERS)]
 )
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,

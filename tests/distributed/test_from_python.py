@@ -3,7 +3,7 @@ train_ep.py does with the same batches, to the last bit of the weights."""
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -302,13 +302,10 @@ def given_other_batches(model: Path, size: str) -> list[str]:
     ids = torch.arange(3, 12)[None]
     own = {"input_ids": ids + engine.ranks.rank, "labels": ids}
     cases: list[Any] = [own, {"input_ids": ids, "labels": own["input_ids"]}, None if engine.ranks.rank else own]
-    said = problems([lambda case=case: engine.step(case) for case in cases])  # type: ignore[misc]
-    said += problems([lambda case=case: engine.evaluate([case]) for case in cases])  # type: ignore[misc]
+    said = problems([partial(engine.step, case) for case in cases])
+    said += problems([partial(engine.evaluate, [case]) for case in cases])
     assert engine.step({"input_ids": ids, "labels": ids}).tokens == 9
-    return [
-        *said,
-        *problems([lambda: expertmesh.Trainer(model=engine, args=TrainingArguments("unused", use_cpu=True))]),
-    ]
+    return said + problems([partial(expertmesh.Trainer, engine, TrainingArguments("unused", use_cpu=True))])
 
 
 @pytest.mark.parametrize("size", ["pp_size", "cp_size"])
@@ -328,7 +325,7 @@ def refused(model: Path) -> list[str]:
     batch = {"input_ids": ids, "labels": ids}
     cases: list[Any] = [[batch] * (1 + dist.get_rank())]
     cases += [batch if dist.get_rank() == other else {"input_ids": ids} for other in (1, 0)]
-    said = problems([lambda case=case: engine.step(case) for case in cases])  # type: ignore[misc]
+    said = problems([partial(engine.step, case) for case in cases])
     engine.step(batch if dist.get_rank() else None)
     return said
 

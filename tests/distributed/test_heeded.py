@@ -1,7 +1,5 @@
 """Every flag of a run is heeded, or it is told that it has no effect: what is read is recorded while runs go on."""
 
-import contextlib
-import io
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,25 +14,24 @@ import pytest
 import torch
 
 import expertmesh
-from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.library import OF_THE_LOOP
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import run_main
+from tests.distributed.whole_runs import Runs, tell
 
 NAMES = {setting.name for setting in fields(TrainConfig)}
 CONFIG = "expertmesh.training.config."
 ONLY_WHEN_IT_HAPPENS = {"on_nonfinite", "on_save_error", "router_warn_load"}
 """Read when something goes wrong; other tests see to that."""
-MODES: dict[str, tuple[int, list[str]]] = {
-    "everything": (1, []),
-    "adapters": (1, ["--adapter", "lora"]),
-    "merged": (1, ["--adapter", "lora", "--merge", "--save-steps", "0"]),
-    "evaluation": (1, ["--eval-ratio", "0.2", "--generate-steps", "3", "--eval-steps", "3", "--packing"]),
-    "epochs": (1, ["--max-steps", "-1", "--num-train-epochs", "0.2", "--resume", "auto", "--optim", "shampoo"]),
-    "layout": (4, ["--pp-size", "2", "--tp-size", "2", "--ep-size", "2", "--dispatch", "rank", "--no-export"]),
-    "context": (2, ["--cp-size", "2", "--ep-size", "2", "--dense-shard", "hybrid", "--gradient-checkpointing"]),
+MODES: dict[str, tuple[int, str]] = {
+    "everything": (1, ""),
+    "adapters": (1, "--adapter lora"),
+    "merged": (1, "--adapter lora --merge --save-steps 0"),
+    "evaluation": (1, "--eval-ratio 0.2 --generate-steps 3 --eval-steps 3 --packing"),
+    "epochs": (1, "--max-steps -1 --num-train-epochs 0.2 --resume auto --optim shampoo"),
+    "layout": (4, "--pp-size 2 --tp-size 2 --ep-size 2 --dispatch rank --no-export"),
+    "context": (2, "--cp-size 2 --ep-size 2 --dense-shard hybrid --gradient-checkpointing"),
 }
 
 
@@ -67,34 +64,23 @@ def _names(frame: FrameType, name: str) -> bool:
     )
 
 
-def run_recorded(argv: list[str]) -> tuple[int, str, set[str]]:
+def tell_recorded(argv: list[str]) -> tuple[int, str, set[str]]:
     with recording() as read:
-        code, errors = run_main(argv)
+        code, _, errors = tell(argv)
     return code, errors, read
 
 
-def run_printing(argv: list[str]) -> str:
-    """Standard output of train_ep.py on this rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert train_ep.main(argv) == 0
-    return printed.getvalue()
-
-
-def test_the_first_line_tells_what_has_no_effect(ranks: RankPool, tiny_model: Path, tiny_data: Path) -> None:
-    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--use-cpu", "--preview", "--lora-r", "8"]
-    argv += ["--pipeline-schedule", "interleaved"]
-    (printed,) = ranks.run(run_printing, 1, argv, join_group=False)
-    assert " ".join(printed.split()).startswith(
+def test_the_first_line_tells_what_has_no_effect(runs: Runs) -> None:
+    ended = runs(1, "--preview --lora-r 8 --pipeline-schedule interleaved")
+    assert " ".join(ended.printed.split()).startswith(
         "note: --pipeline-schedule interleaved has no effect without --pp-size 2 or more; --lora-rank 8 has no effect "
-        f"without --adapter lora {tiny_model}: mixtral"
+        f"without --adapter lora {runs.model}: mixtral"
     )
 
 
-def test_a_preview_needs_no_ranks(ranks: RankPool, tiny_model: Path, tiny_data: Path) -> None:
-    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--use-cpu", "--preview", "--ep-size", "8"]
-    argv += ["--pp-size", "2", "--pipeline-layers", "1,1", "--tp-size", "2", "--async-tp"]
-    (printed,) = ranks.run(run_printing, 1, argv, join_group=False)
-    said = " ".join(printed.split())
+def test_a_preview_needs_no_ranks(runs: Runs) -> None:
+    ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
+    said = " ".join(ended.printed.split())
     assert said.startswith("note: a preview by one process goes without --ep-size 8 --tp-size 2 --pp-size 2: figures")
     assert "1 ranks: dp 1 x ep 1, 8 experts per rank" in said
     assert "an epoch" in said
@@ -137,24 +123,20 @@ def test_settings_of_the_loop_are_warned_of_from_python(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
-def test_flags_are_heeded_or_told(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, mode: str
-) -> None:
+def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     """What a run has not read has no effect: it says so of it, or refuses it."""
     world_size, more = MODES[mode]
-    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "run"), "--use-cpu"]
-    argv += ["--max-steps", "3", "--save-steps", "2", "--router-warn-steps", "2", *more]
-    results = ranks.run(run_recorded, world_size, argv, join_group=False)
+    argv = ["--model", str(runs.model), "--dataset", str(runs.data), "--output-dir", str(runs.directory / "run")]
+    argv += ["--use-cpu", *["--max-steps", "3", "--save-steps", "2", "--router-warn-steps", "2"], *more.split()]
+    results = runs.ranks.run(tell_recorded, world_size, argv, join_group=False)
     assert [code for code, _, _ in results] == [0] * world_size, results[0][1]
     read = set().union(*(found for _, _, found in results))
     config = parse_config(argv)
     assert {"model", "learning_rate", "seed"} <= read
     dropped = []
     for setting in fields(TrainConfig):
-        if setting.name in read | ONLY_WHEN_IT_HAPPENS:
-            continue
         needs = setting.metadata.get("needs")
-        if needs is not None and not needs.met(config):
+        if setting.name in read | ONLY_WHEN_IT_HAPPENS or (needs is not None and not needs.met(config)):
             continue
         try:
             parse_config([*argv, f"--{setting.name}=other"])
@@ -165,26 +147,25 @@ def test_flags_are_heeded_or_told(
     assert not dropped
 
 
+IS_A_FILE = "is for directories and hub datasets"
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--dataset-split", "validation"], 2, "--dataset-split validation: is for directories and hub datasets"),
-        (["--dataset-config", "de"], 2, "--dataset-config de: is for directories and hub datasets, and FILE is a file"),
-        (["--eval-dataset", "FILE", "--eval-dataset-split", "dev"], 2, "--eval-dataset-split dev: is for directories"),
-        (["--sample-by", "document"], 0, "note: --sample-by document has no effect without a .txt file"),
+        ("--dataset-split validation", 2, f"--dataset-split validation: {IS_A_FILE}"),
+        ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE}, and {{data}} is a file"),
+        ("--eval-dataset {data} --eval-dataset-split dev", 2, "--eval-dataset-split dev: is for directories"),
+        ("--sample-by document", 0, "note: --sample-by document has no effect without a .txt file"),
         (
-            ["--text-column", "response", "--train-on", "last"],
+            "--text-column response --train-on last",
             0,
-            "note: --train-on last has no effect: the data are plain text, all of which is trained on",
+            "note: --train-on last has no effect: the data are plain text",
         ),
-        (["--text-column", "response", "--prompt-template", "Q {prompt}"], 0, "note: --prompt-template has no effect"),
+        ("--text-column response --prompt-template 'Q {{prompt}}'", 0, "note: --prompt-template has no effect"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)  # fmt: skip
-def test_flags_of_other_data(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, flags: list[str], code: int, told: str
-) -> None:
-    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--use-cpu", "--preview", *flags]
-    argv = [str(tiny_data) if word == "FILE" else word for word in argv]
-    ((found, errors),) = ranks.run(run_main, 1, argv, join_group=False)
-    assert (found, told in errors.replace(str(tiny_data), "FILE")) == (code, True), errors
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_flags_of_other_data(runs: Runs, flags: str, code: int, told: str) -> None:
+    ended = runs(1, f"--preview {flags.format(data=runs.data)}", code=code)
+    assert told.format(data=runs.data) in ended.errors

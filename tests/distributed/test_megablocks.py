@@ -17,15 +17,15 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.parity.compare import assert_same
+from tests.tiers import tiered
 from tests.tiny import relative_error, save_model, tiny_block
 
 CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
 KERNEL = "megablocks-sparse"
 
 
-@pytest.mark.sample(2)
 @interpreted
-@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ep_size"), tiered([(4, 4)], slow=[(4, 2)]))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int) -> None:
     """Two samples among up to four ranks: some have no token of their own."""
     save_model(tmp_path, **CHANGES)
@@ -62,7 +62,7 @@ def _skewed(kernel: str) -> tuple[int, dict[str, Any]]:
 
 
 @interpreted
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", tiered([2], slow=[4]))
 def test_original_layer_equals_ours(ranks: RankPool, world_size: int) -> None:
     """Also the experts' gradients, which MegaBlocks by itself would divide by the number of ranks."""
     for errors in ranks.run(_original_against_ours, world_size):

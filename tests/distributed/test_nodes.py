@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +17,8 @@ from safetensors.torch import load_file, save_file
 import expertmesh.training.output
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import ROOT, run_main
+from tests.tiers import tiered
 from tests.tiny import save_model, save_tokenizer
-
-Change = Callable[[Path], list[str]]
-"""Of the files of the second node, in its directory; further flags for it."""
 
 FLAGS = ["--model", "model", "--dataset", "data.jsonl", "--use-cpu", "--max-steps", "2", "--ep-size", "2"]
 FLAGS += ["--per-device-train-batch-size", "4"]
@@ -58,87 +57,64 @@ def test_nodes_with_files_of_their_own(ranks: RankPool, nodes: Path) -> None:
     shared = [*FLAGS, "--output-dir", str(nodes / "out")]
     results = ranks.run(run_on_node, 4, [shared, [*shared, "--dataset-num-proc", "2"]], nodes, 2, join_group=False)
     assert results == [(0, "")] * 4
-    assert sorted(path.name for path in (nodes / "out").iterdir()) == [
-        "checkpoints", "config.yaml", "environment.json", "finished.json", "hf", "metrics.jsonl", "report.html",
-    ]  # fmt: skip
+    names = {"checkpoints", "config.yaml", "environment.json", "finished.json", "hf", "metrics.jsonl", "report.html"}
+    assert {path.name for path in (nodes / "out").iterdir()} == names
 
 
-def _another_weight(node: Path) -> list[str]:
+def _another_weight(node: Path) -> None:
     """One router's, of which the header tells nothing."""
     tensors = load_file(node / "model" / "model.safetensors")
     tensors["model.layers.1.block_sparse_moe.gate.weight"] += 1
     save_file(tensors, node / "model" / "model.safetensors", metadata={"format": "pt"})
-    return []
 
 
-def _another_config(node: Path) -> list[str]:
+def _another_config(node: Path) -> None:
     config = json.loads((node / "model" / "config.json").read_text())
     (node / "model" / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 3}))
-    return []
 
 
-def _fewer_layers(node: Path) -> list[str]:
+def _fewer_layers(node: Path) -> None:
     """Which is a model that could be trained."""
     shutil.rmtree(node / "model")
     save_model(node / "model", num_hidden_layers=1)
     save_tokenizer(node / "model")
-    return []
 
 
-def _no_model(node: Path) -> list[str]:
-    (node / "model").rename(node / "elsewhere")
-    return ["--model", str(node / "model")]
+def _data(change: Callable[[list[str]], list[str]]) -> Callable[[Path], Any]:
+    def rewrite(node: Path) -> None:
+        (node / "data.jsonl").write_text("\n".join(change((node / "data.jsonl").read_text().splitlines())))
+
+    return rewrite
 
 
-def _another_answer(node: Path) -> list[str]:
-    lines = (node / "data.jsonl").read_text().splitlines()
-    row = json.loads(lines[20])
-    lines[20] = json.dumps({**row, "response": row["response"][::-1]})
-    (node / "data.jsonl").write_text("\n".join(lines))
-    return []
-
-
-def _fewer_samples(node: Path) -> list[str]:
-    lines = (node / "data.jsonl").read_text().splitlines()
-    (node / "data.jsonl").write_text("\n".join(lines[:-1]))
-    return []
-
-
-def _another_order(node: Path) -> list[str]:
-    lines = (node / "data.jsonl").read_text().splitlines()
-    (node / "data.jsonl").write_text("\n".join(reversed(lines)))
-    return []
-
-
-def _flags(*flags: str) -> Change:
-    return lambda node: list(flags)
-
-
-UNLIKE: dict[str, tuple[Change, list[str]]] = {
+UNLIKE: dict[str, tuple[Callable[[Path], Any] | list[str], list[str]]] = {
+    # of the second node: what is done to its files, or further flags; and what is said
     "weights": (_another_weight, ["--model", "model.safetensors: ", "samples "]),
     "config": (_another_config, ["--model", "config.json: num_experts_per_tok: 2;", "num_experts_per_tok: 3;"]),
-    "number of layers": (
-        _fewer_layers,
-        ["--model", "config.json: num_hidden_layers: 2, model", "num_hidden_layers: 1, model"],
-    ),
-    "no model": (_no_model, ["no such directory"]),
-    "data": (_another_answer, ["--dataset", "tokens in order "]),
-    "number of samples": (_fewer_samples, ["--dataset", "samples 50,", "samples 49,"]),
-    "order of the data": (_another_order, ["--dataset", "the same samples in another order"]),
-    "arrangement": (_flags("--ep-size", "1"), ["--ep-size 2;", "--ep-size 1;"]),
-    "what is trained on": (_flags("--train-on", "all"), ['--train-on "assistant";', '--train-on "all";']),
-    "number of steps": (_flags("--max-steps", "3"), ["--max-steps 2;", "--max-steps 3;"]),
-    "unknown flag": (_flags("--ep-sise", "2"), ["unknown flag --ep-sise"]),
-    "output directory": (_flags("--output-dir", "out"), ["--output-dir", "is not shared", "--save-steps 0"]),
+    "layers": (_fewer_layers, ["--model", "config.json: num_hidden_layers: 2, model", "num_hidden_layers: 1, model"]),
+    "no model": (lambda node: (node / "model").rename(node / "elsewhere"), ["no such directory"]),
+    "data": (_data(lambda rows: [row.replace("x20", "y20") for row in rows]), ["--dataset", "tokens in order "]),
+    "number of samples": (_data(lambda rows: rows[:-1]), ["--dataset", "samples 50,", "samples 49,"]),
+    "order": (_data(lambda rows: rows[::-1]), ["--dataset", "the same samples in another order"]),
+    "arrangement": (["--ep-size", "1"], ["--ep-size 2;", "--ep-size 1;"]),
+    "what is trained on": (["--train-on", "all"], ['--train-on "assistant";', '--train-on "all";']),
+    "number of steps": (["--max-steps", "3"], ["--max-steps 2;", "--max-steps 3;"]),
+    "unknown flag": (["--ep-sise", "2"], ["unknown flag --ep-sise"]),
+    "output directory": (["--output-dir", "out"], ["--output-dir", "is not shared", "--save-steps 0"]),
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+MET_FIRST = ["weights", "layers", "no model", "data", "arrangement", "output directory"]
+
+
+@pytest.mark.parametrize("name", tiered(MET_FIRST, slow=[name for name in UNLIKE if name not in MET_FIRST]))
 def test_unlike_nodes_are_named(ranks: RankPool, nodes: Path, name: str) -> None:
     """Every rank ends with 2, one line on each node names the thing and the nodes; nothing is written."""
     change, said = UNLIKE[name]
     shared = [*FLAGS, "--output-dir", str(nodes / "out")]
-    argv = [shared, [*shared, *change(nodes / "node-1")]]
+    if callable(change):
+        change(nodes / "node-1")
+    argv = [shared, shared if callable(change) else [*shared, *change]]
     results = ranks.run(run_on_node, 2, argv, nodes, 1, timeout=120, join_group=False)
     assert [code for code, _ in results] == [2, 2], results
     for _, errors in results:
@@ -156,8 +132,7 @@ def test_unlike_nodes_are_named(ranks: RankPool, nodes: Path, name: str) -> None
 def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> None:
     """All that is then written rank 0 writes."""
     argv = [[*FLAGS, "--output-dir", "out", "--save-steps", "0"]] * 2
-    results = ranks.run(run_on_node, 2, argv, nodes, 1, join_group=False)
-    assert results == [(0, "")] * 2
+    assert ranks.run(run_on_node, 2, argv, nodes, 1, join_group=False) == [(0, "")] * 2
     assert (nodes / "node-0" / "out" / "hf" / "model.safetensors").exists()
     assert not (nodes / "node-1" / "out").exists()
 
@@ -166,35 +141,31 @@ def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> No
 def test_a_tensor_parallel_group_on_two_nodes(ranks: RankPool, nodes: Path) -> None:
     """Is refused on all ranks before weights are read, unless their links are said to be fast."""
     shared = [*FLAGS, "--output-dir", str(nodes / "out"), "--save-steps", "0", "--tp-size", "2"]
-    results = ranks.run(run_on_node, 2, [shared, shared], nodes, 1, join_group=False)
-    assert [code for code, _ in results] == [2, 2], results
-    for _, errors in results:
+    for code, errors in ranks.run(run_on_node, 2, [shared] * 2, nodes, 1, join_group=False):
         (line,) = (line for line in errors.splitlines() if "error:" in line)
-        assert "--tp-size 2: a group has node 0 (" in line
-        assert "), rank 0 and node 1 (" in line
-        assert "use --tp-size 1. " in line
+        assert code == 2
+        for words in ("--tp-size 2: a group has node 0 (", "), rank 0 and node 1 (", "use --tp-size 1. "):
+            assert words in line
     assert not list(nodes.glob("out/*"))
     fast = [*shared, "--ranks-per-node", "2"]
-    assert ranks.run(run_on_node, 2, [fast, fast], nodes, 1, join_group=False) == [(0, "")] * 2
+    assert ranks.run(run_on_node, 2, [fast] * 2, nodes, 1, join_group=False) == [(0, "")] * 2
 
 
 @pytest.mark.slow
 def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
     """As two machines start it: both end, and say the same."""
     save_model(nodes / "node-1" / "model", seed=1)
-    port = free_port()
-    processes = []
-    for node in (0, 1):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-            "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-            str(ROOT / "train_ep.py"), *FLAGS, "--output-dir", str(nodes / "out"),
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        piped = subprocess.Popen(
-            command, cwd=nodes / f"node-{node}", env=environment, text=True, stderr=subprocess.PIPE
-        )
-        processes.append(piped)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank"]
+    script, out = str(ROOT / "train_ep.py"), str(nodes / "out")
+    more: Any = dict(env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE)
+    processes = [
+        subprocess.Popen([*launch, str(node), script, *FLAGS, "--output-dir", out], cwd=nodes / f"node-{node}", **more)
+        for node in (0, 1)
+    ]
     for process in processes:
         try:
             _, errors = process.communicate(timeout=300)
@@ -205,10 +176,3 @@ def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
         assert errors.count("train_ep.py: error: the files of --model differ between nodes: ") == 2, errors
         assert "model.safetensors" in errors
         assert "exitcode  : 2" in errors
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port

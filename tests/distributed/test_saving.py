@@ -15,8 +15,9 @@ from expertmesh.checkpoints.training_state.saving import Progress, Saver
 from expertmesh.training import loop
 from expertmesh.training.monitoring.log import RunLog
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import flags, run_main, shares
+from tests.distributed.whole_runs import Runs, Told, batch_of_12, tell
 from tests.gpus import two_gpus
+from tests.tiers import tiered
 
 
 def _gpus_of_a_save(model: Path, out: Path, copies: bool) -> set[tuple[str, int]]:
@@ -55,29 +56,24 @@ def test_a_save_makes_no_context_on_another_ranks_gpu(
     assert copies or len({thread for thread, _ in used}) == 2, "tensors are read in the thread that writes"
 
 
-def _run_with_memory(argv: list[str], megabytes: int) -> tuple[int, str]:
-    """Its exit code, and its log."""
+def with_memory(argv: list[str], megabytes: int) -> Told:
+    """A run that finds so much host memory; its errors are its log, too."""
     lines: list[str] = []
     with (
         mock.patch.object(loop, "free_on_host", return_value=megabytes * 2.0**20),
         mock.patch.object(RunLog, "line", lambda log, text: lines.append(text)),
     ):
-        code, errors = run_main(argv)
-    return code, errors + "\n".join(lines)
+        code, printed, errors = tell(argv)
+    return code, printed, errors + "\n".join(lines)
 
 
-@pytest.mark.parametrize(("megabytes", "more"), [(1, []), (1024, []), (1, ["--no-async-save"])])
-def test_copies_that_do_not_fit_into_host_memory(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, megabytes: int, more: list[str]
-) -> None:
-    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(2)), "--max-steps", "2", "--save-steps", "2", *more]
-    (code, told), _ = ranks.run(_run_with_memory, 2, argv, megabytes, join_group=False)
-    assert code == 0, told
-    (saved,) = whole_checkpoints(tmp_path / "run" / "checkpoints")
-    size = sum(file.stat().st_size for file in (saved / "state").glob("*.distcp"))
+@pytest.mark.parametrize(("megabytes", "more"), tiered([(1, "")], slow=[(1024, ""), (1, "--no-async-save")]))
+def test_copies_that_do_not_fit_into_host_memory(runs: Runs, megabytes: int, more: str) -> None:
+    ended = runs(2, f"{batch_of_12(2)} --max-steps 2 --save-steps 2 {more}", call=with_memory, given=[megabytes])
+    size = sum(file.stat().st_size for file in (ended.checkpoint(2) / "state").glob("*.distcp"))
     assert 1 < size / 2**20 < 1024
-    warned = re.findall("([0-9.]+) MiB of host memory available, and its ranks copy ([0-9.]+) MiB there", told)
-    assert len(warned) == (megabytes == 1 and not more) == told.count("with --no-async-save training waits")
+    warned = re.findall("([0-9.]+) MiB of host memory available, and its ranks copy ([0-9.]+) MiB there", ended.errors)
+    assert len(warned) == (megabytes == 1 and not more) == ended.errors.count("with --no-async-save training waits")
     for free, copied in warned:
         assert float(free) == 1.0
         # files have names and shapes beside the tensors

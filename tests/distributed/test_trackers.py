@@ -12,50 +12,28 @@ from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from expertmesh.training.monitoring.trackers import TRACKERS, Trackers
-from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import run_main
+from tests.distributed.whole_runs import Ended, Runs, Told, tell
+
+FLAGS = "--per-device-train-batch-size 2 --save-steps 3 --no-export --report-to tensorboard --max-steps"
 
 
-@pytest.fixture
-def argv(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> list[str]:
-    return [
-        "--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu",
-        "--per-device-train-batch-size", "2", "--save-steps", "3", "--no-export", "--report-to", "tensorboard",
-        "--max-steps",
-    ]  # fmt: skip
-
-
-def run(ranks: RankPool, argv: list[str]) -> None:
-    assert ranks.run(run_main, 1, argv, join_group=False) == [(0, "")]
-
-
-def losses(out: Path) -> list[tuple[int, float]]:
+def shown(ended: Ended) -> list[tuple[int, float]]:
     """The loss by step, as TensorBoard shows it of the run's directory."""
-    events = EventAccumulator(str(out / TRACKERS / "expertmesh")).Reload()
+    events = EventAccumulator(str(ended.out / TRACKERS / "expertmesh")).Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
-def logged_losses(out: Path) -> list[tuple[int, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], pytest.approx(line["loss"])) for line in lines]
+def test_each_step_is_shown_once(runs: Runs) -> None:
+    """Of a resumed run; and of one that overwrites it nothing else."""
+    runs(1, f"{FLAGS} 5")
+    resumed = runs(1, f"{FLAGS} 7 --resume {runs.directory}/run/checkpoints/step-00000003")
+    assert [step for step, _ in shown(resumed)] == [1, 2, 3, 4, 5, 6, 7]
+    assert shown(resumed) == [(line["step"], pytest.approx(line["loss"])) for line in resumed.lines()]
+    assert [step for step, _ in shown(runs(1, f"{FLAGS} 2 --overwrite-output-dir"))] == [1, 2]
 
 
-def test_a_resumed_run_shows_each_step_once(ranks: RankPool, argv: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(ranks, [*argv, "5"])
-    run(ranks, [*argv, "7", "--resume", str(out / "checkpoints" / "step-00000003")])
-    assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6, 7]
-    assert losses(out) == logged_losses(out)
-
-
-def test_an_overwritten_run_is_shown_no_more(ranks: RankPool, argv: list[str], tmp_path: Path) -> None:
-    run(ranks, [*argv, "5"])
-    run(ranks, [*argv, "2", "--overwrite-output-dir"])
-    assert [step for step, _ in losses(tmp_path / "out")] == [1, 2]
-
-
-def run_with_wandb(argv: list[str]) -> tuple[int, str, dict[str, Any], int]:
-    """train_ep.py with what stands in for wandb: what it was started with, and the number of steps that it was told."""
+def with_wandb(argv: list[str]) -> Told:
+    """A run with what stands in for wandb; it prints how that was started, and how many steps it was told."""
     told = mock.MagicMock()
     wandb = SimpleNamespace(init=mock.Mock(return_value=told), config=mock.MagicMock())
     with (
@@ -63,28 +41,26 @@ def run_with_wandb(argv: list[str]) -> tuple[int, str, dict[str, Any], int]:
         mock.patch("expertmesh.training.monitoring.trackers.get_available_trackers", return_value=[LoggerType.WANDB]),
         mock.patch("accelerate.tracking.get_available_trackers", return_value=[LoggerType.WANDB]),
     ):
-        code, errors = run_main(argv)
+        code, _, errors = tell(argv)
     assert wandb.init.call_count == 1, errors
-    arguments = wandb.init.call_args.kwargs
-    return code, errors, arguments, len(told.log.call_args_list)
+    return code, json.dumps([wandb.init.call_args.kwargs, len(told.log.call_args_list)], default=str), errors
 
 
-def test_a_resumed_run_goes_on_in_wandb(ranks: RankPool, argv: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_wandb(runs: Runs) -> None:
     """Under the id of the run that it resumes; a run that overwrites it has another."""
-    argv = [*argv[:-2], "wandb", argv[-1]]
-    ((*ended, first, steps),) = ranks.run(run_with_wandb, 1, [*argv, "3"], join_group=False)
-    assert (ended, steps) == ([0, ""], 3)
+    flags = ("--max-steps 3", "--max-steps 5 --resume auto", "--max-steps 3 --overwrite-output-dir")
+    (first, steps), (second, more), (third, _) = (
+        json.loads(runs(1, f"{FLAGS} 3 --report-to wandb {one}", call=with_wandb).printed) for one in flags
+    )
     assert first["project"] == "expertmesh"
     assert len(first["id"]) == 8
-    ((*ended, second, steps),) = ranks.run(run_with_wandb, 1, [*argv, "5", "--resume", "auto"], join_group=False)
-    assert (ended, second, steps) == ([0, ""], first | {"resume": "allow"}, 2)
-    ((_, _, third, _),) = ranks.run(run_with_wandb, 1, [*argv, "3", "--overwrite-output-dir"], join_group=False)
+    assert (steps, more, second) == (3, 2, first | {"resume": "allow"})
     assert third["id"] != first["id"]
 
 
-def run_failing(argv: list[str], at: int) -> tuple[int, str, list[str]]:
-    """train_ep.py, whose tracker fails when it is started (0), at the n-th line, or when it is ended (-1); what the run
-    said of it."""
+def with_failing(argv: list[str], at: int) -> Told:
+    """A run whose tracker fails when it is started (0), at the n-th line, or when it is ended (-1); it prints what it
+    said of that."""
     said: list[str] = []
     init = Trackers.__init__
 
@@ -95,18 +71,19 @@ def run_failing(argv: list[str], at: int) -> tuple[int, str, list[str]]:
     full = OSError(28, os.strerror(28))
     method, effects = {0: ("start", [full]), -1: ("finish", [full])}.get(at, ("log", [None] * (at - 1) + [full]))
     with mock.patch.object(Trackers, "__init__", begin), mock.patch(f"{tracker}.{method}", side_effect=effects):
-        return (*run_main(argv), said)
+        code, _, errors = tell(argv)
+    return code, "\n".join(said), errors
 
 
 @pytest.mark.parametrize("at", [0, 2, -1])
-def test_a_tracker_that_fails(ranks: RankPool, argv: list[str], tmp_path: Path, at: int) -> None:
+def test_a_tracker_that_fails(runs: Runs, at: int) -> None:
     """A run does not begin without it, and is not ended by it."""
-    for code, errors, said in ranks.run(run_failing, 1, [*argv, "4"], at, join_group=False):
-        if at == 0:
-            assert (code, said) == (2, [])
-            assert errors == f"train_ep.py: error: --report-to tensorboard: [Errno 28] {os.strerror(28)}\n"
-        else:
-            assert (code, errors) == (0, "")
-            assert len(said) == 1
-            assert said[0].startswith(f"warning: --report-to tensorboard: [Errno 28] {os.strerror(28)}")
-            assert len(logged_losses(tmp_path / "out")) == 4
+    ended = runs(1, f"{FLAGS} 4", code=0 if at else 2, call=with_failing, given=[at])
+    told = f"--report-to tensorboard: [Errno 28] {os.strerror(28)}"
+    if at == 0:
+        assert (ended.printed, ended.errors) == ("", f"train_ep.py: error: {told}\n")
+    else:
+        assert ended.errors == ""
+        assert ended.printed.count("warning: ") == 1
+        assert ended.printed.startswith(f"warning: {told}")
+        assert ended.values("step") == [1, 2, 3, 4]

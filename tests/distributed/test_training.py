@@ -214,10 +214,3 @@ def test_report_and_trackers(chats: Runs) -> None:
     assert all(0 <= entropy <= math.log(8) for line in logged for entropy in line["router_entropy"])
     # two experts a token, in each layer, over both steps of the interval
     assert all([sum(layer) for layer in line["expert_tokens"]] == [2 * line["tokens"]] * 2 for line in logged)
-
-
-@pytest.mark.slow
-def test_preview_trains_and_writes_nothing(chats: Runs) -> None:
-    ended = chats(2, "--packing --preview")
-    assert ended.errors == ""
-    assert not ended.out.exists()

@@ -1,7 +1,6 @@
 """What is not trained comes out of training as it went in: by the export, and from training checkpoints."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +10,30 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from expertmesh.checkpoints.__main__ import main
-from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import run_main
-from tests.untrained import PREDICTOR, SIDE_FILES, assert_same_bits, read, save_deepseek, save_multimodal
+from tests.distributed.whole_runs import Runs
+from tests.untrained import PREDICTOR, SIDE_FILES, assert_same_bits, read, save_multimodal
 
 
 def run(*arguments: Any) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def flags(model: Path, data: Path, out: Path, steps: int, *more: str) -> list[str]:
-    return [
-        "--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", "--ep-size", "2",
-        "--max-steps", str(steps), "--save-steps", "1", "--learning-rate", "1e-3", "--max-shard-size", "100KB", *more,
-    ]  # fmt: skip
+FLAGS = "--ep-size 2 --save-steps 1 --learning-rate 1e-3 --max-shard-size 100KB --max-steps"
 
 
-def train(ranks: RankPool, argv: list[str], code: int = 0) -> str:
-    """What rank 0 wrote to standard error."""
-    results = ranks.run(run_main, 2, argv, join_group=False)
-    assert [found for found, _ in results] == [code, code], results
-    return results[0][1]
-
-
-def assert_loads(kind: Any, path: Path) -> Any:
-    model, told = kind.from_pretrained(path, output_loading_info=True)
+def assert_loads(kind: Any, path: Path) -> None:
+    _, told = kind.from_pretrained(path, output_loading_info=True)
     assert not told["missing_keys"]
-    return model
-
-
-def lines_about(names: Any, told: str) -> list[str]:
-    return [line for line in told.splitlines() if any(line.startswith(f"{name}:") for name in names)]
 
 
 @pytest.mark.slow
 def test_a_multimodal_model(
-    ranks: RankPool,
-    tiny_data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    model, out = tmp_path / "model", tmp_path / "out"
+    model = tmp_path / "model"
     untrained = save_multimodal(model)
-    train(ranks, flags(model, tiny_data, out, 2))
+    ended = runs(2, f"--model {model} {FLAGS} 2")
+    out = ended.out
     exported, before = read(out / "hf"), read(model)
     assert exported.keys() == before.keys()
     assert_same_bits(exported, untrained)
@@ -69,10 +48,11 @@ def test_a_multimodal_model(
     assert run("inspect", out / "hf", "--check") == 0, capsys.readouterr().out
     capsys.readouterr()
     assert run("verify", model, out / "hf") == 1, "the rest was trained"
-    assert not lines_about(untrained, capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert not [line for line in told.splitlines() if any(line.startswith(f"{name}:") for name in untrained)]
 
     # from a training checkpoint, which does not hold them
-    saved = out / "checkpoints" / "step-00000002"
+    saved = ended.checkpoint(2)
     assert run("export", saved, tmp_path / "from-checkpoint") == 0
     assert_same_bits(read(tmp_path / "from-checkpoint"), exported)
     assert run("verify", saved, out / "hf") == 0, capsys.readouterr().out
@@ -105,12 +85,11 @@ def test_a_multimodal_model(
     tensors[name] += 1
     save_file(tensors, moved / "extra.safetensors", metadata={"format": "pt"})
     assert run("export", saved, tmp_path / "changed", "--base", moved) == 2
-    assert "extra.safetensors" in train(ranks, flags(moved, tiny_data, out, 3, "--resume", "auto"), code=2)
-    resumed = flags(moved, tiny_data, out, 3, "--resume", "auto", "--allow-changed", "model")
-    told = train(ranks, resumed, code=2)
-    assert name in told
-    assert "--drop-untrained" in told
-    train(ranks, [*resumed, "--drop-untrained"])
+    resumed = f"--model {moved} {FLAGS} 3 --resume auto"
+    runs.refuses(2, resumed, "extra.safetensors")
+    resumed += " --allow-changed model"
+    runs.refuses(2, resumed, name, "--drop-untrained")
+    runs(2, f"{resumed} --drop-untrained")
     assert read(out / "hf").keys() == before.keys() - untrained.keys()
     assert_loads(AutoModelForCausalLM, out / "hf")
     assert run("export", out / "checkpoints" / "step-00000003", tmp_path / "as-trained") == 0
@@ -118,31 +97,11 @@ def test_a_multimodal_model(
     assert (tmp_path / "as-trained" / "config.json").read_text() == (out / "hf" / "config.json").read_text()
 
 
-@pytest.mark.release
-def test_layers_beyond_the_last_from_shards(
-    ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, shards, out = tmp_path / "model", tmp_path / "shards", tmp_path / "out"
-    beyond = save_deepseek(model)
-    assert run("convert", model, shards, "--ep-size", 4) == 0
-    train(ranks, flags(shards, tiny_data, out, 1))
-    assert read(out / "hf").keys() == read(model).keys()
-    assert_same_bits(read(out / "hf"), beyond)
-    assert_loads(AutoModelForCausalLM, out / "hf")
-    capsys.readouterr()
-    assert run("verify", model, out / "hf") == 1
-    assert not lines_about(beyond, capsys.readouterr().out)
-    # resumed from the form that the shards were made of: it is the same, in other files
-    shutil.rmtree(shards)
-    train(ranks, flags(model, tiny_data, out, 2, "--resume", "auto", "--allow-changed", "model"))
-    assert_same_bits(read(out / "hf"), beyond)
-
-
 @pytest.mark.slow
-def test_an_adapter_merged(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
-    model, out = tmp_path / "model", tmp_path / "out"
+def test_an_adapter_merged(runs: Runs, tmp_path: Path) -> None:
+    model = tmp_path / "model"
     untrained = save_multimodal(model)
-    train(ranks, flags(model, tiny_data, out, 1, "--adapter", "lora", "--merge"))
+    out = runs(2, f"--model {model} {FLAGS} 1 --adapter lora --merge").out
     assert read(out / "hf").keys() == read(model).keys()
     assert_same_bits(read(out / "hf"), untrained)
     assert run("merge", model, out / "adapter", tmp_path / "merged") == 0

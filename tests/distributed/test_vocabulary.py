@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 import expertmesh.training.loss.head as loss_of_head
 from expertmesh.moe.experts.forward import Forward, Targets
@@ -24,21 +24,14 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
-from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.data.batch import IGNORED, SplitSequences, collate
-from expertmesh.training.loss.head import (
-    attach_loss_head,
-    chunked_loss_sum,
-    full_loss_sum,
-    loss_head,
-    vocabulary_loss_sum,
-)
-from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import IGNORED, SplitSequences
+from expertmesh.training.loss.head import chunked_loss_sum, complete_logits, full_loss_sum, vocabulary_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import random_samples
+from tests.distributed.reference import Case, sharded_model
 from tests.interpreter import interpreted
-from tests.tiny import loaded, relative_error, tiny_mixtral
-from tests.training.test_head import capped_logits, head_with_bias, scaled_logits
+from tests.tiny import relative_error, tiny_mixtral
+from tests.training.test_head import capped_logits, scaled_logits
 
 WIDTH, VOCABULARY, SEQUENCES, LENGTH = 24, 200, 3, 5
 ALL_ROWS = 1000
@@ -288,34 +281,6 @@ def test_shapes_without_ranks() -> None:
     assert [gradient.shape for gradient in gradients] == [(2, 6, WIDTH), (VOCABULARY // 4, WIDTH)]
 
 
-@pytest.mark.slow
-def test_as_torch_does_it(ranks: RankPool) -> None:
-    """Its `loss_parallel`, which holds all logits of a rank's part of the vocabulary at once."""
-    ranks.run(_compare_torch, 4)
-
-
-def _compare_torch() -> None:
-    group = tp_group()
-    mesh = init_device_mesh("cpu", (group.size,))
-    problem = Problem((0.3, 1.0, 0.0, 0.8), rows=3)
-    tensors = tensors_of(problem)
-    weight_vD = own(tensors.weight_VD, 0, group).requires_grad_()
-    logits_Tv = tensors.x_BSD.flatten(0, 1) @ weight_vD.t()
-    logits_TV = DTensor.from_local(logits_Tv, mesh, [Shard(1)])
-    with loss_parallel():
-        loss = F.cross_entropy(logits_TV, tensors.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
-        (loss * 0.3).backward()
-    grad_x = tensors.x_BSD.grad
-    assert grad_x is not None
-    dist.all_reduce(grad_x)
-    found = divided(problem, group)
-    dist.all_reduce(found[0])
-    expected = (loss.full_tensor() if isinstance(loss, DTensor) else loss, own(grad_x, 1, group), weight_vD.grad)
-    for one, other in zip(found, expected, strict=True):
-        assert other is not None
-        assert relative_error(one, other.detach()) < 1e-6
-
-
 class _Scaled(nn.Embedding):
     """As some families', with a norm as others'."""
 
@@ -335,6 +300,8 @@ def test_embedding(ranks: RankPool) -> None:
 def _embed() -> None:
     group = tp_group()
     mesh = init_device_mesh("cpu", (group.size,))
+    positions_BS = torch.arange(LENGTH * group.size).expand(SEQUENCES, -1)
+    split = SplitSequences(CPGroup(group.size, group.index, group.ranks), positions_BS, False, (0,) * group.size)
     for kind, dtype in ((nn.Embedding, torch.float32), (nn.Embedding, torch.bfloat16), (_Scaled, torch.float32)):
         torch.manual_seed(0)
         whole = kind(VOCABULARY, WIDTH, padding_idx=130).to(dtype)
@@ -347,109 +314,52 @@ def _embed() -> None:
         embedding = kind(VOCABULARY, WIDTH, padding_idx=130).to(dtype)
         divide_embedding(embedding, group)
         assert type(embedding).__name__ == kind.__name__
-        divide_weight(embedding, group, mesh)
-        with Forward(split=split_of(group, (0,) * group.size)):
+        # as sharding leaves it for a forward
+        placed = DTensor.from_local(own(embedding.weight, 0, group), mesh, [Shard(0)], run_check=False)
+        embedding.register_parameter("weight", nn.Parameter(placed))
+        with Forward(split=split):
             x_BLD = embedding(own(tokens_BS, 1, group))
         assert torch.equal(x_BLD, own(expected_BSD, 1, group))
         x_BLD.backward(own(grad_BSD, 1, group))
-        assert_parts(embedding, whole, group, {"weight"})
+        assert_parts(embedding, whole, group)
         with torch.no_grad():
             assert torch.equal(embedding(tokens_BS), expected_BSD)
         with pytest.raises(ExpertMeshError, match=r"--tp-size.*gives no gradients"):
             embedding(tokens_BS)
 
 
-def split_of(group: TPGroup, num_targets: tuple[int, ...]) -> SplitSequences:
-    positions_BS = torch.arange(LENGTH * group.size).expand(SEQUENCES, -1)
-    return SplitSequences(CPGroup(group.size, group.index, group.ranks), positions_BS, False, num_targets)
-
-
-def divide_weight(module: Any, group: TPGroup, mesh: DeviceMesh) -> None:
-    """As sharding leaves it for a forward."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        placed = DTensor.from_local(own(parameter, 0, group), mesh, [Shard(0)], run_check=False)
-        module.register_parameter(name, nn.Parameter(placed))
-
-
-def assert_parts(
-    module: nn.Module, whole: nn.Module, group: TPGroup, parts: set[str], others: dist.ProcessGroup | None = None
-) -> None:
-    """The gradients of a module of which ranks have parts, of the parameters that are named, and copies.
-
-    Args:
-        others: the ranks that have the same part.
-    """
+def assert_parts(module: nn.Module, whole: nn.Module, group: TPGroup) -> None:
+    """The gradients of a module whose weight is divided over ranks."""
     expected = dict(whole.named_parameters())
     for name, parameter in module.named_parameters():
         grad, reference = parameter.grad, expected[name].grad
         assert grad is not None
         assert reference is not None
-        if name in parts:
+        if name == "weight":
             assert isinstance(grad, DTensor)
             grad, reference = grad.to_local(), own(reference, 0, group)
-            if others is not None:
-                dist.all_reduce(grad, group=others)
         else:
             dist.all_reduce(grad)
-        floor = 1e-3 * float(reference.norm())
         tolerance = 1e-2 if grad.dtype == torch.bfloat16 else 1e-5
-        assert relative_error(grad, reference, floor) < tolerance, name
+        assert relative_error(grad, reference, 1e-3 * float(reference.norm())) < tolerance, name
 
 
-MODELS: dict[str, Any] = {"no bias": tiny_mixtral, "bias": head_with_bias}
+def test_logits_are_of_evaluation_alone(ranks: RankPool, tiny_model: Path) -> None:
+    ranks.run(_logits, 2, tiny_model)
 
 
-@pytest.mark.parametrize(("tp_size", "which"), [(2, "bias"), pytest.param(4, "no bias", marks=pytest.mark.slow)])
-def test_in_a_model(ranks: RankPool, tp_size: int, which: str) -> None:
-    ranks.run(_in_a_model, 4, tp_size, which)
-
-
-def _in_a_model(tp_size: int, which: str) -> None:
-    """Attention sees full sequences by context parallelism of all ranks; nothing but the vocabulary is divided, over
-    some of them."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world_size // tp_size, tp_size), mesh_dim_names=("cp", "tp"))
-    group = TPGroup(tp_size, rank % tp_size, mesh.get_group("tp"))
-    cp_group = CPGroup(world_size, rank, dist.group.WORLD)
-    torch.manual_seed(0)
-    theirs = MODELS[which]().eval()
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    rows = [[sample] for sample in random_samples([9, 5, 12])]
-    alone = loaded(build_model(theirs.config), theirs).eval()
+def _logits(path: Path) -> None:
+    """Of a model whose vocabulary is divided: as in one process, but where gradients would be of a part."""
+    model, *_ = sharded_model(path, Topology(2, 1, tp_size=2), Case([]))
+    tokens_BS = torch.arange(3, 15).view(2, 6)
     with torch.no_grad():
-        expected_BSV = alone(input_ids=collate(rows).tokens_BS).logits
-    attach_loss_head(alone, "full")
-    expected = token_loss_sum(alone, collate(rows))
-    expected.backward()
-
-    model = build_model(theirs.config)
-    apply_context_parallel(model, world_size, False)
-    model = loaded(model, theirs).eval()
-    assert divided_vocabulary(model, group.size, "auto").line() == "vocabulary: embedding divided, head divided"
-    attach_loss_head(model, "chunked")
-    head, embedding = loss_head(model), model.get_input_embeddings()
-    divide_embedding(embedding, group)
-    head.vocabulary = group
-    divide_weight(head, group, mesh["tp"])
-    divide_weight(embedding, group, mesh["tp"])
-    loss = token_loss_sum(model, collate(rows, cp_group))
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    assert relative_error(total, expected.detach()) < 1e-6
-    parts = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
-    assert len(parts) == (3 if which == "bias" else 2)
-    assert_parts(model, alone, group, parts, mesh.get_group("cp"))
-
-    tokens_BS = collate(rows).tokens_BS
-    with torch.no_grad():
-        assert relative_error(model(input_ids=tokens_BS).logits, expected_BSV) < 1e-6
+        expected = AutoModelForCausalLM.from_pretrained(path)(input_ids=tokens_BS).logits
+        assert relative_error(model.eval()(input_ids=tokens_BS).logits, expected) < 1e-5
     with pytest.raises(ExpertMeshError, match="--tp-size"):
         model(input_ids=tokens_BS)
-    embedding.requires_grad_(False)
+    # where nothing before it says so
     with pytest.raises(ExpertMeshError, match=r"--tp-size.* logits have no gradient"):
-        model(input_ids=tokens_BS)
+        complete_logits(torch.ones(1, 2, WIDTH, requires_grad=True), torch.ones(5, WIDTH), None, tp_group())
 
 
 INDIVISIBLE = "(its 320 tokens are no multiple of --tp-size 3)"

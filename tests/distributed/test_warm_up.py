@@ -14,6 +14,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import LossWeights, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, config_of, hf_model, my_batches, random_samples, sharded_model
+from tests.tiers import tiered
 
 CASE = Case(random_samples([9 + (5 * i) % 12 for i in range(16)]), balance=0.05, accumulation=2, steps=1)
 LAYOUTS: dict[str, tuple[Topology, dict[str, Any]]] = {
@@ -68,8 +69,14 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
     return before.all, step.all
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        ["pp", "tp and cp"],
+        slow=["once to each node", "interleaved", "hybrid"],
+        release=["ep 4 of 8", "cp", "tp", "pp 4, tied", "zero-bubble"],
+    ),
+)
 def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, name: str) -> None:
     topology, settings = LAYOUTS[name]
     changes = {"num_hidden_layers": 8, "tie_word_embeddings": True} if topology.pp_size > 1 else {}
