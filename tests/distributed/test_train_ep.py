@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import parse_config
+from expertmesh.training.planning.cluster_commands import main as cluster_command
 from expertmesh.training.step import train_step
 from tests.distributed.whole_runs import (
     FIXED_PRODUCTS,
@@ -80,14 +81,20 @@ def start(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Started as a user starts it: one process without torchrun, and two with it."""
-    common = ["train_ep.py", "--model", str(tiny_model), "--dataset", str(tiny_data), "--max-steps", "2", "--use-cpu"]
-    for name, launch, more in (
-        ("alone", [sys.executable], "--per-device-train-batch-size 4"),
-        ("pair", torchrun(2), "--per-device-train-batch-size 2 --ep-size 2"),
-    ):
-        done = start([*launch, *common, *more.split(), "--output-dir", str(tmp_path / name)])
+def test_plain_python_and_the_launch_line_of_a_plan(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started as a user starts it: one process without torchrun, and two by the line that a plan ends with."""
+    asked = "--gpus 2 --fp32 --max-seq-length 64 --ep-size 2 --tp-size 1 --micro-batch 2 --global-batch-size 4"
+    assert cluster_command(["plan", "--model", str(tiny_model), *asked.split()]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("torchrun --nproc-per-node 2 ")
+    alone = "--max-seq-length 64 --per-device-train-batch-size 4"
+    common = f"--model {tiny_model} --dataset {tiny_data} --output-dir {tmp_path / 'alone'}"
+    for command, more in ((f"python train_ep.py {common} {alone}", {}), (line, {"DATASET": str(tiny_data)})):
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        shell = ["bash", "-c", f"{command} --use-cpu --max-steps 2"]
+        done = start(shell, PATH=path, OUTPUT_DIR=str(tmp_path / "pair"), **more)
         assert done.returncode == 0, done.stderr
         assert "step 2/2" in done.stdout
         assert "CPU matmuls: " in done.stdout
