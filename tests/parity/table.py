@@ -34,11 +34,11 @@ HALF = SAMPLES[:16]
 # ---- against transformers in one process ----
 
 MAIN: list[Row] = [
-    *rows("auxiliary losses", "1 | 2 | 4 ep 2 | 4 ep 4 | 8 ep 4, slow | 8 ep 8, slow", samples=SAMPLES, **AUX),
-    *rows("2 micro-batches", "2 hybrid | 4 ep 2 hybrid", samples=SAMPLES, z=0.01, accumulation=2),
+    *rows("auxiliary losses", "1 | 4 ep 2 | 4 ep 4 | 2, slow | 8 ep 4, slow | 8 ep 8, slow", samples=SAMPLES, **AUX),
+    *rows("2 micro-batches", "4 ep 2 hybrid | 2 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=2),
     *rows("4 micro-batches", "4 | 8 ep 4 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=4, **GROUPED),
     *rows("grouped", "4 ep 2 hybrid, slow", samples=SAMPLES, **AUX, **GROUPED),
-    *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid", samples=SAMPLES, balance=0.05, **FULL),
+    *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, **FULL),
     *rows("recomputed in part", "1 | 4 ep 2, slow | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
     *rows("not resharded", "4 ep 2", samples=SAMPLES, z=0.01, accumulation=2, reshard_after_forward=False),
     *rows("balanced per layer", "4 ep 2", samples=SAMPLES, balance=0.05, router_aux_loss_per_layer=True),
@@ -51,14 +51,14 @@ DIVIDED: list[Row] = [
     *rows("tp", "2 tp 2", **HEADS, **AUX, **GROUPED),
     *rows(
         "tp, 2 micro-batches",
-        "4 ep 4 tp 4 | 4 ep 2 tp 2 hybrid | 4 ep 4 cp 2 tp 2, slow | 4 ep 2 pp 2 tp 2, slow",
+        "4 ep 2 tp 2 hybrid | 4 ep 4 tp 4, slow | 4 ep 4 cp 2 tp 2, slow | 4 ep 2 pp 2 tp 2, slow",
         **(HEADS | FULL),
         z=0.01,
         accumulation=2,
     ),
     *rows(
         "tp, recomputed in part",
-        "4 ep 2 tp 2 | 4 ep 4 cp 2 tp 2 | 8 ep 2 pp 2 tp 2, slow | 4 ep 4 tp 4, slow",
+        "4 ep 4 cp 2 tp 2 | 4 ep 2 tp 2, slow | 8 ep 2 pp 2 tp 2, slow | 4 ep 4 tp 4, slow",
         **(HEADS | AUX | SELECTIVE),
     ),
     *rows("tp, compiled", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, compile=True, within=within.aot_eager),
@@ -70,7 +70,7 @@ DIVIDED: list[Row] = [
     *rows("cp, in part", "4 ep 2 cp 2 hybrid, slow | 4 ep 4 cp 2", samples=HALF, **AUX, **SELECTIVE, **GROUPED),
     *rows(
         "pp",
-        "2 pp 2 | 4 ep 2 pp 2 | 4 pp 2, slow | 4 pp 4, slow | 8 ep 2 pp 2, slow",
+        "4 ep 2 pp 2 | 2 pp 2, slow | 4 pp 2, slow | 4 pp 4, slow | 8 ep 2 pp 2, slow",
         samples=SAMPLES,
         z=0.01,
         accumulation=4,
@@ -102,8 +102,8 @@ ONE_EXPERT: dict[str, Any] = {
 NEAR_FP32 = Tolerance(5e-3, norms=5e-2, grads=torch.inf, weights=torch.inf)
 EDGES: list[Row] = [
     # ranks without a row, and so without a token, take part with a position of padding
-    *rows("one row", "4 ep 2", samples=random_samples([9]), **FEW),
-    *rows("one target", "4 ep 4", samples=random_samples([2]), **FEW),
+    *rows("one row", "4 ep 2, slow", samples=random_samples([9]), **FEW),
+    *rows("one target", "4 ep 4, slow", samples=random_samples([2]), **FEW),
     *rows("no target", "2 ep 2 | 4 ep 4, slow", samples=random_samples([1]), **FEW),
     *rows("two rows", "4 ep 2, slow", samples=random_samples([2, 11]), **FEW),
     *rows("uneven rows", "4 ep 4", samples=random_samples([1, 1, 30]), **FEW),
@@ -112,9 +112,9 @@ EDGES: list[Row] = [
     *rows("one expert, loop", "4 ep 2, slow", samples=SAMPLES[:8], **ONE_EXPERT),
     *rows("near fp32", "1 | 4 ep 2, slow", samples=HALF, steps=1, allowed=NEAR_FP32, **BF16),
     *rows("2 experts", "4 ep 2 | 8 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, changes=TWO_EXPERTS),
-    *rows("4 experts", "4 ep 4", samples=SAMPLES, balance=0.05, changes={"num_local_experts": 4}),
+    *rows("4 experts", "4 ep 4, slow", samples=SAMPLES, balance=0.05, changes={"num_local_experts": 4}),
     *rows("6 experts, top 3", "4 ep 2 hybrid", samples=SAMPLES, balance=0.05, changes=SMALL),
-    *rows("tied", "4 ep 4 | 4 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, changes=TIED),
+    *rows("tied", "4 ep 2 hybrid | 4 ep 4, slow", samples=SAMPLES, balance=0.05, changes=TIED),
     *rows("window", "4 ep 2", samples=SAMPLES, balance=0.05, changes=WINDOW),
     # DeepSeek-V4's compressors make one of 4 and of 8 tokens: sequences that reach both, one, and none
     *(
@@ -146,10 +146,10 @@ PACKED: dict[str, Any] = {
 }
 SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
-    *rows("packed", "1 | 2 ep 2 | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
+    *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
-    *rows("packed, all heads", "2 ep 2", **PACKED, changes={"num_key_value_heads": 4}),
-    *rows("packed, window", "4 ep 4 | 1, slow", **PACKED, changes=SHORT_WINDOW),
+    *rows("packed, all heads", "2 ep 2, slow", **PACKED, changes={"num_key_value_heads": 4}),
+    *rows("packed, window", "1 | 4 ep 4, slow", **PACKED, changes=SHORT_WINDOW),
     *rows("packed, window, masked", "2 ep 2", **PACKED, attention="sdpa", changes=SHORT_WINDOW),
 ]
 
@@ -215,8 +215,8 @@ BITS: list[Row] = [
     *rows("in chunks, adapters", "2 ep 2, slow", **IN_THREE, **KEPT, **GROUPED, **LORA, base_dtype="fp8"),
     *rows("in chunks, frozen", "2 ep 2, slow", **IN_THREE, **FULL, freeze=["experts"]),
     *rows("in chunks, copies", "4 ep 2 hybrid, slow", **IN_THREE, **SELECTIVE, **BF16, reshard_after_forward=False),
-    *rows("again", "4 ep 4", **(AGAIN | {"against": {}}), **AUX, **BF16, changes=NOISE),
-    *rows("in full, noise", "4 ep 2", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
+    *rows("again", "2 ep 2", **(AGAIN | {"against": {}}), **AUX, **BF16, changes=NOISE),
+    *rows("in full, noise", "2 | 4 ep 2, slow", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
     *rows("in part, noise", "1 | 4 ep 4, slow", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
@@ -273,7 +273,7 @@ STAGES: list[Row] = [
     ),
     *stages("zero-bubble", "2 pp 2", ZERO_BUBBLE, **SELECTIVE),
     *stages("zero-bubble, chunks", "4 pp 2, slow", ZERO_BUBBLE_2, **SELECTIVE, **GROUPED),
-    *stages("zero-bubble, uneven", "4 ep 2 pp 2", ZERO_BUBBLE | {"pipeline_layers": "1,3"}, **KEPT),
+    *stages("zero-bubble, uneven", "4 ep 2 pp 2, slow", ZERO_BUBBLE | {"pipeline_layers": "1,3"}, **KEPT),
     *stages("uneven, in full", "8 ep 2 pp 2 hybrid, slow", {"pipeline_layers": "3,1"}, **FULL),
     *stages("one micro-batch", "4 pp 4, slow", ZERO_BUBBLE, accumulation=1),
     *stages("a rank without a sequence", "4 ep 2 pp 2, slow", samples=SAMPLES[:5], accumulation=3),
@@ -314,7 +314,7 @@ STAGES: list[Row] = [
     *stages("tied, offloaded", "4 pp 2, slow", **TIED_STAGES, offload=True),
     *stages("tied, frozen", "2 pp 2, slow", changes={"tie_word_embeddings": True}, freeze=["embeddings"]),
     *stages("tied, adapters", "2 pp 2, slow", changes={"tie_word_embeddings": True}, **LORA),
-    *stages("first layers frozen", "4 ep 2 pp 2", freeze=["embeddings", r"layers\.[01]\."]),
+    *stages("first layers frozen", "4 ep 2 pp 2, slow", freeze=["embeddings", r"layers\.[01]\."]),
     *stages("head alone", "2 pp 2, slow", INTERLEAVED, **ONLY_HEAD, **FULL),
     *stages("head alone, muon", "2 pp 2, slow", **ONLY_HEAD, **MUON),
     *stages("first layer alone", "4 pp 4, slow", ZERO_BUBBLE, **ONLY_FIRST),
