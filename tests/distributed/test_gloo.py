@@ -1,26 +1,23 @@
 """FSDP's collectives over gloo: what torch's own give, without its copies."""
 
-import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives import gloo
 from expertmesh.sharding.collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
-from expertmesh.sharding.parallelize.parallelize import communicate_over_gloo
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, my_batches, sharded_model
-from tests.parity.case import SAMPLES
+from tests.distributed.reference import my_batches, sharded_model
+from tests.parity.case import SAMPLES, Case
 from tests.tiny import save_model
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -124,18 +121,15 @@ def test_without_counted_references_nothing_is_handed_out_twice(
     assert not memory.holds(first)
 
 
-@pytest.mark.parametrize("counted_beside", [-1, 1])
-def test_other_ways_of_counting_are_noticed(monkeypatch: pytest.MonkeyPatch, counted_beside: int) -> None:
-    """As if an object of Python's did not count, or one more did."""
+def test_how_references_are_counted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is on; and as if an object of Python's did not count, or one more did."""
     count = gloo.storage_references
-    monkeypatch.setattr(gloo, "storage_references", lambda tensor: count(tensor) + counted_beside)
-    assert not counts_references()
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_references_are_counted_whatever_is_on(context: Any) -> None:
-    with context(), torch.device("meta"):
-        assert counts_references()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, torch.device("meta"):
+            assert counts_references()
+    for beside in (-1, 1):
+        monkeypatch.setattr(gloo, "storage_references", lambda tensor, beside=beside: count(tensor) + beside)
+        assert not counts_references()
 
 
 def test_memory_whose_size_was_changed_is_not_handed_out() -> None:
@@ -174,39 +168,6 @@ def test_another_order_of_calls_is_refused() -> None:
             out_P, data_nP = allocated(scatter, 4), torch.empty(8)
         with pytest.raises(ExpertMeshError, match=r"torch .*FSDP asks for the memory of a reduce-scatter"):
             scatter(out_P, data_nP, group, dist.ReduceOp.SUM)
-
-
-@pytest.mark.slow
-def test_two_micro_batches_in_flight(ranks: RankPool) -> None:
-    """Forwards A and B, then their backwards in either order: to the last bit what torch's own memory gives."""
-    ranks.run(_two_in_flight, 4)
-
-
-def _two_in_flight() -> None:
-    for order in ((0, 1), (1, 0)):
-        shared, fresh = (_gradients_of_two(order, is_shared) for is_shared in (True, False))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(shared, fresh, strict=True))
-
-
-def _gradients_of_two(order: tuple[int, int], is_shared: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    with mock.patch.object(gloo, "counts_references", return_value=is_shared), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        communicate_over_gloo(model)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(3):
-        losses = [model(torch.randn(5, 16, generator=generator)).square().sum() for _ in order]
-        for number in order:
-            losses[number].backward()
-    return [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
 
 
 class Places(TorchDispatchMode):

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ def _keep(file: Path, found: dict[str, Any]) -> None:
     """Atomically: another process may be writing the same."""
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for other in DIRECTORY.iterdir():
-        if time.time() - other.stat().st_mtime > A_WEEK:
-            other.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process has deleted it
+            if time.time() - other.stat().st_mtime > A_WEEK:
+                other.unlink()
     own = file.with_suffix(f".{os.getpid()}")
     torch.save(found, own)
     own.replace(file)
