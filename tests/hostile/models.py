@@ -89,10 +89,11 @@ def save_data(path: Path) -> None:
     save_tokenizer(path / "tokenizer")
     rows = {"prompt": ["a"] * 50, "response": ["b"] * 50}
     pyarrow.parquet.write_table(pyarrow.table(rows), path / "data.parquet")
-    for name in ("data.jsonl", "template.jinja"):
-        (path / name).write_text('{"prompt": "say", "response": "yes"}\n')
-    for name in ("data.csv", "data.txt", "data.json"):
-        (path / name).touch()
+    (path / "data.jsonl").write_text('{"prompt": "say", "response": "yes"}\n')
+    (path / "data.json").write_text('[{"prompt": "say", "response": "yes"}]')
+    (path / "data.csv").write_text("prompt,response\nsay,yes\n")
+    (path / "data.txt").write_text("say yes\n")
+    (path / "template.jinja").write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
 
 
 def save_settings(path: Path) -> None:

@@ -23,7 +23,7 @@ from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.files.checksums import file_checksum, seal
 from expertmesh.checkpoints.training_state.marker import MARKER
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from tests.hostile.contents import LINES, ROWS, TABLES, TEMPLATES, TEXTS, YAML_TEXTS
+from tests.hostile.contents import LAUGHS, LINES, ROWS, TABLES, TEMPLATES, TEXTS, YAML_TEXTS
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import (
     FAMILIES,
@@ -362,9 +362,9 @@ INPUTS: dict[str, Input] = {
     "forged state": Input("trained", "state/__0_0.distcp", loaded, anything, changed_bytes, 35, (forged,), **FORGED),
     "settings": Input("settings", "config.yaml", run_config, survives, changed_settings, 120, (broken_texts,
         settings), OF_RUN),
-    "planned config": Input("settings", CONFIG, planned, is_a_plan, changed_json, 30, (broken_texts,
-        hostile_values(12)), ANY),
-    "rates": Input("settings", "rates.json", planned, is_a_plan, changed_json, 30, (broken_texts,), ANY),
+    "planned config": Input("settings", CONFIG, planned, is_a_plan, changed_json, 15, (broken_texts,
+        hostile_values(30)), ANY),
+    "rates": Input("settings", "rates.json", planned, is_a_plan, changed_json, 15, (broken_texts,), ANY),
     "lines": Input("data", "data.jsonl", samples("data.jsonl"), trainable, changed_bytes, 20, (texts(LINES),),
         writes=True),
     "rows": Input("data", "data.jsonl", records, are_records, changed_rows, 400),
@@ -504,6 +504,8 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         (b"max_steps: 1\nmax_steps: 2", "cannot be read: max_steps is given twice"),
         (b"model: !!python/name:os.system", "cannot be read: could not determine a constructor for the tag"),
         (b"dataset: &a [*a]", "dataset is no text, number, list of these, or table of these"),
+        (LAUGHS.encode(), "unknown key a; --help lists what there is; unknown key a1"),
+        (LAUGHS.replace("a9:", "dataset:").encode(), "dataset is no text, number, list of these, or table of these"),
         (b"max_steps: x", "config.yaml: argument --max-steps: invalid int value: 'x'"),
         (b"of_another: 1", "unknown key of_another; --help lists what there is"),
     ],

@@ -476,7 +476,8 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> li
     for key, value in content.items():
         name = parser.names.get(str(key).replace("-", "_"))
         if name is None:
-            instead = parser.instead_of(str(key), _written(value))
+            # of aliases there may be no end
+            instead = parser.instead_of(str(key), _written(value) if _is_setting(value) else [])
             if instead is None:
                 refused.append(unknown_name("key", str(key), parser.names))
             elif instead:
