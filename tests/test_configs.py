@@ -49,11 +49,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs")
 FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
-OPTIMIZERS = {
-    "adamw_torch_fused": "fp32 AdamW",
-    "adamw_torch_8bit": "8-bit AdamW",
-    "adamw_bf16": "all state in bf16",
-}
+OPTIMIZERS = {"adamw_torch_fused": "fp32 AdamW", "adamw_torch_8bit": "8-bit AdamW", "adamw_bf16": "all state in bf16"}
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
 PUBLISHED = {
     "deepseek_v3": "deepseek-v3",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes, table_of_codes
 from expertmesh.checkpoints.files.encodings import Encoding, encode
-from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
 from expertmesh.moe.dispatch.dedup import OnceDispatcher
 from expertmesh.moe.dispatch.dispatcher_entries import (
     DISPATCHER_ENTRIES,
@@ -44,16 +43,13 @@ from expertmesh.moe.dispatch.dispatcher_entries import (
     resolve_dispatch,
     table_of_dispatchers,
 )
-from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, DispatchOptions, Part, register_dispatcher
-from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
+from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, register_dispatcher
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry, table_of_kernels
 from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.recompute_cache import is_replaying, kept
 from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.by_sample import BySample, apply_packing
@@ -871,70 +867,7 @@ def test_an_optimizer_is_known_everywhere(tiny_model: Path, tmp_path: Path, caps
     assert 3 <= at_update / memory["parameters"] < 3.5
 
 
-# A dispatcher: the README's, and one that shares no code with ours but the exchange.
-
-
-class OneExchange:
-    """Rows of all experts in one exchange, each token's next to each other's of the same rank, whatever the expert:
-    where they arrive they are sorted by expert."""
-
-    is_remote, in_words = True, "all in one exchange"
-
-    def __init__(self, options: DispatchOptions):
-        self.num_experts, self.group = options.num_experts, options.group
-        self.ep_size = options.group.size()
-        self.local = options.num_experts // self.ep_size
-
-    def send(self, x_TD: Any, experts_TK: Any, weights_TK: Any, counts_E: Any, has_padding: bool) -> "SentAtOnce":
-        told = kept("counts", lambda: exchange_counts(counts_E, self.group, [self.local]))
-        order = expert_order(experts_TK, self.num_experts, has_padding)
-        rows_nD = TokensToRows.apply(x_TD, order)
-        wait_for_counts(counts_E.device)
-        sent, received = told[1].tolist()
-        if has_padding:
-            order, rows_nD = first_rows(order, sum(sent[0])), rows_nD[: sum(sent[0])]
-        exchange = Exchange(self.group, sent, received)
-        counts_Se = told[0].view(self.ep_size, self.local)
-        local_Se = torch.arange(self.local).expand(self.ep_size, -1)
-        expert_R = local_Se.flatten().repeat_interleave(counts_Se.flatten(), output_size=sum(received[0]))
-        by_expert_R = expert_R.argsort(stable=True)
-        return SentAtOnce(exchange.send(rows_nD), exchange, by_expert_R, counts_Se.sum(dim=0), order, weights_TK)
-
-
-@dataclass(frozen=True)
-class SentAtOnce:
-    rows: tuple[torch.Tensor, ...]
-    exchange: Exchange
-    by_expert_R: torch.Tensor
-    counts_e: torch.Tensor
-    order: ExpertOrder
-    weights_TK: torch.Tensor
-
-    @property
-    def parts(self) -> list[Part]:
-        return [self]
-
-    @property
-    def reads_outputs(self) -> bool:
-        return not is_replaying()
-
-    @property
-    def num_experts(self) -> int:
-        return self.counts_e.numel()
-
-    @property
-    def num_rows(self) -> int:
-        return self.by_expert_R.numel()
-
-    def arrive(self, sent_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.exchange.arrive(0, sent_RD)[self.by_expert_R], self.counts_e
-
-    def give_back(self, rows_RD: torch.Tensor) -> torch.Tensor:
-        return self.exchange.give_back(0, rows_RD[self.by_expert_R.argsort()])
-
-    def combine(self, returned: Any) -> torch.Tensor:
-        out_TD: torch.Tensor = RowsToTokens.apply(self.exchange.home(returned), self.weights_TK, self.order)
-        return out_TD
+# A dispatcher.
 
 
 def entry_of(name: str, **changes: Any) -> DispatcherEntry:
@@ -943,33 +876,22 @@ def entry_of(name: str, **changes: Any) -> DispatcherEntry:
     return replace(PLAIN_ENTRY, **{**own, **changes})
 
 
-def add_dispatchers() -> None:
-    add("dispatcher")
-    register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), OneExchange)
-
-
 def dispatched(path: Path, topology: Topology, case: Case) -> tuple[Figures | None, str]:
     with restored():
-        add_dispatchers()
+        add("dispatcher")
         model, _, _ = sharded_model(path, topology, case)
         return ours(path, topology, case), moe_layers(model)[0].dispatcher.in_words
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("one-exchange", {"gradient_checkpointing": "selective", "kernel": "torch-grouped"}, "all in one exchange"),
-        ("last-first", {"settings": {"overlap_chunks": 2}}, "a token's last choice is sent first"),
-    ],
-)
-def test_a_dispatcher(ranks: RankPool, tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
+def test_a_dispatcher(ranks: RankPool, tmp_path: Path) -> None:
     """Losses, gradients, routers' counts and, after two updates, weights: transformers' in one process."""
-    settings = {"dispatch": name, **changes.get("settings", {})}
-    case = Case(random_samples([9, 20, 5, 14]), accumulation=1, steps=2, z=0.01, **{**changes, "settings": settings})
+    how: dict[str, Any] = {"gradient_checkpointing": "selective", "kernel": "torch-grouped"}
+    case = Case(random_samples([9, 20, 5, 14]), accumulation=1, steps=2, z=0.01, **how)
     hf_model(case, seed=1).save_pretrained(tmp_path)
-    found, told = ranks.run(dispatched, 2, tmp_path, Topology(2, 2), case)[0]
-    assert told == words
-    want = reference(replace(case, settings={}), seed=1)
+    own = replace(case, settings={"dispatch": "last-first", "overlap_chunks": 2})
+    found, told = ranks.run(dispatched, 2, tmp_path, Topology(2, 2), own)[0]
+    assert told == "a token's last choice is sent first"
+    want = reference(case, seed=1)
     assert found.losses == pytest.approx(want.losses, rel=1e-5)
     assert found.grad_norms == pytest.approx(want.grad_norms, rel=1e-5)
     for part in ("grads", "weights"):
@@ -983,7 +905,8 @@ def test_a_dispatcher_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixtur
     flags = ["--model", "m", "--dataset", "d", "--ep-size", "2", "--dispatch"]
     with pytest.raises(ExpertMeshError, match="invalid choice: 'last-first'"):
         parse_config([*flags, "last-first"])
-    add_dispatchers()
+    add("dispatcher")
+    register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), DISPATCHERS["last-first"])
     config = parse_config([*flags, "last-first", "--dispatch-sums", "float32", "--ranks-per-node", "2"])
     assert config.dispatch == "last-first"
     assert config.without_effect == [
@@ -1015,11 +938,11 @@ def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[s
         own = ["--dispatch", name, *flags]
         return figures_of("plan", mixtral, capsys, *own)[0], figures_of("rehearse", mixtral, capsys, *own)[0]
 
-    add_dispatchers()
-    (plan, dry), (plain_plan, plain_dry) = both("one-exchange"), both("plain")
+    add("dispatcher")
+    (plan, dry), (plain_plan, plain_dry) = both("last-first"), both("plain")
     assert plan["bytes_a_step"] == plain_plan["bytes_a_step"]
     assert dry["sent"] == plain_dry["sent"]
-    # its rows are indexed, whose operators are not ours
+    # choices are turned around, by operators that are not ours
     assert dry["ledger"] != plain_dry["ledger"]
     assert not list((mixtral / "measured").rglob("*.json"))
 
@@ -1031,7 +954,7 @@ def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[s
     across = ["--gpus", "4", "--ep-size", "4", "--gpus-per-node", "2", "--dispatch-sums", "float32"]
     assert both("by-nodes", *across) == both("node", *across)
 
-    register_dispatcher(entry_of("unseen", is_recorded=False), OneExchange)
+    register_dispatcher(entry_of("unseen", is_recorded=False), DISPATCHERS["last-first"])
     for command in ("plan", "rehearse"):
         with pytest.raises(AssertionError):
             figures_of(command, mixtral, capsys, "--dispatch", "unseen")

@@ -19,16 +19,7 @@ from typing import Any
 
 import pytest
 
-REPRESENTATIVES = (
-    "mixtral",
-    "qwen3_moe",
-    "qwen2_moe",
-    "olmoe",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "qwen3_next",
-)
+REPRESENTATIVES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
 """Families that between them have shared experts and their gates, dense layers, groups and correction biases, biases,
 interleaved and clamped experts, and layers that carry a state."""
 
