@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
-from tests.parity.runner import Runner
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
@@ -78,8 +78,10 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def runner(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What runs the rows of tests/parity's table."""
+    from tests.parity.runner import Runner  # which takes seconds that other tests need not
+
     return Runner(ranks, tmp_path_factory.mktemp("parity"))
 
 

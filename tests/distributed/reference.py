@@ -30,7 +30,7 @@ from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import StepResult, compute_gradients, train_step
+from expertmesh.training.step import StepResult, train_step
 from tests.parity.case import MAX_GRAD_NORM as MAX_GRAD_NORM
 from tests.parity.case import STEPS as STEPS
 from tests.parity.case import Case as Case
@@ -179,15 +179,6 @@ def packed_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup 
 def packed_rows(samples: Sequence[Sample]) -> list[list[Sample]]:
     lengths = torch.tensor([len(sample.tokens) for sample in samples])
     return [[samples[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
-
-
-def of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Tensor]]:
-    """The loss of five samples in two packed rows, and on rank 0 the gradients, full."""
-    model, mesh, _ = sharded_model(path, topology, case)
-    A, B, C, D, E = case.samples
-    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
-    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
-    return result.loss, in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

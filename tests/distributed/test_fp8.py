@@ -18,12 +18,12 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine, tensor_parallel
 from expertmesh.training.model_setup.dense_precision import multiply_in_fp8
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import of_packed, ours
+from tests.distributed.reference import ours
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.parity.case import SAMPLES, Case, Figures, random_samples
 from tests.parity.compare import Tolerance, assert_same, first_difference
 from tests.parity.kept import expected
-from tests.parity.rows import Row
+from tests.parity.rows import Row, topology_of
 from tests.parity.runner import Runner
 from tests.tiny import relative_error, tiny_config, tiny_mixtral
 
@@ -136,25 +136,19 @@ def test_what_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_samples_one_by_one(ranks: RankPool, tmp_path: Path) -> None:
+def test_samples_one_by_one(runner: Runner) -> None:
     """Of numbers of rows that the ranks do not divide."""
-    changes = LATENT | {"index_head_dim": 16}
-    settings = {"packing": True, "dense_precision": "fp8"}
+    changes, settings = LATENT | {"index_head_dim": 16}, {"packing": True, "dense_precision": "fp8"}
     samples = random_samples([13, 4, 5, 16, 11], TEXT_IDS)
-    case = Case(samples, family="deepseek_v32", compute_dtype=torch.bfloat16, settings=settings, changes=changes)
-    tiny_model(case.family, seed=1, **changes).save_pretrained(tmp_path)
-    ((loss, norms),) = ranks.run(_norms_of_packed, 1, tmp_path, Topology(1, 1), case)
-    for topology in (Topology(2, 1, tp_size=2), Topology(4, 2, tp_size=2, cp_size=2)):
-        found, found_norms = ranks.run(_norms_of_packed, topology.world_size, tmp_path, topology, case)[0]
-        assert found == pytest.approx(loss, rel=5e-3)
-        assert found_norms.keys() == norms.keys()
+    case = Case(
+        samples, family="deepseek_v32", compute_dtype=torch.bfloat16, settings=settings, changes=changes, steps=1
+    )
+    alone, *others = (runner.run(Row("", case, topology_of(layout))) for layout in ("1", "2 tp 2", "4 ep 2 cp 2 tp 2"))
+    norms = {name: float(grad.norm()) for name, grad in alone.grads.items()}
+    for found in others:
+        assert found.losses == pytest.approx(alone.losses, rel=5e-3)
+        found_norms = {name: float(grad.norm()) for name, grad in found.grads.items()}
         assert found_norms == pytest.approx(norms, rel=0.2, abs=0.02 * max(norms.values()))
-
-
-def _norms_of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, float]]:
-    """The loss of packed samples, and the norm of each gradient."""
-    loss, grads = of_packed(path, topology, case)
-    return loss, {name: float(grad.norm()) for name, grad in grads.items()}
 
 
 def test_parts_that_fp8_does_not_take() -> None:

@@ -60,10 +60,8 @@ def test_random_cuts_and_schedules(runner: Runner, seed: int) -> None:
     runner.compare(row)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("pp", "dp", "ep", "chunks"), [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2)])
-def test_generates_through_the_stages(ranks: RankPool, model: Path, pp: int, dp: int, ep: int, chunks: int) -> None:
-    topology = Topology(pp * dp * ep, ep, pp_size=pp)
+@pytest.mark.parametrize(("topology", "chunks"), [(PP_EP, 1), (PP, 2)])
+def test_generates_through_the_stages(ranks: RankPool, model: Path, topology: Topology, chunks: int) -> None:
     case = Case([], settings={"pipeline_chunks": chunks})
     found = ranks.run(continuations, topology.world_size, model, topology, PROMPTS, [], case)
     assert found == [hf_continuations(PROMPTS, eos=-1, **LAYERS)] * topology.world_size
