@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts.activation import Activation
-from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
+from expertmesh.moe.experts.expert_mlp import LowRank, expert_modules, read_layout
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.hf_model.build import (
-    build_model,
-    dmoe_from,
-    kernel_needs,
-    use_kernel,
-)
+from expertmesh.moe.hf_model.build import build_model, dmoe_from, kernel_needs, use_kernel
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import skip_if_older
@@ -100,6 +95,21 @@ def check(theirs: Any, kernel: str, tolerance: float = 1e-5) -> None:
     expected_grads = dict(zip(dict(theirs.named_parameters()), results[1][3:], strict=True))
     for part, found in zip(ours.mlp.layout.parameters, results[0][3:], strict=True):
         assert relative_error(found, our_rows(part, expected_grads[part.place.tensor])) < tolerance, part.name
+
+
+def experts_of(kind: str, kernel: str = "loop") -> Any:
+    """Our experts of a kind, random."""
+    return our_experts(random(KINDS[kind][0]()), TOP_K, kernel)
+
+
+def adapted(experts: Any, rank: int = 4, dtype: torch.dtype = torch.float32) -> Any:
+    """Plain experts with random adapters."""
+    experts.mlp.low_rank = LowRank(rank, 1.0, 0.0)
+    for name, (into, out) in {"w1": (D, WIDTH), "v1": (D, WIDTH), "w2": (WIDTH, D)}.items():
+        for matrix, size in (("A", (EXPERTS * rank, into)), ("B", (EXPERTS * out, rank))):
+            parameter = torch.nn.Parameter(torch.randn(size).to(dtype))
+            experts.mlp.register_parameter(f"{name}_lora_{matrix}", parameter)
+    return experts
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

@@ -1,4 +1,5 @@
-"""Gate and up in one GEMM, as experts choose it on a GPU: here on a CPU, where only these tests ask for it."""
+"""Gate and up in one GEMM, as experts choose it on a GPU: here on a CPU, where only these tests ask for it. What it
+computes is part of the contract of kernels (`kernel_contract.py`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +18,10 @@ from expertmesh.moe.kernels.weight_gradients import WeightGradients
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from tests.interpreter import interpreted
-from tests.moe.test_experts import KINDS, TOP_K, WIDTH, D, random
-from tests.moe.test_weight_gradients import Run
+from tests.moe.test_experts import KINDS, TOP_K, WIDTH, D, experts_of
+from tests.moe.test_weight_gradients import BF16, Run
 from tests.moe.test_weight_gradients import check as check_deferred
-from tests.tiny import our_experts, tiny_block
-
-BF16 = torch.bfloat16
+from tests.tiny import tiny_block
 
 
 @pytest.fixture
@@ -45,33 +44,34 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def experts_of(kind: str = "plain", kernel: str = "torch-grouped") -> Any:
-    return our_experts(random(KINDS[kind][0]()), TOP_K, kernel)
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """But for another order of sums, in bf16."""
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert grad.dtype == expected[name].dtype
+        assert (grad - expected[name]).abs().max() <= 2**-7 * expected[name].abs().max(), name
 
 
 @pytest.mark.parametrize("frozen", [(), ("v1",), ("w1",), ("w2",), ("w1", "v1")], ids=str)
 def test_gradients_are_those_of_two_gemms(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]], frozen: tuple[str, ...]
 ) -> None:
-    experts = experts_of()
+    experts = experts_of("plain", "torch-grouped")
     for name in frozen:
         getattr(experts.mlp, name).requires_grad_(False)
     two = Run(experts, BF16).do("F1 F2 B1 B2")
     assert len(products) == 2 * 9
     products.clear()
     monkeypatch.setattr(expert_mlp, "computes_on_cpu", lambda tensor: False)
-    one = Run(experts, BF16).do("F1 F2 B1 B2")
+    assert_near(Run(experts, BF16).do("F1 F2 B1 B2"), two)
+    assert two.keys() == {"tokens 1", "tokens 2", "w1", "v1", "w2"} - set(frozen)
     assert len(products) == 2 * 6
     assert products[0][-1] == 2 * WIDTH
-    assert one.keys() == two.keys() == {"tokens 1", "tokens 2", "w1", "v1", "w2"} - set(frozen)
-    for name, grad in one.items():
-        assert grad.dtype == two[name].dtype
-        assert (grad - two[name]).abs().max() <= 2**-7 * two[name].abs().max(), name
 
 
 @pytest.mark.usefixtures("as_on_gpu")
 def test_left_for_later_they_have_the_same_bits(products: list[tuple[int, ...]]) -> None:
-    experts = experts_of()
+    experts = experts_of("plain", "torch-grouped")
     check_deferred(experts, BF16)
     assert (len(experts.mlp.w1) // WIDTH, 2 * WIDTH, D) in products
     experts.mlp.v1.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_left_for_later_they_have_the_same_bits(products: list[tuple[int, ...]])
 @pytest.mark.usefixtures("as_on_gpu")
 def test_what_waits() -> None:
     queue = WeightGradients()
-    run = Run(experts_of(), BF16, queue)
+    run = Run(experts_of("plain", "torch-grouped"), BF16, queue)
     assert run.do("F1 B1").keys() == {"tokens 1"}
     assert queue.bytes == 2 * run.inputs[1].shape[0] * TOP_K * (2 * D + 3 * WIDTH)
     assert run.do("W1").keys() == {"tokens 1", "w1", "v1", "w2"}
@@ -90,15 +90,14 @@ def test_what_waits() -> None:
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("are_kept", [False, True])
-def test_working_weights_that_are_kept(are_kept: bool) -> None:
+def test_working_weights_that_are_kept() -> None:
     """A second copy is that of both, and none of either."""
-    experts = experts_of()
+    experts = experts_of("plain", "torch-grouped")
     expected = Run(experts, BF16).do("F1 B1 F2 B2")
-    experts.mlp.working.are_kept = are_kept
-    found = Run(experts, BF16).do("F1 B1 F2 B2")
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-    assert experts.mlp.working._kept.keys() == ({expert_mlp._JOINED, "w2"} if are_kept else set())
+    assert not experts.mlp.working._kept
+    experts.mlp.working.are_kept = True
+    torch.testing.assert_close(Run(experts, BF16).do("F1 B1 F2 B2"), expected, rtol=0, atol=0)
+    assert experts.mlp.working._kept.keys() == {expert_mlp._JOINED, "w2"}
 
 
 @pytest.mark.usefixtures("as_on_gpu")
@@ -123,41 +122,35 @@ def test_selective_checkpointing_keeps_its_result(products: list[tuple[int, ...]
         calls.append(products.count((7 * 2, 2 * 48)))
         found.append([x_BSD.grad, *(parameter.grad for parameter in layer.parameters())])
     assert calls == [1, 1 if is_kept else 2]
-    for plain, repeated in zip(*found, strict=True):
-        assert plain is not None
-        assert torch.equal(plain, repeated)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @interpreted
 def test_with_triton_kernels_between_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 from bf16 weights, as Triton's interpreter has no bf16."""
-    experts = experts_of().to(BF16)
+    experts = experts_of("plain", "torch-grouped").to(BF16)
     expected = Run(experts).do("F1 B1")
     monkeypatch.setattr(expert_mlp, "computes_on_cpu", lambda tensor: False)
     monkeypatch.setattr("expertmesh.moe.kernels.swiglu.takes_triton", lambda tensor: True)
-    found = Run(experts).do("F1 B1")
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        assert (grad - expected[name]).abs().max() <= 2**-7 * expected[name].abs().max(), name
-
-
-def are_joined(experts: Any, dtype: torch.dtype = BF16) -> bool:
-    joined: bool = experts.mlp._joins_gate_and_up(torch.empty(1, D, dtype=dtype))
-    return joined
+    assert_near(Run(experts).do("F1 B1"), expected)
 
 
 def test_where_it_is_chosen() -> None:
-    assert not are_joined(experts_of())  # on a CPU nothing changes
+    """Where weights are copied into another dtype all the same, and both are trained."""
+
+    def are_joined(experts: Any, dtype: torch.dtype = BF16) -> bool:
+        joined: bool = experts.mlp._joins_gate_and_up(torch.empty(1, D, dtype=dtype))
+        return joined
+
+    def plain(kernel: str = "torch-grouped") -> Any:
+        return experts_of("plain", kernel)
+
+    frozen, adapted = plain().requires_grad_(False), plain()
+    adapted.mlp.low_rank = LowRank(4, 1.0, 0.0)
+    others = [experts_of(kind, "torch-grouped") for kind, (_, is_swiglu, _) in KINDS.items() if not is_swiglu]
+    assert others
+    assert not are_joined(plain())  # on a CPU nothing changes
     with rehearsing_gpu():
-        assert are_joined(experts_of())
-        assert not are_joined(experts_of(), torch.float32)  # nothing is copied
-        assert not are_joined(experts_of().to(BF16))
-        assert not are_joined(experts_of(kernel="loop"))
-        others = [kind for kind, (_, is_swiglu, _) in KINDS.items() if not is_swiglu]
-        assert others
-        assert not any(are_joined(experts_of(kind)) for kind in others)
-        frozen, adapted = experts_of(), experts_of()
-        frozen.requires_grad_(False)
-        assert not are_joined(frozen)
-        adapted.mlp.low_rank = LowRank(4, 1.0, 0.0)
-        assert not are_joined(adapted)
+        assert are_joined(plain())
+        assert not are_joined(plain(), torch.float32)  # nothing is copied
+        assert not any(map(are_joined, (plain().to(BF16), plain("loop"), frozen, adapted, *others)))
