@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. `make test-rest` runs tests that repeat
-# those of `make test` for more models and settings, `make test-all` both and what neither has. Between two edits: `make
-# check`, which is lint, types and the tests that start no processes; and `make format`. `make test-floor` runs all under
-# the lowest versions supported, in an environment of its own (some 5 GB).
+# those of `make test` for more models and settings, `make test-all` both and what neither has; `make test-gpu` what needs
+# a GPU. Between two edits: `make check`, which is lint, types and the tests that start no processes; and `make format`.
+# `make test-floor` runs all under the lowest versions supported, in an environment of its own (some 5 GB).
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -20,7 +20,7 @@ PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isol
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: install megablocks demo test test-rest test-all test-floor check lint format clean
+.PHONY: install megablocks demo test test-rest test-all test-gpu test-floor check lint format clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +61,10 @@ test-rest: install
 
 test-all: lint
 	$(RUN) $(PYTEST)
+
+# two at a time share the card
+test-gpu: install
+	$(RUN) $(BIN)/python -m pytest tests/gpu --numprocesses 2 --dist loadfile
 
 # without the linters, which are the newest versions' alone
 test-floor:

@@ -1,19 +1,15 @@
 """--deterministic: the same run twice has the same bits."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from expertmesh.training.model_setup.determinism import compute_deterministically
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import ROOT, Ended, Runs, Told, assert_same_bits, tell
-from tests.tiny import save_model, save_tokenizer
+from tests.distributed.whole_runs import Ended, Runs, Told, assert_same_bits, tell
 
 FLAGS = (
     "--max-steps 3 --learning-rate 1e-3 --router-aux-loss-coef 0.02 --router-z-loss-coef 0.01 --deterministic --ep-size"
@@ -67,28 +63,3 @@ def test_memory_is_not_filled(ranks: RankPool) -> None:
 def test_twice_on_cpu(runs: Runs, more: str) -> None:
     first, second = (runs(2, f"{FLAGS} 2 {more}", name, call=run_deterministic) for name in ("first", "second"))
     assert_same_twice(first, second)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--bf16 --expert-kernel torch-grouped",
-        "--bf16 --expert-kernel loop --packing",
-        "--cross-entropy chunked --gradient-checkpointing selective",
-        "--cross-entropy full",
-    ],
-)
-def test_twice_on_a_gpu(tiny_data: Path, tmp_path: Path, more: str) -> None:
-    """Each time in a process of its own: cuBLAS reads its setting once."""
-    save_model(tmp_path / "model", hidden_size=128, intermediate_size=128)
-    save_tokenizer(tmp_path / "model")
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG")}
-    found = []
-    for name in ("first", "second"):
-        paths = ["--model", tmp_path / "model", "--dataset", tiny_data, "--output-dir", tmp_path / name]
-        command = [sys.executable, "train_ep.py", *map(str, paths), *f"{FLAGS} 1 {more}".split()]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found.append(Ended(tmp_path / name, [0], done.stdout, done.stderr))
-    assert_same_twice(*found)

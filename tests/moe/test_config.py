@@ -22,13 +22,12 @@ def test_model_type() -> None:
         check_config({}, "here")
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("family", causal_families())
-def test_every_family_has_numbers_within_bounds(family: str) -> None:
+def test_every_family_has_numbers_within_bounds() -> None:
     """Also its default config, which is that of a real model."""
-    config = tiny_config(family)
-    assert check_config(config.to_dict(), "here") == config.model_type
-    assert check_config(type(config)().to_dict(), "here") == config.model_type
+    for family in causal_families():
+        config = tiny_config(family)
+        for each in (config, type(config)()):
+            assert check_config(each.to_dict(), "here") == config.model_type
 
 
 @pytest.mark.parametrize(

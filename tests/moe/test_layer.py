@@ -25,80 +25,42 @@ from expertmesh.moe.hf_model.build import (
     dmoe_from,
 )
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.sharding.state import state_of
+from expertmesh.sharding.state import parameters_of
+from tests.distributed.reference import in_our_layout
 from tests.families import configs as families
-from tests.moe.test_kernels import CPU_KERNELS
-from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
-
-
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize(
-    "changes", [{}, {"num_local_experts": 6, "num_experts_per_tok": 3}, {"intermediate_size": 16}], ids=str
-)
-def test_equals_hf_block(changes: dict[str, Any], kernel: str) -> None:
-    theirs = tiny_mixtral(**changes).model.layers[0].mlp
-    ours = our_block(theirs, kernel)
-    x_BSD = torch.randn(3, 7, tiny_config().hidden_size)
-    x_ours, x_theirs = x_BSD.clone().requires_grad_(), x_BSD.clone().requires_grad_()
-    found, expected = ours(x_ours), theirs(x_theirs)
-    assert relative_error(found.detach(), expected.detach()) < 1e-6
-    grad = torch.randn_like(x_BSD)
-    found.backward(grad)
-    expected.backward(grad)
-    assert x_ours.grad is not None
-    assert x_theirs.grad is not None
-    assert relative_error(x_ours.grad, x_theirs.grad) < 1e-5
-    assert relative_error(ours.gate.weight.grad, theirs.gate.weight.grad) < 1e-5
+from tests.tiny import loaded, our_experts, relative_error, tiny_block, tiny_config, tiny_mixtral
 
 
 def layer() -> Any:
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    return tiny_block(std=0.3, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4}
+    return tiny_block(std=0.3, **sizes, num_experts_per_tok=2)
 
 
 def test_padding_is_neither_routed_nor_counted() -> None:
-    moe = layer()
-    x_BSD = torch.randn(2, 5, 16)
+    moe, x_BSD, grad_BSD = layer(), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     is_token_BS = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
-    x_padded = x_BSD.clone().requires_grad_()
-    with Forward(is_token_BS) as forward:
-        out = moe(x_padded)
-    padded_stats = forward.stats[moe.experts]
-    assert torch.equal(out[~is_token_BS], torch.zeros(3, 16))
 
-    x_alone = x_BSD[is_token_BS].unsqueeze(0).clone().requires_grad_()
-    with Forward() as forward:
-        alone = moe(x_alone)
-    stats = forward.stats[moe.experts]
-    torch.testing.assert_close(out[is_token_BS], alone[0])
-    assert torch.equal(padded_stats.counts_E, stats.counts_E)
-    torch.testing.assert_close(padded_stats.prob_sum_E, stats.prob_sum_E)
-    torch.testing.assert_close(padded_stats.z_sum, stats.z_sum)
-    torch.testing.assert_close(padded_stats.entropy_sum, stats.entropy_sum)
+    def run(x: Tensor, mask: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, RouterStats]:
+        x = x.clone().requires_grad_()
+        with Forward(mask) as forward:
+            out = moe(x)
+        return out, torch.autograd.grad(out, x, grad)[0], forward.stats[moe.experts]
 
-    grad = torch.randn(2, 5, 16)
-    out.backward(grad)
-    alone.backward(grad[is_token_BS].unsqueeze(0))
-    assert x_padded.grad is not None
-    assert x_alone.grad is not None
-    torch.testing.assert_close(x_padded.grad[is_token_BS], x_alone.grad[0])
-    assert torch.equal(x_padded.grad[~is_token_BS], torch.zeros(3, 16))
+    out, grad, padded = run(x_BSD, is_token_BS, grad_BSD)
+    alone, grad_alone, stats = run(x_BSD[is_token_BS].unsqueeze(0), None, grad_BSD[is_token_BS].unsqueeze(0))
+    torch.testing.assert_close((out[is_token_BS], grad[is_token_BS]), (alone[0], grad_alone[0]))
+    assert not out[~is_token_BS].any()
+    assert not grad[~is_token_BS].any()
+    for name in ("counts_E", "prob_sum_E", "z_sum", "entropy_sum"):
+        torch.testing.assert_close(getattr(padded, name), getattr(stats, name))
 
 
 def test_nothing_but_padding() -> None:
     moe = layer()
     with Forward(torch.zeros(1, 3, dtype=torch.bool)):
         out = moe(torch.randn(1, 3, 16, requires_grad=True))
-    out.sum().backward()
-    assert torch.equal(out, torch.zeros(1, 3, 16))
-    for parameter in moe.parameters():
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+    grads = torch.autograd.grad(out.sum(), list(moe.parameters()))
+    assert not any(tensor.any() for tensor in (out, *grads))
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -264,16 +226,11 @@ def test_logits_and_gradients_equal_hf(attention: str) -> None:
     assert relative_error(logits[0].logits.detach(), logits[1].logits.detach()) < 1e-5
     for out in logits:
         out.loss.backward()
-    expected = dict(theirs.named_parameters())
-    for name, part in state_of(ours).items():
-        if name in expected and part.is_parameter:
-            theirs_of = expected[name].grad.t() if part.transposed else expected[name].grad
-            found: Any = part.tensor.grad
-            assert relative_error(found, theirs_of) < 1e-5, name
-    for mine, other in zip(moe_layers(ours), theirs.model.layers, strict=True):
-        for weight in mine.mlp.layout.parameters:
-            want = our_rows(weight, getattr(other.mlp.experts, weight.place.tensor).grad)
-            assert relative_error(getattr(mine.mlp, weight.name).grad, want) < 1e-5, weight.name
+    expected = in_our_layout(theirs, "grad")
+    found: dict[str, Any] = {name: part.tensor.grad for name, part in parameters_of(ours).items()}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert relative_error(found[name], grad) < 1e-5, name
 
 
 def test_generation_equals_hf() -> None:

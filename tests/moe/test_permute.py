@@ -67,20 +67,26 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-# The interpreter cuts bf16 off where a GPU rounds: one unit in the last place.
-@pytest.mark.sample(4)
+CASES = [
+    *((shape, 0.5, torch.float32) for shape in SHAPES.values()),
+    (SHAPES["two"], 0.0, torch.float32),
+    (SHAPES["a width of no power of two"], 1.0, torch.float32),
+    (SHAPES["an odd width"], 0.0, torch.bfloat16),
+    (SHAPES["one token"], 1.0, torch.bfloat16),
+]
+
+
 @interpreted
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], ids=str)
-@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "padding", "dtype"), CASES, ids=str)
 def test_equals_plain(
-    shape: tuple[int, int, int], padding: float, dtype: torch.dtype, tolerance: float, fused: pytest.MonkeyPatch
+    shape: tuple[int, int, int], padding: float, dtype: torch.dtype, fused: pytest.MonkeyPatch
 ) -> None:
+    """The interpreter cuts bf16 off where a GPU rounds: one unit in the last place."""
     num_tokens, top_k, width = shape
     order = order_of(num_tokens, top_k, padding, "cpu")
     found = results(order, width, dtype, "cpu")
     fused.undo()
-    check(found, results(order, width, dtype, "cpu"), tolerance)
+    check(found, results(order, width, dtype, "cpu"), 1e-5 if dtype == torch.float32 else 2**-6)
 
 
 def sparse_order_of(num_tokens: int, top_k: int) -> ExpertOrder:
@@ -91,7 +97,7 @@ def sparse_order_of(num_tokens: int, top_k: int) -> ExpertOrder:
 
 
 @interpreted
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [(4, 8, 77), (2, 9, 16), (1, 6, 1), (0, 2, 16)], ids=str)
 def test_choices_without_a_row(shape: tuple[int, int, int], fused: pytest.MonkeyPatch) -> None:
     """By row, by choice and by the kernels."""
     num_tokens, top_k, width = shape

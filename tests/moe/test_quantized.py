@@ -37,7 +37,7 @@ def stored(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor,
     return *quantize(weight, storage), storage
 
 
-@pytest.mark.parametrize("columns", [64, 128, 40, 73])
+@pytest.mark.parametrize("columns", [64, 40, 73])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_bounded(kind: Any, columns: int) -> None:
     """By half a step of the codes, of the largest of the row or block."""
@@ -98,10 +98,17 @@ def test_products_are_those_of_the_dequantized_weight(kind: Any, is_transposed: 
     torch.testing.assert_close(x_1.grad, x_2.grad)
 
 
-@pytest.mark.parametrize("few", [1, 2, 5])
-@pytest.mark.parametrize("kernel", ["loop", "torch-grouped"])
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "is_transposed", "kernel", "few"),
+    [
+        ("fp8", False, "loop", 1),
+        ("fp8", True, "torch-grouped", 2),
+        ("nf4", True, "loop", 5),
+        ("nf4", False, "torch-grouped", 1),
+        ("nf4", True, "loop", 2),
+        ("fp8", False, "torch-grouped", 5),
+    ],
+)
 def test_experts_a_few_at_a_time(
     kind: Any, is_transposed: bool, kernel: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,10 +193,12 @@ def test_a_gradient_with_gaps(is_transposed: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
-@pytest.mark.parametrize(("num_rows", "columns"), [(3, 64), (2, 100), (5, 4160), (1, 9001)])
-def test_dequantizing_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "dtype"),
+    [(3, 64, torch.float32), (2, 100, torch.float16), (5, 4160, torch.float32), (1, 9001, torch.float16)],
+)
+def test_dequantizing_kernels(kind: Kind, num_rows: int, columns: int, dtype: torch.dtype) -> None:
     """Every number as torch's own operators make it, also the smallest, and of rows of zeros."""
     from expertmesh.moe.linear.dequantize_triton import fused_fp8, fused_nf4
 
