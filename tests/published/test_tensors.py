@@ -30,19 +30,21 @@ def tensors_of(published: Published, num_experts: int) -> Iterator[tuple[str, tu
     kinds = {**published.kinds, "expert": tuple(range(num_experts))}
     for line in published.lines.strip().splitlines():
         is_trained = not line.lstrip().startswith("-")
-        pattern, *sizes = line.replace("- ", "").split()
-        dtype = "BF16" if sizes[-1].isdigit() else sizes.pop()
-        shape = tuple(map(int, sizes))
-        fixed = re.split(r"{([\w,]+)}", pattern)
-        choices = [
-            [part] if number % 2 == 0 else [str(n) for kind in part.split(",") for n in kinds[kind]]
-            for number, part in enumerate(fixed)
-        ]
-        for parts in product(*choices):
-            name = "".join(parts)
-            yield name, shape, "F8_E4M3" if dtype == "F8" else dtype, is_trained
-            if dtype == "F8":
-                yield f"{name}_scale_inv", tuple(-(-size // 128) for size in shape), "F32", is_trained
+        beginning, _, several = line.replace("- ", "").rpartition(":")
+        for entry in several.split(", "):
+            pattern, *sizes = f"{beginning.strip()}.{entry.strip()}".lstrip(".").split()
+            dtype = "BF16" if sizes[-1].isdigit() else sizes.pop()
+            shape = tuple(map(int, sizes))
+            fixed = re.split(r"{([\w,]+)}", pattern)
+            choices = [
+                [part] if number % 2 == 0 else [str(n) for kind in part.split(",") for n in kinds[kind]]
+                for number, part in enumerate(fixed)
+            ]
+            for parts in product(*choices):
+                name = "".join(parts)
+                yield name, shape, "F8_E4M3" if dtype == "F8" else dtype, is_trained
+                if dtype == "F8":
+                    yield f"{name}_scale_inv", tuple(-(-size // 128) for size in shape), "F32", is_trained
 
 
 @pytest.mark.sample(5)
