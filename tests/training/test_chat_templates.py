@@ -443,20 +443,6 @@ def test_tokens(tmp_path: Path, name: str) -> None:
 INLINE = assistant("<think>\nhm\n</think>\n\nyo")
 
 
-@pytest.mark.parametrize(
-    ("name", "answer", "expected"),
-    [
-        ("Qwen3", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
-        ("chatml", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
-        ("glm", INLINE, "<|assistant|>\n<think></think>\n<think>\nhm\n</think>\n\n«yo<|user|>»"),
-        ("chatml", assistant("a </think>", "b </think> c"), "</think> c\n</think>\n\n«a </think><|im_end|>»\n"),
-    ],
-)
-def test_reasoning_within_the_content(tmp_path: Path, name: str, answer: dict[str, Any], expected: str) -> None:
-    text = shown(*rendered(with_template(tmp_path, name), {"messages": [user("yo"), answer]}, "final"))
-    assert text.endswith(expected)
-
-
 def random_conversation(
     seed: int,
     says: Callable[[], str],
@@ -578,54 +564,6 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
             rendered(tokenizer, row, "assistant")
 
 
-def test_an_empty_answer_that_the_template_leaves_out(tmp_path: Path) -> None:
-    turn = "{% if m.content %}{{ m.role + ': ' + m.content + eos_token }}{% endif %}"
-    template = "{% for m in messages %}" + turn + "{% endfor %}"
-    row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
-    with pytest.raises(ValueError, match=r"it cannot be told which tokens .* of message 2, which has no words"):
-        rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
-
-
-# The system prompt stands in the last question, so that no earlier text begins a later one.
-MOVED = """\
-{%- set system = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join %}
-{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{- '[user]' + (system if m == last else '') + m.content + eos_token }}
-    {%- elif m.role == 'assistant' %}
-        {{- '[assistant](says)' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') }}
-        {{- m.content + eos_token }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '[assistant]ASKED' }}{% endif %}
-"""
-
-
-@pytest.mark.parametrize(
-    ("asked", "first", "second"),
-    [
-        ("", "[assistant]«(says)<think>r</think>a</s>»", "[assistant]«(says)b</s>»"),
-        ("(says)<think>", "[assistant](says)<think>«r</think>a</s>»", "[assistant](says)«b</s>»"),
-    ],
-)
-def test_a_system_prompt_that_is_moved_behind_the_answer(tmp_path: Path, asked: str, first: str, second: str) -> None:
-    """What asks for an answer is then looked for in the text: a header, or the beginning of a thought."""
-    tokenizer = tokenizer_like(tmp_path, "mistral", MOVED.replace("ASKED", asked))
-    system = {"role": "system", "content": "s"}
-    turns = [user("o"), system, assistant("a", "r"), user("u"), assistant("b"), user("c")]
-    text = shown(*rendered(tokenizer, {"messages": turns}, "assistant"))
-    assert text == f"[user]o</s>{first}[user]u</s>{second}[user]sc</s>"
-
-
-def test_reasoning_that_comes_last(tmp_path: Path) -> None:
-    """What follows it can then not be the answer."""
-    template = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}{{ eos_token }}{% endfor %}"
-    tokenizer, row = tokenizer_like(tmp_path, "mistral", template), {"messages": [user("a"), assistant("b", "hm")]}
-    assert shown(*rendered(tokenizer, row, "assistant")) == "a</s>«bhm</s>»"
-    with pytest.raises(ValueError, match="cannot be told where the reasoning of message 2 ends"):
-        rendered(tokenizer, row, "final")
-
-
 def test_names_of_reasoning(tmp_path: Path) -> None:
     """Data and templates have several; any goes with any, also where transformers does not pass it on under all."""
     tokenizers = {name: with_template(tmp_path, name) for name in ("GPT-OSS", "GLM-4.5", "chatml")}
@@ -648,77 +586,6 @@ def test_names_of_reasoning(tmp_path: Path) -> None:
     assert answer["thinking"] == answer["reasoning_content"] == "r"
 
 
-def test_reasoning_before_a_last_question(tmp_path: Path) -> None:
-    """It is that of an earlier turn, and rightly left out."""
-    row = {"messages": [user("yo"), assistant("yo", "hm"), user("so")]}
-    text = shown(*rendered(with_template(tmp_path, "chatml"), row, "last"))
-    assert text == (
-        "<|im_start|>user\nyo<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n<|im_start|>user\nso<|im_end|>\n"
-    )
-
-
-PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-# each leaves something out
-KNOWN_ROLES = PLAIN.replace("{{", "{% if m.role in ('system', 'user', 'assistant') %}{{").replace("}}", "}}{% endif %}")
-FIRST_CALL = PLAIN.replace("eos_token }}", "(m.tool_calls[0] | tojson if m.tool_calls else '') + eos_token }}")
-TEXT_OR_CALLS = PLAIN.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
-LAST_THOUGHT = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
-
-
-@pytest.mark.parametrize(
-    ("template", "turns", "said"),
-    [
-        (PLAIN, [user("1?"), assistant("", None, call(a=1))], "text or tool calls of message 2"),
-        (KNOWN_ROLES, [user("1?"), assistant("1"), {"role": "critic", "content": "2"}], "role is 'critic'; .*or"),
-        (KNOWN_ROLES, [user("1?"), assistant("1"), result("2"), assistant("3")], "whose role is 'tool'; use"),
-        (FIRST_CALL, [user("1?"), assistant("", None, call(a=1), call(a=2))], "text or tool calls of message 2"),
-        (TEXT_OR_CALLS, [user("1?"), assistant("so", None, call(a=1))], "text or tool calls of message 2"),
-        (LAST_THOUGHT, [user("1?"), INLINE], "the reasoning of message 2"),
-        (PLAIN.replace("m.content", "''"), [user("1?"), assistant("2")], "message 1, whose role is 'user'"),
-        (PLAIN, [user("1?"), assistant("1")], "the tools of this conversation"),
-    ],
-)
-def test_what_the_template_leaves_out(tmp_path: Path, template: str, turns: list[dict[str, Any]], said: str) -> None:
-    """Else the model would be trained on something else than the conversation says, without a word."""
-    row = {"messages": turns, **({"tools": [TOOL]} if "tools of" in said else {})}
-    with pytest.raises(ValueError, match=f"leaves out .*{said}"):
-        rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
-
-
-def test_text_of_calls_that_is_left_out_of_history_alone(tmp_path: Path) -> None:
-    """As GPT-OSS' template does, which takes it for reasoning: it is left out when the model is used, too."""
-    template = PLAIN.replace("m.content", "(m.content if loop.last or not m.tool_calls else '') + CALLS")
-    template = template.replace("CALLS", "(m.tool_calls | tojson if m.tool_calls else '')")
-    row = {"messages": [user("1?"), assistant("so", None, call(a=1)), result("1"), assistant("1")]}
-    assert "so" not in rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")[0]
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_developer_s_message_is_the_system_s_where_there_is_no_such_role(tmp_path: Path, refuses: bool) -> None:
-    other = "{% else %}{{ raise_exception('no such role') }}{% endif %}" if refuses else "{% endif %}"
-    tokenizer = tokenizer_like(tmp_path, "mistral", KNOWN_ROLES.replace("{% endif %}", other))
-    row = {"messages": [{"role": "developer", "content": "so"}, user("1?"), assistant("1")]}
-    assert rendered(tokenizer, row, "assistant")[0] == "system: so</s>user: 1?</s>assistant: 1</s>"
-    tokenizer.chat_template = PLAIN
-    assert rendered(tokenizer, row, "assistant")[0].startswith("developer: so")
-
-
-@pytest.mark.parametrize(
-    ("family", "published"), [("chatml", "qwen3_instruct_2507"), ("chatml", "qwen3"), ("glm", "glm4moe")]
-)
-def test_tools_are_written_as_the_published_template_does(tmp_path: Path, family: str, published: str) -> None:
-    """To the letter: a model that was trained on the one meets the other when it is served."""
-    file = Path(trl.__file__).parent / f"chat_templates/{published}.jinja"
-    theirs = tokenizer_like(tmp_path, family, file.read_text(encoding="utf-8"))
-    ours = with_template(tmp_path, family)
-    system = {"role": "system", "content": "so"}
-    chain = [user("1?"), assistant("", None, call(a=1), call(a="é")), result("1"), result("2")]
-    chain += [assistant("so", None, call()), result("3")]
-    for turns in (chain, [system, *chain], [system, user("1?")], chain[:1], [*chain, assistant("3"), user("1?")]):
-        told = dict(tools=[TOOL, {"name": "é"}], tokenize=False, add_generation_prompt=True)
-        assert ours.apply_chat_template(turns, **told) == theirs.apply_chat_template(turns, **told)
-
-
 SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>{}\s]+\|?>|<[a-z_]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_[a-z]+>|\[/?[A-Z_]{3,}\]|</s>"
 )
@@ -736,49 +603,160 @@ def published(directory: Path, name: str) -> Any:
     return tokenizer
 
 
-THOUGHT = assistant("<think>\nhm\n</think>\n\nyo")
-CALLED = {**call(a=1), "id": "call00001"}
+PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 SAID = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "1"}
+# The system prompt stands in the last question, so that no earlier text begins a later one.
+MOVED = """\
+{%- set system = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join %}
+{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '[user]' + (system if m == last else '') + m.content + eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- '[assistant](says)' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') }}
+        {{- m.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '[assistant]' }}{% endif %}
+"""
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+# each leaves something out
+KNOWN_ROLES = PLAIN.replace("{{", "{% if m.role in ('system', 'user', 'assistant') %}{{").replace("}}", "}}{% endif %}")
+FIRST_CALL = PLAIN.replace("eos_token }}", "(m.tool_calls[0] | tojson if m.tool_calls else '') + eos_token }}")
+TEXT_OR_CALLS = PLAIN.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+LAST_THOUGHT = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+LEAVES_OUT_EMPTY = PLAIN.replace("{{", "{% if m.content %}{{").replace("}}", "}}{% endif %}")
+NO_MARKS = GPT_OSS.replace("<|", "[").replace("|>", "]")
+REASONING_LAST = PLAIN.replace("+ eos_token", "+ (m.reasoning_content or '') + eos_token")
+LAST_TEXT = PLAIN.replace("m.content", "(m.content if loop.last or not m.tool_calls else '') + CALLS")
+LAST_TEXT = LAST_TEXT.replace("CALLS", "(m.tool_calls | tojson if m.tool_calls else '')")
+REFUSES_ROLES = KNOWN_ROLES.replace("{% endif %}", "{% else %}{{ raise_exception('no such role') }}{% endif %}")
+BRIEF = [{"role": "developer", "content": "so"}, user("a"), assistant("b")]
+CRITIC = {"role": "critic", "content": "2"}
+SYSTEM_LAST = [user("o"), {"role": "system", "content": "s"}, assistant("a", "r"), user("u"), assistant("b"), user("c")]
+CHAIN = [user("1?"), assistant("", None, call(a=1)), SAID, assistant("", None, call(a=1)), SAID, assistant("yo")]
+
+
+def tokenizer_of(directory: Path, which: str) -> Any:
+    """With a built-in template, one of OWN, one of trl's, or this one."""
+    if which in OWN or which in TEMPLATES:
+        return with_template(directory, which)
+    return published(directory, which) if which in PUBLISHED else tokenizer_like(directory, "mistral", which)
 
 
 @pytest.mark.parametrize(
-    ("name", "turns", "expected"),
+    ("which", "turns", "train_on", "expected"),
     [
-        # the thought within the words begins as the prompt ends
-        ("deepseek_r1_distill_training", [THOUGHT], "<think>\n«hm\n</think>\n\nyo<｜end▁of▁sentence｜>»"),
-        ("nemotron_3_nano", [THOUGHT], "<|im_start|>assistant\n<think>\n«hm\n</think>\n\nyo<|im_end|>»\n"),
+        # thoughts within the content
+        ("Qwen3", [user("yo"), INLINE], "final", "assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
+        ("chatml", [user("yo"), INLINE], "final", "assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
+        ("glm", [user("yo"), INLINE], "final", "<think></think>\n<think>\nhm\n</think>\n\n«yo<|user|>»"),
+        (
+            "chatml", [user("a"), assistant("a </think>", "b </think> c")], "final",
+            "c\n</think>\n\n«a </think><|im_end|>»\n",
+        ),
+        # of an earlier turn, where they are rightly left out; and behind the words, where they are no end of these
+        (
+            "chatml", [user("yo"), assistant("yo", "hm"), user("so")], "last",
+            "assistant\n«yo<|im_end|>»\n<|im_start|>user\nso<|im_end|>\n",
+        ),
+        (REASONING_LAST, [user("a"), assistant("b", "hm")], "assistant", "user: a</s>«assistant: bhm</s>»"),
+        # where a system prompt is moved behind the answer, what asks for an answer is looked for in the text: a header,
+        # or the beginning of a thought
+        (
+            MOVED, SYSTEM_LAST, "assistant",
+            "[user]o</s>[assistant]«(says)<think>r</think>a</s>»[user]u</s>[assistant]«(says)b</s>»[user]sc</s>",
+        ),
+        (
+            MOVED.replace("[assistant]' }}", "[assistant](says)<think>' }}"), SYSTEM_LAST, "assistant",
+            "[user]o</s>[assistant](says)<think>«r</think>a</s>»[user]u</s>[assistant](says)«b</s>»[user]sc</s>",
+        ),
+        # what a prompt for an answer holds has no loss: the thought within the words begins as the prompt ends
+        (
+            "deepseek_r1_distill_training", [user("1?"), INLINE], "assistant",
+            "<think>\n«hm\n</think>\n\nyo<｜end▁of▁sentence｜>»",
+        ),
+        (
+            "nemotron_3_nano", [user("1?"), INLINE], "assistant",
+            "assistant\n<think>\n«hm\n</think>\n\nyo<|im_end|>»\n",
+        ),
         # behind results nothing asks, and the model writes the header itself, be that of another call or of its answer
         (
-            "diffusion_gemma",
-            [assistant("", None, CALLED), SAID, assistant("", None, CALLED), SAID, assistant("yo")],
+            "diffusion_gemma", CHAIN, "assistant",
             '{value:<|"|>1<|"|>}<tool_response|>«<|turn>model\n<|tool_call>call:add{a:1}<tool_call|><|tool_response>»'
             'response:add{value:<|"|>1<|"|>}<tool_response|>«<|turn>model\nyo<turn|>»\n',
         ),
+        # an answer at the beginning, and one after another
+        (
+            "GLM-4.5", [assistant("yo"), assistant("yo"), user("so"), assistant("yo")], "assistant",
+            "[gMASK]<sop><|assistant|>\n<think></think>\n«yo<|assistant|>\n<think></think>\nyo<|user|>»\nso"
+            "<|assistant|>«\n<think></think>\nyo»",
+        ),
+        # a developer's message is the system's where there is no such role
+        (KNOWN_ROLES, BRIEF, "assistant", "system: so</s>user: a</s>«assistant: b</s>»"),
+        (REFUSES_ROLES, BRIEF, "assistant", "system: so</s>user: a</s>«assistant: b</s>»"),
+        (PLAIN, BRIEF, "assistant", "developer: so</s>user: a</s>«assistant: b</s>»"),
     ],
-)
-def test_what_the_generation_prompt_holds_has_no_loss(
-    tmp_path: Path, name: str, turns: list[dict[str, Any]], expected: str
+)  # fmt: skip
+def test_texts(tmp_path: Path, which: str, turns: list[dict[str, Any]], train_on: str, expected: str) -> None:
+    row = {"messages": turns, **({"tools": [TOOL]} if turns is CHAIN else {})}
+    assert shown(*rendered(tokenizer_of(tmp_path, which), row, train_on)).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("which", "turns", "said"),
+    [
+        # else the model would be trained on something else than the conversation says, without a word
+        (PLAIN, [user("1?"), assistant("", None, call(a=1))], "leaves out text or tool calls of message 2"),
+        (FIRST_CALL, [user("1?"), assistant("", None, call(a=1), call(a=2))], "leaves out text or tool calls of"),
+        (TEXT_OR_CALLS, [user("1?"), assistant("so", None, call(a=1))], "leaves out text or tool calls of message 2"),
+        (KNOWN_ROLES, [user("1?"), assistant("1"), CRITIC], "leaves out .* role is 'critic'; .*or"),
+        (KNOWN_ROLES, [user("1?"), assistant("1"), result("2"), assistant("3")], "leaves out .* role is 'tool'; use"),
+        (LAST_THOUGHT, [user("1?"), INLINE], "leaves out the reasoning of message 2"),
+        (PLAIN.replace("m.content", "''"), [user("1?"), assistant("2")], "leaves out message 1, whose role is 'user'"),
+        (PLAIN, [user("1?"), assistant("1")], "leaves out the tools of this conversation"),
+        (LEAVES_OUT_EMPTY, [user("a"), assistant(""), user("b"), assistant("c")], "of message 2, which has no words"),
+        (REASONING_LAST, [user("a"), assistant("b", "hm")], "cannot be told where the reasoning of message 2 ends"),
+        # a template that refuses results without a call, and writes no special token behind it
+        (
+            NO_MARKS, [user("1?"), assistant("", None, call(a=1)), result("1"), assistant("1"), user("1")],
+            "cannot be told where the tool calls of message 2 end",
+        ),
+    ],
+)  # fmt: skip
+def test_conversations_that_a_template_cannot_write(
+    tmp_path: Path, which: str, turns: list[dict[str, Any]], said: str
 ) -> None:
-    row = {"messages": [user("1?"), *turns], **({"tools": [TOOL]} if len(turns) > 1 else {})}
-    assert shown(*rendered(published(tmp_path, name), row, "assistant")).endswith(expected)
+    row = {"messages": turns, **({"tools": [TOOL]} if "the tools" in said else {})}
+    with pytest.raises(ValueError, match=said):
+        rendered(tokenizer_of(tmp_path, which), row, "final")
+
+
+def test_text_of_calls_that_is_left_out_of_history_alone(tmp_path: Path) -> None:
+    """As GPT-OSS' template does, which takes it for reasoning: it is left out when the model is used, too."""
+    row = {"messages": [user("1?"), assistant("so", None, call(a=1)), result("1"), assistant("1")]}
+    assert "so" not in rendered(tokenizer_of(tmp_path, LAST_TEXT), row, "assistant")[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("chatml", "qwen3_instruct_2507"), ("chatml", "qwen3"), ("glm", "glm4moe")]
+)
+def test_tools_are_written_as_the_published_template_does(tmp_path: Path, family: str, name: str) -> None:
+    """To the letter: a model that was trained on the one meets the other when it is served."""
+    theirs, ours = published(tmp_path, name), with_template(tmp_path, family)
+    system = {"role": "system", "content": "so"}
+    chain = [user("1?"), assistant("", None, call(a=1), call(a="é")), result("1"), result("2")]
+    chain += [assistant("so", None, call()), result("3")]
+    for turns in (chain, [system, *chain], [system, user("1?")], chain[:1], [*chain, assistant("3"), user("1?")]):
+        told = dict(tools=[TOOL, {"name": "é"}], tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(turns, **told) == theirs.apply_chat_template(turns, **told)
 
 
 FIRST = (
-    "cohere2",
-    "deepseekv3",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "llama3",
-    "nemotron_3_nano",
-    "phi3",
-    "qwen2_5",
-    "qwen3",
-)
+    "cohere2", "deepseekv3", "gemma3", "glm4moe", "gptoss", "llama3", "nemotron_3_nano", "phi3", "qwen2_5", "qwen3",
+)  # fmt: skip
 """Between them, all that is particular to one of those that trl brings, but for what Gemma 4's templates do."""
 EARLIER = ("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "lfm2_2_5", "lfm2_v2", "qwen3_5_nothink", "qwen3_6")
 """Others of which are nearly the same."""
-PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 
 
 PROMPTED = {"\n", "<think>\n", "<think></think>", "<think>\n\n</think>\n\n", "<|start|>assistant", "<|end|>"}
@@ -838,22 +816,6 @@ def test_what_trl_trains_on(tmp_path: Path, name: str) -> None:
     assert {text for ours, theirs, text in others if theirs and not ours} <= PROMPTED
     assert {text for ours, theirs, text in others if ours and not theirs} <= {"<|tool_response>", "<|turn>model\n"}
     assert any(ours and theirs for ours, theirs, _ in others)
-
-
-def test_tool_calls_without_an_end(tmp_path: Path) -> None:
-    """A template that refuses results without a call, and writes no special token behind it."""
-    template = GPT_OSS.replace("<|", "[").replace("|>", "]")
-    row = {"messages": [user("1?"), assistant("", None, call(a=1)), result("1"), assistant("1"), user("1")]}
-    with pytest.raises(ValueError, match="cannot be told where the tool calls of message 2 end"):
-        rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
-
-
-def test_an_answer_at_the_beginning_and_one_after_another(tmp_path: Path) -> None:
-    row = {"messages": [assistant("yo"), assistant("yo"), user("so"), assistant("yo")]}
-    assert shown(*rendered(with_template(tmp_path, "GLM-4.5"), row, "assistant")) == (
-        "[gMASK]<sop><|assistant|>\n<think></think>\n«yo<|assistant|>\n<think></think>\nyo<|user|>»\nso"
-        "<|assistant|>«\n<think></think>\nyo»"
-    )
 
 
 SCHEMA = {

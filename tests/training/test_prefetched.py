@@ -23,18 +23,17 @@ ROWS = [[sample] for sample in random_samples([9, 30, 17, 5, 8, 21, 3])]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        collate(ROWS[:3]),
-        collate(ROWS[:1]),
-        collate([]),
-        collate([[ROWS[0][0], ROWS[1][0]], ROWS[2]]),
-        collate(ROWS[:3], CPGroup(2, 1, None)),
-        collate([[Sample([5], [True])]]),
-    ],
-    ids=["padded", "alone", "nothing", "packed", "shared", "no target"],
-)
+BATCHES = {
+    "padded": collate(ROWS[:3]),
+    "alone": collate(ROWS[:1]),
+    "nothing": collate([]),
+    "packed": collate([[ROWS[0][0], ROWS[1][0]], ROWS[2]]),
+    "shared": collate(ROWS[:3], CPGroup(2, 1, None)),
+    "no target": collate([[Sample([5], [True])]]),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_one_buffer_holds_a_batch(batch: Batch) -> None:
     sizes = []
 
@@ -51,15 +50,11 @@ def test_one_buffer_holds_a_batch(batch: Batch) -> None:
 
 
 def loops_run(device: str) -> Any:
-    engine = SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None))
     return SimpleNamespace(
-        engine=engine,
-        inputs=SimpleNamespace(training=ROWS),
-        order=DataOrder(len(ROWS), 1, 2, 2, seed=0),
-        padding=Padding(4),
-        log=SimpleNamespace(num_steps=6),
-        ranks=SimpleNamespace(device=torch.device(device)),
-    )
+        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4),
+        inputs=SimpleNamespace(training=ROWS), order=DataOrder(len(ROWS), 1, 2, 2, seed=0),
+        log=SimpleNamespace(num_steps=6), ranks=SimpleNamespace(device=torch.device(device)),
+    )  # fmt: skip
 
 
 def test_the_loop_gets_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,19 +181,15 @@ def test_arguments_that_depend_on_their_value(tmp_path: Path) -> None:
     for connected.ddp_backend in ("gloo", None):
         assert told(connected) == []
     connected.ddp_backend = "nccl"
-    with pytest.raises(
-        ExpertMeshError, match=r"ddp_backend='nccl': expertmesh.load joins the process group, with gloo"
-    ):
+    with pytest.raises(ExpertMeshError, match=r"ddp_backend='nccl': .* joins the process group, with gloo"):
         told(connected)
     elsewhere = sft()
     vars(elsewhere)["_setup_devices"] = torch.device("meta")
     with pytest.raises(ExpertMeshError, match="use_cpu=True: the engine computes on cpu and Trainer on meta"):
         told(elsewhere)
-    tested = {name for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend", "save_only_model"}
+    tested = {str(name) for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend", "save_only_model"}
     # names that transformers keeps equal
-    tested |= {
-        f"activation_checkpointing{rest}" for rest in ("", "_kwargs") if f"gradient_checkpointing{rest}" in tested
-    }
+    tested |= {name.replace("gradient_ch", "activation_ch") for name in tested}
     assert tested == BY_VALUE.keys()
 
 
@@ -268,10 +264,9 @@ def test_heeded_arguments_of_the_optimizer(tiny_model: Path, rows: Any, tmp_path
     schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": bound, "warmup_steps": 1}
     adam = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.25, "adam_epsilon": 1e-2}
     run = train(tiny_model, rows, tmp_path, {"learning_rate": 1e-3, **schedule, **adam})
-    decays = [group.pop("weight_decay") for group in run.trainer.engine.optimizer.param_groups]
-    assert sorted({*decays}) == [0.0, 0.5]
-    assert {(*group["betas"], group["eps"]) for group in run.trainer.engine.optimizer.param_groups} == {
-        (0.5, 0.25, 1e-2)
+    groups = run.trainer.engine.optimizer.param_groups
+    assert {(group["weight_decay"], *group["betas"], group["eps"]) for group in groups} == {
+        (decay, 0.5, 0.25, 1e-2) for decay in (0.0, 0.5)
     }
     theirs: Any = transformers.get_scheduler(kind, torch.optim.SGD([torch.zeros(1)], lr=1e-3), 1, 3, bound)
     expected = []
@@ -282,25 +277,18 @@ def test_heeded_arguments_of_the_optimizer(tiny_model: Path, rows: Any, tmp_path
     assert run.column("learning_rate") == pytest.approx(expected)
 
 
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 1}
-STEPS: list[tuple[dict[str, Any], str, list[int]]] = [
-    ({"max_steps": 4, "logging_steps": 2}, "loss", [2, 4]),
-    ({"max_steps": 2, "logging_steps": 2, "logging_first_step": True}, "loss", [1, 2]),
-    ({"per_device_train_batch_size": 5, "max_steps": None, "num_train_epochs": 0.5}, "loss", [1, 2, 3]),
-    (
-        {"per_device_train_batch_size": 5, "max_steps": None, "num_train_epochs": 1, "dataloader_drop_last": True},
-        "loss", [1, 2, 3, 4],
-    ),
-    ({"include_num_input_tokens_seen": "non_padding", "max_steps": 2}, "num_input_tokens_seen", [1, 2, 2]),
-    (EVALUATING, "eval_loss", [1, 2, 3]),
-    (EVALUATING | {"eval_delay": 2}, "eval_loss", [2, 3]),
-    (EVALUATING | {"eval_steps": 2, "eval_on_start": True}, "eval_loss", [0, 2, 3]),
-]  # fmt: skip
-"""(arguments, what is logged, at which steps)"""
-
-
 def test_heeded_arguments_of_steps(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
-    for settings, column, expected in STEPS:
+    """Several at once again: how many steps there are, and which of them are logged and evaluated after."""
+    logs = {"logging_steps": 2, "logging_first_step": True, "include_num_input_tokens_seen": "non_padding"}
+    epoch = {"max_steps": None, "num_train_epochs": 0.75, "per_device_train_batch_size": 5}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 3, "eval_on_start": True}
+    for settings, column, expected in (
+        ({"max_steps": 4, **logs}, "loss", [1, 2, 4]),
+        ({"max_steps": 2, **logs}, "num_input_tokens_seen", [1, 2, 2]),
+        (epoch, "loss", [1, 2, 3, 4]),
+        (epoch | {"dataloader_drop_last": True}, "loss", [1, 2, 3]),
+        ({"max_steps": 6, **evaluates}, "eval_loss", [0, 4, 6]),
+    ):
         run = train(tiny_model, rows, tmp_path, settings)
         assert [line["step"] for line in run.logs if column in line] == expected, settings
 
@@ -351,12 +339,11 @@ def test_checkpoints_as_asked_for(tiny_model: Path, rows: Any, tmp_path: Path) -
     assert run.trainer.evaluate()["eval_loss"] == pytest.approx(max(run.column("eval_loss")), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save"])
 def test_what_is_pushed_to_the_hub(
-    tiny_model: Path, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+    tiny_model: Path, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each push has the model: a checkpoint of ours has none of itself."""
-    pushed = []
+    pushed: list[tuple[str, bool]] = []
 
     def upload(self: Any, folder_path: str, commit_message: str, **_: Any) -> Any:
         pushed.append((commit_message, (Path(folder_path) / "model.safetensors").is_file()))
@@ -364,12 +351,14 @@ def test_what_is_pushed_to_the_hub(
 
     monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: types.SimpleNamespace(repo_id="us/ours"))
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    settings = {"push_to_hub": True, "hub_strategy": strategy, "save_strategy": "steps", "save_steps": 3}
-    run = train(tiny_model, rows, tmp_path / "out", settings)
-    assert pushed == ([] if strategy == "end" else [("Training in progress, step 3", True)])
-    with patch("transformers.Trainer.create_model_card"):
-        run.trainer.push_to_hub()
-    assert pushed[-1] == ("End of training", True)
+    for strategy, meanwhile in (("end", []), ("every_save", [("Training in progress, step 1", True)])):
+        pushed.clear()
+        settings = {"push_to_hub": True, "hub_strategy": strategy, "save_strategy": "steps", "max_steps": 1}
+        run = train(tiny_model, rows, tmp_path / strategy, settings | {"save_steps": 1})
+        assert pushed == meanwhile
+        with patch("transformers.Trainer.create_model_card"):
+            run.trainer.push_to_hub()
+        assert pushed[-1] == ("End of training", True)
 
 
 def test_resuming_is_asked_for_in_train(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
