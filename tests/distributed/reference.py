@@ -181,6 +181,11 @@ def packed_rows(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [[samples[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
 
 
+def local_grads(model: Any) -> dict[str, Tensor]:
+    """This rank's parts of gradients, by name, as they are now."""
+    return {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors put together from their parts on all ranks, on rank 0; the others get none.
 

@@ -1,7 +1,8 @@
-"""Chunked all-to-all overlap with expert GEMMs: what is claimed to run side by side does. That the bits of a step stay
-is in tests/parity."""
+"""What is claimed to run side by side does: all-to-alls in chunks beside expert GEMMs, shared experts beside both, and
+gathers of the next layer's parameters beside this one. That the bits of a step stay is in tests/parity."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,18 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.moe.dispatch.alltoall import _places, part_sizes
 from expertmesh.moe.dispatch.exchange import Exchange
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
-from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import my_batches, sharded_model
+from tests.distributed.reference import local_grads, my_batches, sharded_model
 from tests.parity.case import Case, hf_model, random_samples
+from tests.parity.compare import with_other_bits
 
 SAMPLES = random_samples([25, 19, 27, 33, 28, 24, 26, 31])
 CASE = Case(SAMPLES, kernel="torch-grouped", changes={"num_local_experts": 6})
@@ -125,7 +130,7 @@ def test_shared_experts_are_computed_while_rows_travel(ranks: RankPool, tmp_path
     for (order, beside, is_held), (plain_order, after, _) in ranks.run(_shared, 2, tmp_path, case):
         assert order == ["send 0", "shared", "wait for 0", "experts", "return 0", "wait for all"] * 2
         assert plain_order == ["send 0", "wait for 0", "experts", "return 0", "wait for all", "shared"] * 2
-        assert [name for name, figure in after.items() if not torch.equal(figure, beside[name])] == []
+        assert with_other_bits(beside, after) == []
         assert is_held
         assert not any(is_held)
 
@@ -150,6 +155,57 @@ def _shared(path: Path, case: Case) -> list[tuple[list[str], dict[str, Tensor], 
             loss = token_loss_sum(model.train(), batch)
             order = list(seen)
         loss.backward()
-        grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-        found.append((order, {"loss": loss.detach(), **grads}, [result() is not None for result in results]))
+        found.append(
+            (order, {"loss": loss.detach(), **local_grads(model)}, [result() is not None for result in results])
+        )
+    return found
+
+
+LETTERS = {"expertmesh::all_gather": "G", "aten::topk": "R", "expertmesh::reduce_scatter": "S"}
+
+
+class Order(TorchDispatchMode):
+    """In the order of their calls: gathers of parameters (G), routings (R), reductions of gradients (S)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = ""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += LETTERS.get(operator.name(), "")
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("topology", "checkpointing"), [(Topology(4, 1), "none"), (Topology(4, 2, "hybrid"), "full")], ids=str
+)
+def test_prefetching(ranks: RankPool, tmp_path: Path, topology: Topology, checkpointing: Any) -> None:
+    """The next layer's parameters are gathered before this one computes, and no bit of a gradient changes."""
+    layers = 4
+    case = Case(SAMPLES, z=0.01, gradient_checkpointing=checkpointing)
+    hf_model(case, num_hidden_layers=layers).save_pretrained(tmp_path)
+    for (calls, grads), (calls_ahead, grads_ahead) in ranks.run(_prefetched, 4, tmp_path, topology, case):
+        (forward, backward), (forward_ahead, backward_ahead) = (
+            (each[: 3 * layers + 1], each[3 * layers + 1 :]) for each in (calls, calls_ahead)
+        )
+        # the root, then each layer, and its experts once it has routed; ahead, two layers before the first has routed
+        assert forward == "G" + "GRG" * layers
+        assert forward_ahead == "GGGGGR" + "GGR" * (layers - 2) + "R"
+        # the last two layers before anything is computed
+        assert backward_ahead.startswith("GGGG")
+        assert not backward.startswith("GGGG")
+        assert Counter(backward_ahead) == Counter(backward)
+        assert with_other_bits(grads_ahead, grads) == []
+
+
+def _prefetched(path: Path, topology: Topology, case: Case) -> list[tuple[str, dict[str, Tensor]]]:
+    """Without and with."""
+    found = []
+    for is_ahead in (False, True):
+        model, _, _ = sharded_model(path, topology, case)
+        if is_ahead:
+            prefetch_layers(model, decoder_layers(model))
+        with Order() as order:
+            compute_gradients(model.train(), my_batches(case, topology, dist.get_rank()), LossWeights(0.0, case.z))
+        found.append((order.calls, local_grads(model)))
     return found

@@ -21,6 +21,7 @@ AUX: dict[str, Any] = {"balance": 0.05, "z": 0.01}
 GROUPED: dict[str, Any] = {"kernel": "torch-grouped"}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
+KEPT = SELECTIVE | {"keep_expert_products": 1}
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4}
 MUON: dict[str, Any] = {"optim": "muon"}
@@ -183,10 +184,15 @@ LAYOUTS: list[Row] = [
     *rows("dense fp8", "2 ep 2", **DENSE_IN_FP8, **SELECTIVE),
     *rows("dense fp8, adapters", "4 ep 2 hybrid, slow", **DENSE_IN_FP8, **LORA, **FULL),
     *rows("joined", "2 ep 2", **AS_ON_GPU, **FULL, reshard_after_forward=False, against={"within": nullcontext}),
-    *rows("joined, alone", "2 ep 2, slow", **AS_ON_GPU, **SELECTIVE, keep_expert_products=1, against={"layout": "1"}),
+    *rows("joined, alone", "2 ep 2, slow", **AS_ON_GPU, **KEPT, against={"layout": "1"}),
+    *rows(
+        "gathered",
+        "2, slow",
+        **(AS_ON_GPU | KEPT | {"within": within.gathered}),
+        against={"layout": "1", "within": within.joined},
+    ),
 ]
 
-KEPT = SELECTIVE | {"keep_expert_products": 1}
 IN_THREE: dict[str, Any] = {
     "samples": random_samples([25, 19, 27, 33, 28, 24, 26, 31]), "steps": 2, "bits": "all",
     # a CPU rounds the last few numbers of a tensor otherwise where their number is no multiple of its registers'

@@ -67,14 +67,28 @@ def triton() -> Iterator[None]:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Experts' gate and up in one GEMM, as on GPUs, where a rank has whole experts."""
+    """Experts' gate and up in one GEMM, as on GPUs where a rank has whole experts."""
+    with _as_on_gpu() as taken:
+        yield
+    assert taken.call_count > 0
+
+
+@contextmanager
+def gathered() -> Iterator[None]:
+    """Experts' gate and up in two GEMMs, as on GPUs where ranks gather experts."""
+    with _as_on_gpu() as taken:
+        yield
+    assert taken.call_count == 0
+
+
+@contextmanager
+def _as_on_gpu() -> Iterator[mock.Mock]:
     take = expert_mlp.WorkingWeights.take_joined
     with (
         mock.patch.object(expert_mlp, "computes_on_cpu", return_value=False),
         mock.patch.object(expert_mlp.WorkingWeights, "take_joined", autospec=True, side_effect=take) as taken,
     ):
-        yield
-    assert taken.call_count > 0
+        yield taken
 
 
 @contextmanager
