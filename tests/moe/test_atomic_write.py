@@ -16,25 +16,19 @@ def content(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("before", [None, "old"])
-def test_appears_at_the_end(tmp_path: Path, durable: bool, before: str | None) -> None:
-    path = tmp_path / "file"
-    if before is not None:
-        path.write_text(before)
-    with whole(path, durable) as partial:
-        partial.write_text("new")
-        assert (path.read_text() if path.exists() else None) == before
-    assert content(tmp_path) == {"file": "new"}
-
-
 @pytest.mark.parametrize("before", [{}, {"file": "old"}])
-def test_an_error_changes_nothing(tmp_path: Path, before: dict[str, str]) -> None:
+def test_all_at_the_end_or_nothing(tmp_path: Path, durable: bool, before: dict[str, str]) -> None:
+    path = tmp_path / "file"
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(KeyboardInterrupt), whole(tmp_path / "file") as partial:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), whole(path, durable) as partial:  # noqa: PT012
         partial.write_text("half")
         raise KeyboardInterrupt
     assert content(tmp_path) == before
+    with whole(path, durable) as partial:
+        partial.write_text("new")
+        assert (path.read_text() if path.exists() else None) == before.get("file")
+    assert content(tmp_path) == {"file": "new"}
 
 
 def test_a_kill_leaves_what_was_there(tmp_path: Path) -> None:

@@ -210,17 +210,6 @@ def test_rows_of_several_products_are_cast_once() -> None:
     assert [call.call_count for call in calls.values()] == [4 + 4, 1 + 2, 5]
 
 
-@pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
-def test_nothing_is_called_without_rows(counts: list[int]) -> None:
-    with mock.patch.object(expertmesh.moe.kernels.fp8, "_multiply", side_effect=AssertionError):
-        x_RI, weight, grad_RO = inputs(counts, False)
-        out_RO = product(x_RI, counts, weight)
-        grads = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
-    assert out_RO.shape == grad_RO.shape
-    assert grads[0].shape == x_RI.shape
-    assert torch.equal(grads[1], torch.zeros_like(weight))
-
-
 @pytest.mark.parametrize(
     ("counts", "is_transposed"), [([3, 3, 3, 3], False), ([0, 33, 1, 16, 0, 47, 0], True), ([70, 0], False)], ids=str
 )

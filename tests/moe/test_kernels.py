@@ -261,71 +261,73 @@ def test_gradient_of_a_bias_in_bf16_is_summed_in_fp32() -> None:
     assert bias_eO.grad.flatten().tolist() == pytest.approx([1 + 1000 * 2.0**-9, 0], rel=2**-8)
 
 
-def needs(device: str, width: int, expert_width: int, dtype: torch.dtype = torch.bfloat16) -> Needs:
-    return Needs(device, dtype, ((width, expert_width),))
+def needs(device: str, *widths: int, dtype: torch.dtype = torch.bfloat16, is_swiglu: bool = True) -> Needs:
+    return Needs(device, dtype, tuple(zip(widths[::2], widths[1::2], strict=True)), is_swiglu)
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    assert choose_kernel("auto", needs("cpu", 128, 128)).name == "loop"
-    assert choose_kernel("auto", needs("cuda", 64, 64)).name == "torch-grouped"
-    assert choose_kernel("auto", needs("cuda", 64, 64, torch.float32)).name == "loop"
-    assert choose_kernel("auto", needs("cuda", 64, 60)).name == "loop"
-    assert choose_kernel("torch-grouped", needs("cpu", 64, 64)).why == "asked for"
-    with pytest.raises(ExpertMeshError, match="multiples of 8"):
-        choose_kernel("torch-grouped", needs("cuda", 64, 60))
-    with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
-        choose_kernel("magic", needs("cpu", 64, 64))
-    with pytest.raises(ExpertMeshError, match="--expert-kernel megablocks-grouped is gone: use torch-grouped"):
-        choose_kernel("megablocks-grouped", needs("cpu", 64, 64))
+SPARSE, TWO_WIDTHS = "megablocks-sparse", (128, 256, 128, 60)
 
 
 @pytest.mark.parametrize(
-    ("capability", "is_grouped"),
-    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)],
+    ("name", "wanted", "capability", "found"),
+    [
+        ("auto", needs("cpu", 128, 128), (9, 0), "loop"),
+        ("auto", needs("cuda", 64, 64), (9, 0), "torch-grouped"),
+        ("auto", needs("cuda", 64, 64, dtype=torch.float32), (9, 0), "loop"),
+        ("auto", needs("cuda", 64, 60), (9, 0), "loop"),
+        *(("auto", needs("cuda", 128, 256), capability, "torch-grouped") for capability in ((9, 0), (10, 0), (10, 3))),
+        *(("auto", needs("cuda", 128, 256), capability, SPARSE) for capability in ((8, 0), (8, 9), (12, 0))),
+        ("auto", needs("cuda", 128, 64), (8, 0), "torch-grouped"),
+        # biases or another activation: a kernel that has a product; of several widths, one that suits all
+        ("auto", needs("cuda", 128, 256, is_swiglu=False), (8, 0), "torch-grouped"),
+        ("auto", needs("cuda", *TWO_WIDTHS), (8, 0), "loop"),
+        ("torch-grouped", needs("cpu", 64, 64), (9, 0), "torch-grouped"),
+        (SPARSE, needs("cuda", 128, 128), (8, 0), SPARSE),
+    ],
 )
-def test_choice_by_compute_capability(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_grouped: bool
+def test_choice(
+    monkeypatch: pytest.MonkeyPatch, name: str, wanted: Needs, capability: tuple[int, int], found: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
-    expected = "torch-grouped" if is_grouped else "megablocks-sparse"
-    assert choose_kernel("auto", needs("cuda", 128, 256)).name == expected
+    choice = choose_kernel(name, wanted)
+    assert choice.name == found
+    assert choice.kernel is KERNELS.get(found)
 
 
-def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"megablocks", "stk", "triton"}
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name if name in installed else None)
-    choice = choose_kernel("auto", needs("cuda", 128, 256))
-    assert choice.name == "megablocks-sparse"
-    assert choice.why == "auto: in grouped_mm this GPU would launch one matmul per expert"
-    assert choose_kernel("auto", needs("cuda", 128, 64)).name == "torch-grouped"
-    assert choose_kernel("megablocks-sparse", needs("cuda", 128, 128)).kernel is KERNELS.get("megablocks-sparse")
-    assert "TF32" in choose_kernel("megablocks-sparse", needs("cuda", 128, 128, torch.float32)).why
-    with pytest.raises(ExpertMeshError, match="needs a GPU, and this run is on cpu"):
-        choose_kernel("megablocks-sparse", needs("cpu", 128, 128))
-    with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 64"):
-        choose_kernel("megablocks-sparse", needs("cuda", 128, 64))
-    installed.clear()
-    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
-    with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
-        choose_kernel("megablocks-sparse", needs("cuda", 128, 128))
-
-
-def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases or another activation: a kernel that has a product. Of several widths, one that suits all."""
+def test_why_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
-    no_swiglu = replace(needs("cuda", 128, 256), is_swiglu=False)
-    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "megablocks-sparse"
-    assert choose_kernel("auto", no_swiglu).name == "torch-grouped"
-    with pytest.raises(ExpertMeshError, match="megablocks-sparse computes plain SwiGLU only"):
-        choose_kernel("megablocks-sparse", no_swiglu)
-    two_widths = Needs("cuda", torch.bfloat16, ((128, 256), (128, 60)))
-    assert choose_kernel("auto", two_widths).name == "loop"
-    with pytest.raises(ExpertMeshError, match="this model has 128 and 60"):
-        choose_kernel("torch-grouped", two_widths)
+    assert choose_kernel("torch-grouped", needs("cpu", 64, 64)).why == "asked for"
+    assert "in grouped_mm this GPU would launch one matmul per" in choose_kernel("auto", needs("cuda", 128, 256)).why
+    assert "TF32" in choose_kernel(SPARSE, needs("cuda", 128, 128, dtype=torch.float32)).why
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "said"),
+    [
+        ("torch-grouped", needs("cuda", 64, 60), "multiples of 8"),
+        ("torch-grouped", needs("cuda", *TWO_WIDTHS), "this model has 128 and 60"),
+        ("magic", needs("cpu", 64, 64), "magic is unknown; use auto, loop"),
+        ("megablocks-grouped", needs("cpu", 64, 64), "--expert-kernel megablocks-grouped is gone: use torch-grouped"),
+        (SPARSE, needs("cpu", 128, 128), "needs a GPU, and this run is on cpu"),
+        (SPARSE, needs("cuda", 128, 64), "multiples of 128; this model has 128 and 64"),
+        (SPARSE, needs("cuda", 128, 128, is_swiglu=False), "megablocks-sparse computes plain SwiGLU only"),
+    ],
+)
+def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, wanted: Needs, said: str) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
+    with pytest.raises(ExpertMeshError, match=said):
+        choose_kernel(name, wanted)
+
+
+def test_without_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: None)
+    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
+    with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
+        choose_kernel(SPARSE, needs("cuda", 128, 128))
 
 
 def test_names() -> None:

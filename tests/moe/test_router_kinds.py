@@ -30,23 +30,13 @@ def test_a_router_by_a_table_has_no_scores_that_could_be_seen() -> None:
     assert kinds == [None, "sqrtsoftplus", "sqrtsoftplus"]
 
 
-@pytest.mark.parametrize(
-    ("groups", "a_token", "found"),
-    [
-        (4, 1, 4),
-        (2, 1, 2),
-        (1, 1, 1),
-        (2, 2, 1),
-    ],
-)
+@pytest.mark.parametrize(("groups", "a_token", "found"), [(4, 1, 4), (1, 1, 1), (2, 2, 1)])
 def test_groups(groups: int, a_token: int, found: int) -> None:
-    config = tiny_config("deepseek_v3", n_group=groups, topk_group=a_token)
-    assert {layer.kind.num_groups for layer in moe_layers(build_model(config))} == {found}
-
-
-def test_a_config_that_speaks_of_groups_which_its_router_does_not_heed() -> None:
-    config = tiny_config("qwen3_moe", n_group=4, topk_group=1)
-    assert moe_layers(build_model(config))[0].kind == RouterKind("softmax", 1)
+    settings = {"n_group": groups, "topk_group": a_token}
+    layers = moe_layers(build_model(tiny_config("deepseek_v3", **settings)))
+    assert {layer.kind.num_groups for layer in layers} == {found}
+    # a config that speaks of groups which its router does not heed
+    assert moe_layers(build_model(tiny_config("qwen3_moe", **settings)))[0].kind == RouterKind("softmax", 1)
 
 
 @pytest.mark.parametrize(

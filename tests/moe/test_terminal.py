@@ -3,8 +3,8 @@
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 
 import pytest
 
@@ -24,19 +24,26 @@ def unread() -> Iterator[None]:
 
 
 def test_a_command_ends_with_its_reader() -> None:
+    """At once; or, where a pipe gets what is printed once a buffer is full, at its end; argparse ends by SystemExit."""
     reached = []
 
-    @ends_with_reader
-    def command() -> int:
-        print("said", flush=True)
-        reached.append("what follows")
-        return 0
+    def says(text: str, flush: bool, ends: int | SystemExit = 0) -> Callable[[], int]:
+        @ends_with_reader
+        def command() -> int:
+            print(text, flush=flush)
+            reached.append(text)
+            if isinstance(ends, SystemExit):
+                raise ends
+            return ends
 
-    with unread():
-        before = sys.stdout
-        assert command() == UNREAD == 141
+        return command
+
+    before = sys.stdout
+    for main in (says("flushed", True), says("said", False), says("usage", False, SystemExit(0))):
+        with unread():
+            assert main() == UNREAD == 141
         assert sys.stdout is before
-    assert not reached
+    assert reached == ["said", "usage"]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -54,24 +61,6 @@ def test_what_a_stream_cannot_encode_is_escaped(encoding: str) -> None:
         assert command() == 0
     assert said.buffer.getvalue() == b"\\u20ac 5 \\ud83d\n"
     assert complaints.buffer.getvalue() == b"\\u20ac 6\n"
-
-
-def test_also_where_it_is_found_out_at_the_end() -> None:
-    """A pipe gets what is printed once a buffer is full, or at the end; argparse ends by SystemExit."""
-
-    @ends_with_reader
-    def command() -> int:
-        print("said")
-        return 0
-
-    @ends_with_reader
-    def help_of_a_command() -> int:
-        print("usage")
-        raise SystemExit(0)
-
-    for main in (command, help_of_a_command):
-        with unread():
-            assert main() == UNREAD
 
 
 def test_other_pipes_and_errors_are_not_taken_for_it() -> None:
@@ -102,28 +91,20 @@ def test_going_on_unread(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "nobody reads\n"
 
 
-def test_one_of_several_ranks_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_what_goes_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within another context, that decides; and one of several ranks, for which the others wait."""
 
     @ends_with_reader
-    def command() -> int:
-        print("said", flush=True)
+    def command(context: Callable[[], AbstractContextManager[None]]) -> int:
+        with context():
+            print("said", flush=True)
         return 3
 
     with unread():
-        assert command() == 3
-
-
-def test_the_inner_context_decides() -> None:
-    @ends_with_reader
-    def command() -> int:
-        with going_on_unread():
-            print("said", flush=True)
-        return 0
-
+        assert command(going_on_unread) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with unread():
-        assert command() == 0
+        assert command(nullcontext) == 3
 
 
 class Terminal(io.StringIO):
