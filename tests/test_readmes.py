@@ -92,16 +92,8 @@ MODULES = sorted(
 
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-TAKES_TRAINING_FLAGS = (
-    "train_ep.py",
-    "torchrun.sh",
-    "slurm.sbatch",
-    "benchmarks.ledger",
-    "sharding rehearse",
-    "sharding plan",
-)
-
-
+OF_TRAINING = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger", "sharding rehearse", "sharding plan")
+"""Programs that take the flags of a run."""
 HANDED_OVER = {"sharding": "training.planning.cluster_commands"}
 """What a command hands its flags to."""
 REHEARSE = "expertmesh.training.planning.rehearsal.rehearse_flags"
@@ -115,7 +107,7 @@ def options_for(command: str) -> set[str]:
     known = set(FOREIGN_FLAGS)
     if "torchrun" in command:
         known |= TORCHRUN
-    if any(program in command for program in TAKES_TRAINING_FLAGS):
+    if any(program in command for program in OF_TRAINING):
         known |= training_options()
     if "sharding rehearse" in command:
         known |= options_of(REHEARSE)
@@ -138,9 +130,14 @@ def sources() -> Iterator[Path]:
             yield from (file for file in folder.rglob(pattern) if file.name != "__init__.py")
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
-def test_every_folder_has_a_readme(folder: Path) -> None:
-    assert (folder / "README.md") in READMES
+def test_every_folder_has_a_readme() -> None:
+    assert {folder / "README.md" for folder in FOLDERS} <= set(READMES)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_what_a_page_says_is_so(readme: Path) -> None:
+    for check in (check_links, check_files, check_flags, check_commands, check_code, check_tables):
+        check(readme)
 
 
 def test_every_file_is_named_by_the_readme_above_it() -> None:
@@ -153,8 +150,7 @@ def test_every_file_is_named_by_the_readme_above_it() -> None:
     assert not unnamed
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_links_lead_somewhere(readme: Path) -> None:
+def check_links(readme: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         file = readme.parent / path if path else readme
@@ -163,8 +159,7 @@ def test_links_lead_somewhere(readme: Path) -> None:
             assert anchor in slugs(file), f"{target}: has no such heading"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_files_that_are_named_exist(readme: Path) -> None:
+def check_files(readme: Path) -> None:
     """What looks like a source file or a folder of the project: the path itself, or, for a bare name, one in here."""
     for span in code(readme):
         for word in re.findall(r"[\w./-]+\.(?:py|sh|sbatch|js|css)\b", span):
@@ -177,12 +172,10 @@ def test_files_that_are_named_exist(readme: Path) -> None:
             assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), f"{span}: no such file or folder"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_flags_are_known(readme: Path) -> None:
+def check_flags(readme: Path) -> None:
     """In a command line to that command, be it in a remark behind it; elsewhere to any."""
     everything = training_options() | TORCHRUN | FOREIGN_FLAGS
-    for module in (*MODULES, REHEARSE, PLAN):
-        everything |= options_of(module)
+    everything = everything.union(*(options_of(module) for module in (*MODULES, REHEARSE, PLAN)))
     for span in code(readme):
         for flag in flags(span):
             assert flag.replace("_", "-") in everything, f"{flag}: no command has it"
@@ -191,8 +184,7 @@ def test_flags_are_known(readme: Path) -> None:
             assert flag in options_for(command), f"{flag}: not a flag of: {command}"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_commands_exist(readme: Path) -> None:
+def check_commands(readme: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     for span in code(readme):
         for target in re.findall(r"\bmake ([a-z]+)", span):
@@ -222,16 +214,14 @@ def test_the_root_readme_is_for_the_first_day() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 280
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_code_and_data_can_be_read(readme: Path) -> None:
+def check_code(readme: Path) -> None:
     for block in blocks(readme, "python"):
         ast.parse(block)
     for block in blocks(readme, "json"):
         assert all(json.loads(line) for line in block.splitlines())
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_tables_have_as_many_cells_in_each_row(readme: Path) -> None:
+def check_tables(readme: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         assert len({row.count("|") for row in table.splitlines()}) == 1, table

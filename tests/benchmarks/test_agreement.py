@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -59,17 +60,16 @@ def test_other_losses_of_pipelines_abort(
     assert f"the losses differ: [1.0, {loss}]" in capsys.readouterr().err
 
 
-CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "value": lambda out: out * 1.5,
-    "one value": lambda out: torch.cat([out[:-1], out[-1:] + 100]),
-    "NaN": lambda out: torch.cat([out[:-1], out[-1:] * math.nan]),
-    "shape": lambda out: out[:1],
-    "further dimension": lambda out: out[None],
-}
+CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda out: out * 1.5,
+    lambda out: torch.cat([out[:-1], out[-1:] + 100]),
+    lambda out: torch.cat([out[:-1], out[-1:] * math.nan]),
+    lambda out: out[:1],
+    lambda out: out[None],
+)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_other_results_of_experts_abort(change: str) -> None:
+def test_other_results_of_experts_abort() -> None:
     """Whichever of a variant's results it is."""
     good = [torch.ones(4, 3) + number for number in range(5)]
     inputs: Any = SimpleNamespace(x_TD=torch.ones(4, 3))
@@ -80,7 +80,7 @@ def test_other_results_of_experts_abort(change: str) -> None:
     reference = variant(experts.REFERENCE, good)
     errors, failed = experts.check([reference, variant("same", [*good])], inputs)
     assert (errors[experts.EXPERTS, "same"], failed) == (0, [])
-    for number in range(5):
-        results = [CHANGES[change](one) if number == place else one for place, one in enumerate(good)]
+    for number, change in itertools.product(range(5), CHANGES):
+        results = [change(one) if number == place else one for place, one in enumerate(good)]
         with pytest.raises(experts.VariantDiffersError, match=r"other, .* differs from"):
             experts.check([reference, variant("other", results)], inputs)

@@ -18,35 +18,41 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.a
 """As torchrun does: it starts a process, and waits for it."""
 
 
+@pytest.fixture
+def printed_by(
+    run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    def printed(flags: list[str]) -> str:
+        code = faults.main(flags, run_whole)
+        out = capfd.readouterr().out
+        assert code == 0, out
+        return out
+
+    return printed
+
+
 @pytest.mark.release
-def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
-    code = faults.main(["--short"], run_whole)
-    printed = capfd.readouterr().out
-    assert code == 0, printed
+def test_short_form(printed_by: Callable[[list[str]], str]) -> None:
+    printed = printed_by(["--short"])
     # its rows: what was injected, how often, what happened, seconds, difference
     for name, fault in faults.FAULTS.items():
         assert (f"| {fault.what} | " in printed) == (fault.in_short and not fault.of_pipelines), name
 
 
 @pytest.mark.release
-def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
+def test_between_stages(printed_by: Callable[[list[str]], str]) -> None:
     """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
-    code = faults.main([*flags, "--steps", "6"], run_whole)
-    printed = capfd.readouterr().out
-    assert code == 0, printed
+    printed = printed_by([*flags, "--steps", "6"])
     assert "the others say in which stage they lost it" in printed
     assert "every rank reports where it hangs, the stage included" in printed
 
 
 @pytest.mark.release
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
-def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_nodes(printed_by: Callable[[list[str]], str]) -> None:
     """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""
-    flags = ["--faults", "link-cut", "link-slow", "--times", "1", "--ranks", "2", "--steps", "6"]
-    code = faults.main(flags, run_whole)
-    printed = capfd.readouterr().out
-    assert code == 0, printed
+    printed = printed_by(["--faults", "link-cut", "link-slow", "--times", "1", "--ranks", "2", "--steps", "6"])
     assert "every rank reports where it hangs" in printed
     assert "it continues, slower" in printed
 

@@ -9,28 +9,20 @@ from benchmarks.load_memory import make_checkpoint, measure, print_table, restar
 from tests.distributed.pool import RankPool
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each with a checkpoint in it, as the benchmark makes one; of a billion bytes in fp32."""
-    paths = {dtype: tmp_path_factory.mktemp(dtype) for dtype in ("float32", "fp8")}
-    assert make_checkpoint(paths["float32"] / "model", 1.0, "float32") >= 10**9
-    assert make_checkpoint(paths["fp8"] / "model", 0.25, "fp8") >= 0.25 * 10**9
-    return paths
-
-
 def measure_and_free(directory: Path, ep_size: int) -> None:
     measure(directory, ep_size)
     restart_peak()
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(("dtype", "ep_size"), [("float32", 4), ("fp8", 2)])
+@pytest.mark.parametrize(("dtype", "gigabytes", "ep_size"), [("float32", 1.0, 4), ("fp8", 0.25, 2)])
 def test_no_rank_holds_much_more_than_its_shard(
-    ranks: RankPool, directories: dict[str, Path], capsys: pytest.CaptureFixture[str], dtype: str, ep_size: int
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, gigabytes: float, ep_size: int
 ) -> None:
-    directory = directories[dtype]
-    ranks.run(measure_and_free, 4, directory, ep_size, join_group=False, timeout=570)
-    figures = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    """Of a model of a billion bytes in fp32."""
+    assert make_checkpoint(tmp_path / "model", gigabytes, dtype) >= gigabytes * 10**9
+    ranks.run(measure_and_free, 4, tmp_path, ep_size, join_group=False, timeout=570)
+    figures = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert sum(f["shard_mb"] for f in figures) >= 1000
     for f in figures:
         assert max(f["load_peak_mb"], f["export_peak_mb"]) <= 1.3 * f["shard_mb"] + 200
