@@ -74,11 +74,12 @@ from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples, reference, sharded_model
+from tests.distributed.reference import ours, reference, sharded_model
 from tests.encoded import change_config
 from tests.families.configs import tiny_model as tiny_family
 from tests.families.test_context_parallel import all_ranks, losses_and_grads
 from tests.moe.test_experts import KINDS, check, random
+from tests.parity.case import Case, Figures, hf_model, random_samples
 from tests.tiny import relative_error, save_tokenizer, tiny_config, tiny_mixtral
 from tests.untrained import assert_same_bits, read
 

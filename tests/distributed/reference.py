@@ -31,17 +31,11 @@ from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import StepResult, train_step
-from tests.parity.case import MAX_GRAD_NORM as MAX_GRAD_NORM
-from tests.parity.case import STEPS as STEPS
-from tests.parity.case import Case as Case
-from tests.parity.case import Figures as Figures
-from tests.parity.case import hf_model as hf_model
+from tests.parity.case import MAX_GRAD_NORM, Case, Figures, hf_model
 from tests.parity.case import random_samples as random_samples
 from tests.parity.kept import expected
 from tests.parity.kept import in_our_layout as renamed
-from tests.parity.reference import hf_adamw as hf_adamw
 from tests.parity.reference import labels_of
-from tests.parity.reference import loss_of as loss_of
 
 OF_ROUTING = ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens")
 CAPACITY = 48

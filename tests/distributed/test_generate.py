@@ -17,8 +17,8 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
-from tests.parity.case import SAMPLES
+from tests.distributed.reference import my_batches, sharded_model, train_config
+from tests.parity.case import MAX_GRAD_NORM, SAMPLES, Case
 from tests.tiers import tiered
 from tests.tiny import save_model, tiny_mixtral
 

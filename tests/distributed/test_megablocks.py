@@ -14,8 +14,9 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.reference import ours, reference
 from tests.interpreter import interpreted, prepare_megablocks
+from tests.parity.case import Case, Figures, random_samples
 from tests.parity.compare import assert_same
 from tests.tiers import tiered
 from tests.tiny import relative_error, save_model, tiny_block

@@ -19,7 +19,8 @@ from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, Copies
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
+from tests.distributed.reference import my_batches, sharded_model
+from tests.parity.case import Case, hf_model, random_samples
 
 SAMPLES = random_samples([5, 9, 7, 3, 12, 4, 8, 6])
 LAYERS = 4

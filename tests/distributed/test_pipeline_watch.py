@@ -13,10 +13,11 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.anomaly import AnomalyDetector
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
+from tests.distributed.reference import my_batches, sharded_model
 from tests.distributed.test_nonfinite import FOUND, Poison, applied, tell_poisoned
 from tests.distributed.test_profiling import files_of, names_in, profile_of
 from tests.distributed.whole_runs import Runs, batch_of_12
+from tests.parity.case import Case, hf_model, random_samples
 
 TOPOLOGY = Topology(4, 2, pp_size=2)
 INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}

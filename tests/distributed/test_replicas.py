@@ -18,8 +18,9 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.banner import replica_lines
 from expertmesh.training.config.train_config import TrainConfig
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, sharded_model
+from tests.distributed.reference import sharded_model
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.parity.case import Case
 from tests.tiers import tiered
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

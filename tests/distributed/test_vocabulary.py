@@ -28,8 +28,9 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, SplitSequences
 from expertmesh.training.loss.head import chunked_loss_sum, complete_logits, full_loss_sum, vocabulary_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, sharded_model
+from tests.distributed.reference import sharded_model
 from tests.interpreter import interpreted
+from tests.parity.case import Case
 from tests.tiny import relative_error, tiny_mixtral
 from tests.training.test_head import capped_logits, scaled_logits
 

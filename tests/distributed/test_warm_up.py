@@ -13,7 +13,8 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import LossWeights, train_step
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, config_of, hf_model, my_batches, random_samples, sharded_model
+from tests.distributed.reference import config_of, my_batches, sharded_model
+from tests.parity.case import Case, hf_model, random_samples
 from tests.tiers import tiered
 
 CASE = Case(random_samples([9 + (5 * i) % 12 for i in range(16)]), balance=0.05, accumulation=2, steps=1)

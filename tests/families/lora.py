@@ -14,15 +14,9 @@ from expertmesh.moe.linear.quantized import dequantize, quantize
 from expertmesh.sharding.state import adapters_of, state_of
 from expertmesh.training.data.batch import collate
 from expertmesh.training.model_setup.lora_targets import adapt
-from tests.distributed.reference import (
-    MAX_GRAD_NORM,
-    Case,
-    attention_mask,
-    hf_model,
-    loss_of,
-    train_config,
-    unshifted_labels,
-)
+from tests.distributed.reference import attention_mask, train_config, unshifted_labels
+from tests.parity.case import MAX_GRAD_NORM, Case, hf_model
+from tests.parity.reference import loss_of
 from tests.tiny import our_rows
 
 

@@ -28,9 +28,10 @@ from expertmesh.training import engine
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.model_setup.lora_targets import lora_of
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, sharded_model
+from tests.distributed.reference import sharded_model
 from tests.distributed.whole_runs import read, run_main
 from tests.families.configs import tiny_config
+from tests.parity.case import Case, hf_model
 from tests.tiny import relative_error, save_tokenizer
 
 peft = pytest.importorskip("peft")

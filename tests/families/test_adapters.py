@@ -8,9 +8,10 @@ import torch
 
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, ours, random_samples
+from tests.distributed.reference import ours
 from tests.families.configs import TEXT_IDS
 from tests.families.lora import reference
+from tests.parity.case import Case, hf_model, random_samples
 from tests.tiny import relative_error
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)

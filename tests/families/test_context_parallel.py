@@ -25,9 +25,9 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compilation, compile_layers
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import random_samples
 from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
 from tests.in_double import InDouble
+from tests.parity.case import random_samples
 from tests.tiny import loaded, relative_error
 
 Rows = list[list[Sample]]

@@ -16,10 +16,11 @@ from expertmesh.checkpoints.files.encodings import Encoding, encode
 from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, in_full, sharded_model
+from tests.distributed.reference import in_full, sharded_model
 from tests.distributed.whole_runs import read, run_main, tell
 from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
+from tests.parity.case import Case
 from tests.tiny import save_tokenizer
 
 SAVE: dict[str, Callable[[Any, Path], None]] = {"deepseek_v3": save_fp8, "gpt_oss": save_mxfp4}

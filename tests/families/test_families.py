@@ -33,21 +33,19 @@ from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel import apply_tensor_parallel
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
-    Case,
     attention_mask,
-    hf_model,
     in_full,
     in_our_layout,
-    loss_of,
     my_batches,
     ours,
-    random_samples,
     sharded_model,
     unshifted_labels,
 )
 from tests.families.configs import UNSHRINKABLE, few_choices, load_model, tiny_config, tiny_model
 from tests.families.lora import reference
 from tests.in_double import InDouble
+from tests.parity.case import Case, hf_model, random_samples
+from tests.parity.reference import loss_of
 from tests.tiers import REPRESENTATIVES
 from tests.tiny import relative_error
 

@@ -17,10 +17,10 @@ from expertmesh.sharding.state import parameters_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import matrix_parts
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, random_samples
 from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import TEXT_IDS, load_model
+from tests.parity.case import Case, hf_model, random_samples
 from tests.tiers import REPRESENTATIVES
 from tests.tiny import save_tokenizer
 

@@ -21,9 +21,10 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, attention_mask, hf_model, ours, random_samples, sharded_model
+from tests.distributed.reference import attention_mask, ours, sharded_model
 from tests.families.configs import load_model
 from tests.families.test_families import FAMILIES
+from tests.parity.case import Case, hf_model, random_samples
 from tests.tiny import relative_error
 
 SAMPLES = random_samples([40] * 4, vocabulary=290)

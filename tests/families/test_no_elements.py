@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import random_samples
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_packing import loss_of, packable
+from tests.parity.case import random_samples
 from tests.tiny import save_tokenizer
 
 NONE_SHARED = {"deepseek_v3": {"n_shared_experts": 0}, "qwen2_moe": {"shared_expert_intermediate_size": 0}}

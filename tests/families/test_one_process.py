@@ -18,9 +18,9 @@ from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
-from tests.distributed.reference import random_samples
 from tests.families.configs import EXPERTS, TEXT_IDS, persistent_buffers, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
+from tests.parity.case import random_samples
 from tests.tiny import loaded
 
 BATCH = collate([[sample] for sample in random_samples([13, 27], vocabulary=290)])

@@ -18,8 +18,8 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
-from tests.distributed.reference import random_samples
 from tests.families.configs import few_choices, tiny_config, tiny_model
+from tests.parity.case import random_samples
 from tests.tiny import loaded, relative_error
 
 TOLERANCE = 1e-5

@@ -10,18 +10,11 @@ import torch
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import (
-    Case,
-    attention_mask,
-    hf_model,
-    in_our_layout,
-    loss_of,
-    ours,
-    random_samples,
-    unshifted_labels,
-)
+from tests.distributed.reference import attention_mask, in_our_layout, ours, unshifted_labels
 from tests.distributed.whole_runs import read, run_main
 from tests.families.configs import TEXT_IDS, tiny_model
+from tests.parity.case import Case, hf_model, random_samples
+from tests.parity.reference import loss_of
 from tests.tiny import relative_error, save_tokenizer
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, random_samples
 from tests.families.configs import tiny_model
 from tests.families.test_families import (
     SAMPLES,
@@ -20,6 +19,7 @@ from tests.families.test_families import (
     gradients_in_double,
     gradients_of,
 )
+from tests.parity.case import Case, random_samples
 
 LONG, MANY = random_samples([128, 128], vocabulary=290), random_samples([32] * 16, vocabulary=290)
 CASES: dict[str, tuple[Case, str]] = {

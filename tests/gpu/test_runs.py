@@ -14,10 +14,10 @@ import torch
 
 from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
-from tests.distributed.reference import Case, hf_model
 from tests.distributed.test_determinism import FLAGS, assert_same_twice
 from tests.distributed.whole_runs import ROOT, Ended, Runs
 from tests.gpu.one_card import assert_near, run_on
+from tests.parity.case import Case, hf_model
 from tests.tiny import save_model, save_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from expertmesh.moe.hf_model.families import families_with_plan
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case
 from tests.families.configs import random_model, skip_if_older, tiny_like
 from tests.families.test_families import CP, SAMPLES, TOLERANCE, TP, Layout, compare, figures_on_ranks, gradients_of
+from tests.parity.case import Case
 from tests.published.models import CONFIGS, MODELS
 
 LAYOUTS = [Layout(topology) for topology in (Topology(2, 2), CP, TP, Topology(2, 1, pp_size=2))]

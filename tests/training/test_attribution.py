@@ -41,9 +41,9 @@ from expertmesh.training.planning.step_parts import (
 )
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, my_batches, sharded_model
+from tests.distributed.reference import my_batches, sharded_model
 from tests.families.configs import tiny_config
-from tests.parity.case import SAMPLES
+from tests.parity.case import SAMPLES, Case
 from tests.tiny import save_model
 from tests.training.test_measure import SETTINGS, flags_of
 

@@ -31,9 +31,9 @@ from expertmesh.training.data.batch import IGNORED, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import LOSS_SUMS, LossHead, attach_loss_head, choose_cross_entropy, loss_head
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.reference import ours, reference
 from tests.interpreter import interpreted
-from tests.parity.case import SAMPLES
+from tests.parity.case import SAMPLES, Case, Figures, random_samples
 from tests.parity.compare import assert_same
 from tests.parity.rows import EXACT
 from tests.tiny import loaded, relative_error, save_model, tiny_mixtral

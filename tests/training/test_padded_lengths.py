@@ -13,7 +13,7 @@ from expertmesh.training.data.batch import Batch, Padding, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.step import compute_gradients
-from tests.distributed.reference import random_samples
+from tests.parity.case import random_samples
 from tests.tiny import loaded, tiny_config, tiny_mixtral
 
 ROWS = [[sample] for sample in random_samples([9, 30, 17])]

@@ -16,7 +16,7 @@ from expertmesh.training.data.batch import Batch, Padding, PinnedBatch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.loop import made_ahead
-from tests.distributed.reference import random_samples
+from tests.parity.case import random_samples
 from tests.training.test_batches import assert_same
 
 ROWS = [[sample] for sample in random_samples([9, 30, 17, 5, 8, 21, 3])]
