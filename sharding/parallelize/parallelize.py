@@ -195,7 +195,8 @@ def prefetch_layers(model: nn.Module, decoders: Iterable[nn.Module], from_root: 
     before; in place. `from_root`: and those of the first, or last, as soon as the model is called.
 
     By itself FSDP gathers a unit ahead only once the host gets there, and the host blocks while it waits for the counts
-    of a layer's rows. After torchtitan (`models/llama4/infra/parallelize.py`).
+    of a layer's rows. After torchtitan (`models/llama4/infra/parallelize.py`). What is in a layer comes before the next
+    one in any case: where nobody has gathered it ahead, as in a pipeline's stages, it would come behind that.
     """
     # the layer's own unit, and its experts' where they have one
     layers: list[list[Any]] = [fsdp_units(layer) for layer in decoders]
@@ -203,10 +204,10 @@ def prefetch_layers(model: nn.Module, decoders: Iterable[nn.Module], from_root: 
     if from_root:
         root.set_modules_to_forward_prefetch(layers[0])
         root.set_modules_to_backward_prefetch(layers[-1])
-    for (layer, *_), following in pairwise(layers):
-        layer.set_modules_to_forward_prefetch(following)
-    for (layer, *_), preceding in pairwise(reversed(layers)):
-        layer.set_modules_to_backward_prefetch(preceding)
+    for (layer, *inside), following in pairwise([*layers, []]):
+        layer.set_modules_to_forward_prefetch([*inside, *following])
+    for (layer, *inside), preceding in pairwise([*reversed(layers), []]):
+        layer.set_modules_to_backward_prefetch([*inside, *preceding])
 
 
 def communicate_over_gloo(model: nn.Module) -> None:
