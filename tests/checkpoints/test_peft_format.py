@@ -215,6 +215,13 @@ def test_peft_gives_the_logits_of_merged_weights(family: str, form: str, tmp_pat
         found = in_peft(model, config, tensors_of(family, form, adapter, config), tmp_path)
         assert (logits_of(found) - logits_of(model)).abs().max() > 0.01
         assert_same_logits(found, merged(model, adapter, ALPHA / (sqrt(RANK) if use_rslora else RANK)))
+        # what it saves is ours, in the packed form, whichever it has loaded
+        found.save_pretrained(tmp_path / "saved")
+        config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+        tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+        for name, tensor in named(adapter.linear.items()).items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(read_back(model, config, tensors), adapter.experts, rtol=0, atol=0)
 
 
 def swap_experts(pair: LoraPair) -> LoraPair:
@@ -308,33 +315,15 @@ def test_what_peft_made_is_read(family: str, adapted: tuple[str, ...], tmp_path:
     assert_same_logits(theirs, merged(model, adapter))
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("family", "form"), FORMS)
-def test_what_peft_saves_of_ours_is_ours(family: str, form: str, tmp_path: Path) -> None:
-    """It saves the packed form, whichever it has loaded."""
-    model = base_of(family)
-    adapter = Adapter(model, attention(model))
-    config = config_of(model, adapter)
-    in_peft(model, config, tensors_of(family, form, adapter, config), tmp_path).save_pretrained(tmp_path / "saved")
-    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    for name, tensor in named(adapter.linear.items()).items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
-    found = read_back(model, config, tensors)
-    torch.testing.assert_close(found, adapter.experts, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packing_and_back(family: str) -> None:
+def test_packing_and_back() -> None:
     """Every bit of any dtype."""
-    model = base_of(family)
-    for path, layout in layouts_of(model).items():
-        pairs = {
-            name: LoraPair(*(x.bfloat16() for x in pair)) for name, pair in Adapter(model, []).experts[path].items()
-        }
-        packed = pack_experts(pairs, layout)
-        assert {x.dtype for pair in packed.values() for x in pair} == {torch.bfloat16}
-        torch.testing.assert_close(unpack_experts(packed, layout, "0.21.2"), pairs, rtol=0, atol=0)
+    for model in map(base_of, FAMILIES):
+        for path, layout in layouts_of(model).items():
+            experts = Adapter(model, []).experts[path]
+            pairs = {name: LoraPair(*(x.bfloat16() for x in pair)) for name, pair in experts.items()}
+            packed = pack_experts(pairs, layout)
+            assert {x.dtype for pair in packed.values() for x in pair} == {torch.bfloat16}
+            torch.testing.assert_close(unpack_experts(packed, layout, "0.21.2"), pairs, rtol=0, atol=0)
 
 
 def test_what_was_trained_on_is_no_longer_in_blocks() -> None:
@@ -414,14 +403,8 @@ def test_targets_take_in_nothing_else(tmp_path: Path) -> None:
     modules = [path for path in attention(model) if ".layers.1." in path]
     every = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     tensors = [f"{path}.{name}" for path in experts for name in ("gate_up_proj", "down_proj")]
-    config = adapter_config(
-        base_model=None,
-        rank=RANK,
-        alpha=ALPHA,
-        modules=modules,
-        experts=experts,
-        others=set(every) - {*modules, *tensors},
-    )
+    others = set(every) - {*modules, *tensors}
+    config = adapter_config(base_model=None, rank=RANK, alpha=ALPHA, modules=modules, experts=experts, others=others)
     asked = peft.LoraConfig(**{key: value for key, value in config.items() if key != "peft_type"})
     found = peft.get_peft_model(deepcopy(model), asked).base_model
     assert sorted(found.targeted_module_names) == sorted(modules)

@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,13 +76,8 @@ def save_adapter(path: Path) -> None:
     (path / CONFIG).write_text(json.dumps(config))
 
 
-def save_fp8_model(path: Path) -> None:
-    save_fp8(tiny_model("deepseek_v3", seed=0, num_hidden_layers=2), path)
-
-
-def save_mxfp4_model(path: Path) -> None:
-    sizes: dict[str, Any] = {"intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    save_mxfp4(tiny_model("gpt_oss", seed=0, **sizes), path)
+def _save_family(family: str, path: Path) -> None:
+    tiny_model(family, seed=0).save_pretrained(path)
 
 
 def save_data(path: Path) -> None:
@@ -103,16 +98,17 @@ def save_settings(path: Path) -> None:
     TrainConfig(model="m", dataset=["d"]).save(path / "config.yaml")
 
 
-ORIGINS: dict[str, Callable[[Path], None]] = {
+GPT_OSS: dict[str, Any] = {"intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+ORIGINS: dict[str, Callable[[Path], object]] = {
     "model": lambda path: save_model(path, **SMALL),
     "in parts": lambda path: save_model(path, max_shard_size="1KB", **SMALL),
     "shards": save_shards,
     "adapter": save_adapter,
-    "fp8": save_fp8_model,
-    "mxfp4": save_mxfp4_model,
+    "fp8": lambda path: save_fp8(tiny_model("deepseek_v3", seed=0, num_hidden_layers=2), path),
+    "mxfp4": lambda path: save_mxfp4(tiny_model("gpt_oss", seed=0, **GPT_OSS), path),
     "data": save_data,
     "settings": save_settings,
-    **{family: lambda path, family=family: tiny_model(family, seed=0).save_pretrained(path) for family in FAMILIES},  # type: ignore[misc]
+    **{family: partial(_save_family, family) for family in FAMILIES},
 }
 """By name, what saves it; `conftest.py` has one more, "trained"."""
 

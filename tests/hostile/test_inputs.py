@@ -232,10 +232,8 @@ def distribution_plans(original: bytes) -> Iterator[tuple[str, bytes]]:
     attention = "layers.*.self_attn"
     plans: list[tuple[str, Any]] = [
         ("tp", {f"{attention}.q_proj": "rowwise", f"{attention}.o_proj": "colwise"}),
-        (
-            "tp",
-            {**OWN_PLAN, "layers.*.input_layernorm": "rowwise", attention: "colwise", "layers.*.mlp.gate": "rowwise"},
-        ),
+        ("tp", {**OWN_PLAN, "layers.*.input_layernorm": "rowwise", attention: "colwise"}),
+        ("tp", {**OWN_PLAN, "layers.*.mlp.gate": "rowwise"}),
         ("tp", {**OWN_PLAN, f"{attention}.o_proj": "packed_rowwise", f"{attention}.q_proj": ["colwise"]}),
         ("tp", {f"layers.{number}.x": "rowwise" for number in range(200_000)}),
     ]

@@ -1,8 +1,6 @@
 """Output directories that cannot be written, hold something else, or go away half-way."""
 
-import contextlib
 import errno
-import io
 import itertools
 import json
 import os
@@ -17,11 +15,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from expertmesh import train_ep
-from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import lock
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.monitoring.log import RunLog
+from tests.checkpoints.commands import contents as tree
+from tests.checkpoints.commands import run
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.hostile.models import SMALL
@@ -49,10 +48,6 @@ def arguments(model: Path, tiny_data: Path) -> list[str]:
 @pytest.fixture
 def small(origin: Callable[[str], Path]) -> Path:
     return origin("model")
-
-
-def tree(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 HELD = ["config.yaml", "metrics.jsonl", "hf/config.json", "checkpoints/last.ckpt", "checkpoints/step-00000005/x",
@@ -226,7 +221,7 @@ def test_a_merged_model_is_not_whole_without_its_tokenizer(
     assert code == 2
     assert f"hf: {NO_ROOM}" in errors
     assert not (out / "hf").exists()
-    assert checkpoints("merge", model, out / "adapter", out / "hf") == (0, "")
+    run("merge", model, out / "adapter", out / "hf")
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"adapter", "hf"}
 
 
@@ -328,90 +323,68 @@ def test_nothing_is_written_among_what_is_read(
 # ---- commands for checkpoints ----
 
 
-def checkpoints(*arguments: object) -> tuple[int, str]:
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        code = checkpoints_main([str(argument) for argument in arguments])
-    return code, errors.getvalue()
-
-
-@pytest.mark.parametrize("command", [("convert", "--ep-size", "2"), ("export",)], ids=["convert", "export"])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
-def test_converting_into_the_wrong_place(
-    small: Path, tmp_path: Path, command: tuple[str, ...], overwrite: bool
-) -> None:
-    """A file, a path below one, the source itself, and a directory that holds it."""
-    source = tmp_path / "models" / "source"
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_converting_into_the_wrong_place(small: Path, tmp_path: Path, command: str) -> None:
+    """A file, a path below one, the source itself, and a directory that holds it, whether or not it may overwrite."""
+    source, file, link = tmp_path / "models" / "source", tmp_path / "file", tmp_path / "link"
     shutil.copytree(small, source)
-    file = tmp_path / "file"
     file.write_text("precious")
     before = tree(tmp_path)
-    link = tmp_path / "link"
     link.symlink_to(source)
+    size = ["--ep-size", 2] if command == "convert" else []
     for out in (file, file / "below", source, link, source / "..", tmp_path, Path("/proc/self")):
-        flags = ["--overwrite"] if overwrite and out != Path("/proc/self") else []
-        code, errors = checkpoints(*command, source, out, *flags)
-        assert (code, str(out) in errors) == (2, True), (out, errors)
-        assert tree(tmp_path) == before
+        for flags in ([], ["--overwrite"])[: 1 if out == Path("/proc/self") else 2]:
+            assert str(out) in run(command, source, out, *size, *flags, code=2)
+            assert tree(tmp_path) == before
 
 
 def test_directory_with_other_files_is_kept(small: Path, tmp_path: Path) -> None:
     """A download that has begun is no conversion that has."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "film.mkv.part").write_text("precious")
-    code, errors = checkpoints("export", small, tmp_path / "out")
-    assert (code, "contains other files" in errors) == (2, True)
+    assert "contains other files" in run("export", small, tmp_path / "out", code=2)
     assert tree(tmp_path) == {"out/film.mkv.part": b"precious"}
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", "{}", '{"fingerprint": 1, "record": {}}', '{"record": null}'])
-def test_conversion_goes_on_from_a_damaged_note(small: Path, tmp_path: Path, note: str) -> None:
-    assert checkpoints("convert", small, tmp_path / "whole", "--ep-size", 2)[0] == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "begun")
-    (tmp_path / "begun" / "manifest.json").unlink()
-    (tmp_path / "begun" / "ep-00000-of-00002.safetensors").write_bytes(b"half of it")
-    (tmp_path / "begun" / "ep-00000-of-00002.safetensors.done").write_text(note)
-    code, errors = checkpoints("convert", small, tmp_path / "begun", "--ep-size", 2)
-    assert code == 0, errors
-    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("whole", "begun")]
-    assert manifests[0] == manifests[1]
-
-
-@pytest.mark.parametrize("end", [".part", ".done", ".done.part"])
-def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path, end: str) -> None:
-    """What it died in writing, under another plan even, is neither kept nor listed."""
-    assert checkpoints("convert", small, tmp_path / "whole", "--ep-size", 2)[0] == 0
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / f"ep-00000-of-00004.safetensors{end}").write_bytes(b"half of it")
-    assert checkpoints("convert", small, tmp_path / "begun", "--ep-size", 2) == (0, "")
-    assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
+def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path) -> None:
+    """From damaged notes of what was done; what it died in writing, under another plan even, is not kept or listed."""
+    run("convert", small, tmp_path / "whole", "--ep-size", 2)
+    begun, file, other = tmp_path / "begun", "ep-00000-of-00002.safetensors", "ep-00000-of-00004.safetensors"
+    notes = ["", "{", "[]", "{}", '{"fingerprint": 1, "record": {}}', '{"record": null}']
+    left = [{file: "half of it", f"{file}.done": note} for note in notes]
+    for files in [*left, *({f"{other}{end}": "half of it"} for end in (".part", ".done", ".done.part"))]:
+        shutil.rmtree(begun, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", begun)
+        (begun / "manifest.json").unlink()
+        for name, content in files.items():
+            (begun / name).write_text(content)
+        run("convert", small, begun, "--ep-size", 2)
+        assert tree(begun) == tree(tmp_path / "whole"), files
 
 
 def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that the one before had finished are gone: transformers would read them in the place of the index."""
     with monkeypatch.context() as patch:
         patch.setattr("expertmesh.checkpoints.convert.copy_side_files", _full)
-        assert checkpoints("export", small, tmp_path / "begun")[0] == 2
+        run("export", small, tmp_path / "begun", code=2)
     assert (tmp_path / "begun" / "model.safetensors").exists()
     for out in ("whole", "begun"):
-        assert checkpoints("export", small, tmp_path / out, "--max-shard-size", "1KB") == (0, "")
+        run("export", small, tmp_path / out, "--max-shard-size", "1KB")
     assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("command", [("convert", "--ep-size", "2"), ("export",)], ids=["convert", "export"])
+@pytest.mark.parametrize("part", ["copy_side_files", "write_files"])
 def test_conversion_whose_directory_goes_away(
-    small: Path, tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("copy_side_files", "write_files"):
-        out = tmp_path / name
+    def gone(*_: object, **__: object) -> None:
+        shutil.rmtree(out)
+        (out / "x").write_text("")
 
-        def gone(*_: object, out: Path = out, **__: object) -> None:
-            shutil.rmtree(out)
-            (out / "x").write_text("")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(f"expertmesh.checkpoints.convert.{name}", gone)
-            code, errors = checkpoints(*command, small, out)
-        assert (code, f"{out}" in errors) == (2, True), errors
+    out = tmp_path / "out"
+    monkeypatch.setattr(f"expertmesh.checkpoints.convert.{part}", gone)
+    for command in (("convert", small, out, "--ep-size", 2), ("export", small, out)):
+        errors = run(*command, code=2)
+        assert f"{out}" in errors
         assert "cannot be written" in errors
         assert not out.exists()
