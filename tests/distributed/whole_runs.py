@@ -170,34 +170,3 @@ def stop_at_checkpoint(finished: Path, out: Path) -> None:
     shutil.rmtree(out / ("adapter" if (out / "adapter").exists() else "hf"))
     shutil.rmtree(out / "checkpoints" / "step-00000006")
     (out / "finished.json").unlink()
-
-
-def flags(model: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", *SIX_STEPS.split(), *more,
-    ]  # fmt: skip
-
-
-def shares(world_size: int, accumulation: int = 1) -> list[str]:
-    return batch_of_12(world_size, accumulation).split()
-
-
-def run(ranks: RankPool, world_size: int, argv: list[str]) -> str:
-    """What rank 0 wrote to standard error."""
-    results = ranks.run(run_main, world_size, argv, join_group=False)
-    assert [code for code, _ in results] == [0] * world_size, results
-    return str(results[0][1])
-
-
-def start(ranks: RankPool, world_size: int, *argv: object) -> list[tuple[int, str]]:
-    results: list[tuple[int, str]] = ranks.run(run_main, world_size, [*map(str, argv), "--use-cpu"], join_group=False)
-    return results
-
-
-def train(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: str) -> dict[str, torch.Tensor]:
-    """Run three steps with clipping over 16 rows each; the exported weights."""
-    more = ["--max-steps", "3", "--learning-rate", "1e-3", "--max-grad-norm", "0.5"]
-    argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", *more, *flags]
-    for code, errors in ranks.run(run_main, world_size, argv, join_group=False):
-        assert code == 0, errors
-    return read(out / "hf")
