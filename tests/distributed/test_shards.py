@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
+from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.ep_shards.manifest import read_manifest
 from expertmesh.checkpoints.hf.source import read_header
 from expertmesh.sharding.topology import Topology
-from tests.checkpoints.test_cli import run
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import load_error, round_trip
 from tests.distributed.whole_runs import assert_same_bits, read
@@ -21,6 +21,10 @@ from tests.tiny import save_model
 
 SEAMS: dict[str, Any] = dict(intermediate_size=25, num_local_experts=4, vocab_size=321)
 """25 rows an expert, several experts a file: their checksums run over the seams between experts."""
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
