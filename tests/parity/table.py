@@ -149,6 +149,8 @@ SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
     *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
+    # what the log tells of routing, too
+    *rows("packed or not", "1", **PACKED, against={"packing": None}),
     *rows("packed, all heads", "2 ep 2, slow", **PACKED, changes={"num_key_value_heads": 4}),
     *rows("packed, window", "1 | 4 ep 4, slow", **PACKED, changes=SHORT_WINDOW),
     *rows("packed, window, masked", "2 ep 2", **PACKED, attention="sdpa", changes=SHORT_WINDOW),
