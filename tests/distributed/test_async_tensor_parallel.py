@@ -1,5 +1,5 @@
-"""--async-tp by stand-ins for torch's operators, and by those with a stand-in for NVLink: the same figures, and which
-matmuls run beside which exchange."""
+"""--async-tp by torch's operators with a stand-in for NVLink: the same figures, and which matmuls run beside which
+exchange."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,24 +36,6 @@ TP_2 = Topology(2, 2, tp_size=2)
 FORWARD, BACKWARD = ["gather x3", "scatter"], ["gather x1", "scatter"]
 """Mixtral's attention: three projections of what is gathered, one whose results are scattered. In backward the gradient
 of the latter is gathered, and one matmul for the three gives what is scattered."""
-
-
-class StandIns:
-    """In parts, as torch's operators work: of one rank's positions at a time."""
-
-    def __init__(self, group: TPGroup):
-        self.group, self.calls = group, list[str]()
-
-    def gather_multiply(self, x: Tensor, weights_KN: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
-        self.calls.append(f"gather x{len(weights_KN)}")
-        parts = self.group.all_gather(x, dim).chunk(self.group.size, dim)
-        products = [torch.cat([part @ weight_KN for part in parts], dim) for weight_KN in weights_KN]
-        return torch.cat(parts, dim), products
-
-    def multiply_scatter(self, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
-        self.calls.append("scatter")
-        parts = [part @ weight_KN for part in x.chunk(self.group.size, dim)]
-        return self.group.sum_scatter(torch.cat(parts, dim), dim)
 
 
 class OnGloo(SymmetricMemory):
@@ -113,38 +95,30 @@ def adapted(*targets: str, base_dtype: str = "fp32") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "checkpointing", "operators", "calls"),
+    ("family", "settings", "checkpointing", "calls"),
     [
-        ("mixtral", {}, "none", OnGloo, 3 * FORWARD + 3 * BACKWARD),
-        pytest.param("mixtral", {}, "full", StandIns, 3 * FORWARD + 3 * (FORWARD + BACKWARD), marks=pytest.mark.slow),
+        ("mixtral", {}, "none", 3 * FORWARD + 3 * BACKWARD),
+        pytest.param("mixtral", {}, "full", 3 * FORWARD + 3 * (FORWARD + BACKWARD), marks=pytest.mark.slow),
         # projections by way of low ranks, which every rank computes alike; MLPs that are divided too
-        pytest.param("deepseek_v2", {}, "none", OnGloo, None, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", {}, "full", StandIns, None, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {}, "none", None, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {}, "full", None, marks=pytest.mark.slow),
         # two projections that only multiply, beside one that has an adapter
-        ("mixtral", adapted("q_proj"), "none", StandIns, 3 * ["gather x2", "scatter"]),
+        ("mixtral", adapted("q_proj"), "none", 3 * ["gather x2", "scatter"]),
         # adapters where no rank divides anything
-        pytest.param("mixtral", adapted("experts"), "none", StandIns, 3 * FORWARD, marks=pytest.mark.slow),
-        pytest.param(
-            "mixtral", adapted("q_proj", "k_proj", "v_proj"), "none", StandIns, 3 * ["scatter"], marks=pytest.mark.slow
-        ),
+        pytest.param("mixtral", adapted("experts"), "none", 3 * FORWARD, marks=pytest.mark.slow),
+        pytest.param("mixtral", adapted("q_proj", "k_proj", "v_proj"), "none", 3 * ["scatter"], marks=pytest.mark.slow),
         # codes of a quantized weight are no matrix
-        ("mixtral", adapted("q_proj", base_dtype="nf4"), "none", StandIns, []),
+        ("mixtral", adapted("q_proj", base_dtype="nf4"), "none", []),
     ],
     ids=["mixtral", "recomputed", "low ranks", "MLPs", "some adapted", "none adapted", "first adapted", "quantized"],
 )
 def test_the_same_in_parts(
-    ranks: RankPool,
-    tmp_path: Path,
-    family: str,
-    settings: dict[str, Any],
-    checkpointing: Any,
-    operators: type[StandIns | OnGloo],
-    calls: list[str] | None,
+    ranks: RankPool, tmp_path: Path, family: str, settings: dict[str, Any], checkpointing: Any, calls: list[str] | None
 ) -> None:
     """What only multiplies is overlapped, and nothing else."""
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     case = Case(SAMPLES, family=family, settings=settings, gradient_checkpointing=checkpointing)
-    (loss, grads, none), (our_loss, our_grads, found) = ranks.run(_figures, 2, tmp_path, case, operators)[0]
+    (loss, grads, none), (our_loss, our_grads, found) = ranks.run(_figures, 2, tmp_path, case)[0]
     assert our_loss == pytest.approx(loss, rel=1e-6)
     assert max(relative_error(our_grads[name], grad, 1e-3) for name, grad in grads.items()) < 1e-5
     assert not none
@@ -156,20 +130,18 @@ def test_the_same_in_parts(
         assert bool(found) == bool(calls)
 
 
-def _figures(
-    path: Path, case: Case, operators: type[StandIns | OnGloo]
-) -> list[tuple[float, dict[str, Tensor], list[str]]]:
+def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], list[str]]]:
     figures = []
     for is_async in (False, True):
         model, mesh, _ = sharded_model(path, TP_2, case)
         model.train()
-        stand_ins = operators(mesh.cp_group.tp)
+        operators = OnGloo(mesh.cp_group.tp)
         if is_async:
-            model.tensor_parallel.operators = stand_ins
+            model.tensor_parallel.operators = operators
         batches = my_batches(case, TP_2, dist.get_rank(), mesh.cp_group)
         result = compute_gradients(model, batches, LossWeights(0.0, 0.0))
         grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        figures.append((result.loss, grads, stand_ins.calls))
+        figures.append((result.loss, grads, operators.calls))
     return figures
 
 
@@ -189,11 +161,7 @@ def _figures(
     ids=str,
 )
 def test_the_first_lines_say_which(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    settings: dict[str, Any],
-    said: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], said: str | None
 ) -> None:
     monkeypatch.setattr(engine, "check_async", lambda device_type: None)
     tiny_model(family, seed=1).save_pretrained(tmp_path)

@@ -46,12 +46,7 @@ class Row:
 
 
 def rows(
-    name: str,
-    layouts: str,
-    *,
-    against: Mapping[str, Any] | None = None,
-    allowed: Tolerance | None = None,
-    **what: Any,
+    name: str, layouts: str, *, against: Mapping[str, Any] | None = None, allowed: Tolerance | None = None, **what: Any
 ) -> list[Row]:
     """One row for each of some layouts.
 
