@@ -24,8 +24,9 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, random_samples, sharded_model
+from tests.distributed.reference import sharded_model
 from tests.distributed.whole_runs import assert_same_bits, read
+from tests.parity.case import Case, random_samples
 from tests.tiers import tiered
 from tests.tiny import save_model, save_tokenizer
 from tests.untrained import add_tensors
