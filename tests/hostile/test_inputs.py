@@ -42,7 +42,7 @@ from tests.hostile.models import (
     same_bits,
     samples,
     tokens,
-)  # fmt: skip
+)
 from tests.hostile.mutations import (
     BROKEN_TEXTS,
     HOSTILE_VALUES,
@@ -54,7 +54,7 @@ from tests.hostile.mutations import (
     header_of,
     hostile_values,
     with_header,
-)  # fmt: skip
+)
 
 INDEX = "model.safetensors.index.json"
 Damage = Callable[[bytes], Iterable[tuple[str, bytes]]]
@@ -68,7 +68,7 @@ class Input(NamedTuple):
         origin: the directory that it lies in, of `ORIGINS`.
         file: its path in there.
         read: what a user's command does with the directory.
-        is_right: (found, found before, the file's content, that before): whether a damaged one may be taken so.
+        right: which of RIGHT a damaged one must be to be taken.
         drawn, num_drawn: ways to damage it at random, and how many are tried.
         by_hand: others.
         said: one of these is in every error; {path} is the directory.
@@ -79,7 +79,7 @@ class Input(NamedTuple):
     origin: str
     file: str
     read: Callable[[Path], Any]
-    is_right: Callable[[Any, Any, bytes, bytes], bool]
+    right: str
     drawn: Callable[[bytes], st.SearchStrategy[bytes]]
     num_drawn: int
     by_hand: tuple[Damage, ...] = ()
@@ -101,7 +101,7 @@ def damaged(watch: Watch, name: str, origin: Path) -> None:
         file.write_bytes(content)
         row.prepare(path, row.file)
         found = watch.attempt(f"{row.file}: {case}", lambda: row.read(path), *said)
-        assert isinstance(found, Refused) or row.is_right(found, expected, content, original), (
+        assert isinstance(found, Refused) or RIGHT[row.right](found, expected, content, original), (
             f"{case}: gave {found!r:.500}"
         )
 
@@ -115,27 +115,10 @@ def damaged(watch: Watch, name: str, origin: Path) -> None:
 # ---- what may have been taken ----
 
 
-def same(found: Tensors, expected: Tensors, *_: bytes) -> bool:
-    return same_bits(found, expected)
-
-
 def as_safetensors_reads(found: Tensors, _: Tensors, content: bytes, __: bytes) -> bool:
     Path("found").mkdir(exist_ok=True)
     Path("found/model.safetensors").write_bytes(content)
     return same_bits(found, in_file(Path("found")))
-
-
-def finite(found: tuple[Any, torch.Tensor], *_: Any) -> bool:
-    return bool(found[1].isfinite().all())
-
-
-def computes_the_same(found: tuple[Any, torch.Tensor], expected: tuple[Any, torch.Tensor], *_: bytes) -> bool:
-    """A plan of how to distribute a model changes neither what is computed nor what can be divided."""
-    return found[0] == expected[0] and torch.equal(found[1], expected[1])
-
-
-def all_finite(found: Tensors, expected: Tensors, *_: bytes) -> bool:
-    return found.keys() == expected.keys() and all(tensor.isfinite().all() for tensor in found.values())
 
 
 def turned_as_said(found: Tensors, expected: Tensors, content: bytes, original: bytes) -> bool:
@@ -149,12 +132,6 @@ def turned_as_said(found: Tensors, expected: Tensors, content: bytes, original: 
     return same_bits(found, {name: weight.t() if name in turned else weight for name, weight in expected.items()})
 
 
-def sensible(found: dict[str, Any], expected: dict[str, Any], *_: bytes) -> bool:
-    """Pairs may be fewer, as a tensor may be left out."""
-    pairs = found.values()
-    return found.keys() <= expected.keys() and all(0 < scale < 1e9 and pair.a.isfinite().all() for pair, scale in pairs)
-
-
 def survives(config: TrainConfig, *_: Any) -> bool:
     """It is read back from the config.yaml of its run, but for what only the command line can give, as --dataset=-1."""
     if any(str(item).startswith("-") for value in asdict(config).values() if isinstance(value, list) for item in value):
@@ -163,31 +140,30 @@ def survives(config: TrainConfig, *_: Any) -> bool:
     return parse_config(["--config", "again.yaml"]) == config
 
 
-def is_a_plan(found: str, *_: Any) -> bool:
-    return bool(json.loads(found)) and "NaN" not in found
-
-
-def trainable(found: list[Any], *_: Any) -> bool:
-    return all(
+RIGHT: dict[str, Callable[..., Any]] = {
+    # by name, of (found, found before, the file's content, that before): whether a damaged file may be taken so
+    "anything": lambda *_: True,
+    "unchanged": lambda found, before, content, original: content == original,
+    "same": lambda found, before, *_: same_bits(found, before),
+    "as safetensors": as_safetensors_reads,
+    "turned as said": turned_as_said,
+    "finite": lambda found, before, *_: found.keys() == before.keys()
+    and all(tensor.isfinite().all() for tensor in found.values()),
+    "finite logits": lambda found, *_: found[1].isfinite().all(),
+    # neither what is computed nor what can be divided changes
+    "same logits": lambda found, before, *_: found[0] == before[0] and torch.equal(found[1], before[1]),
+    # pairs may be fewer, as a tensor may be left out
+    "pairs": lambda found, before, *_: found.keys() <= before.keys()
+    and all(0 < scale < 1e9 and pair.a.isfinite().all() for pair, scale in found.values()),
+    "survives": survives,
+    "plan": lambda found, *_: json.loads(found) and "NaN" not in found,
+    "samples": lambda found, *_: all(
         0 < len(sample.tokens) <= 64 and any(sample.is_trained[1:]) and all(0 <= token < 320 for token in sample.tokens)
         for sample in found
-    )
-
-
-def are_records(found: list[dict[str, str]], *_: Any) -> bool:
-    return all(isinstance(json.loads(record["content"]), str | dict) for record in found)
-
-
-def are_ids(found: list[int], *_: Any) -> bool:
-    return all(0 <= token < 320 for token in found)
-
-
-def anything(*_: Any) -> bool:
-    return True
-
-
-def unchanged(_: Any, __: Any, content: bytes, original: bytes) -> bool:
-    return content == original
+    ),
+    "records": lambda found, *_: all(isinstance(json.loads(record["content"]), str | dict) for record in found),
+    "ids": lambda found, *_: all(0 <= token < 320 for token in found),
+}  # fmt: skip
 
 
 # ---- ways to damage ----
@@ -330,48 +306,47 @@ ANY, OF_TOKENIZER, OF_RUN = ("{path}", CONFIG), ("{path}", "tokenizer"), ("{path
 by_key, by_sealed_key = hostile_values(3), hostile_values(3, sealed)
 INPUTS: dict[str, Input] = {
     # where it is; who reads it, and what may be taken; at random, how often, and by hand; what an error names
-    "weights": Input("model", WEIGHTS, loaded, as_safetensors_reads, changed_weights, 120, (broken_texts,
-        broken_headers)),
-    "index": Input("in parts", INDEX, loaded, same, changed_json, 100, (broken_texts,)),
-    "config": Input("model", CONFIG, computed, finite, changed_json, 200, (broken_texts, by_key), ANY),
-    "distribution plan": Input("model", CONFIG, computed, computes_the_same, changed_plan, 100, (distribution_plans,)),
-    **{name: Input(name, CONFIG, computed, finite, changed_json, 10, (hostile_values(20),), ANY) for name in FAMILIES},
-    "adapter config": Input("adapter", "adapter_config.json", pairs, sensible, changed_json, 45, (broken_texts,
-        adapter_configs)),
-    "adapter": Input("adapter", "adapter_model.safetensors", pairs, sensible, changed_weights, 45, (broken_texts,)),
-    **{name: Input(name, WEIGHTS, loaded, all_finite, changed_weights, 80) for name in ("fp8", "mxfp4")},
-    **{f"{name} config": Input(name, CONFIG, loaded, same, changed_json, 10, (encodings,), ANY) for name in ("fp8",
-        "mxfp4")},
-    "manifest": Input("shards", MANIFEST, described, turned_as_said, changed_table, 120, (broken_texts, by_sealed_key)),
-    "marker": Input("trained", MARKER, resumed, turned_as_said, changed_table, 100, (broken_texts, by_sealed_key)),
-    "experts": Input("shards", "ep-00001-of-00002.safetensors", loaded, unchanged, changed_bytes, 50),
-    "dense": Input("shards", "dense-00001-of-00002.safetensors", loaded, unchanged, changed_bytes, 50),
-    "metadata": Input("trained", "state/.metadata", loaded, unchanged, changed_bytes, 25),
-    "state": Input("trained", "state/__0_0.distcp", loaded, unchanged, changed_bytes, 25),
-    "carried config": Input("trained", "model/config.json", loaded, unchanged, changed_bytes, 20),
-    "forged metadata": Input("trained", "state/.metadata", loaded, anything, changed_bytes, 35, (forged,
-        broken_texts), **FORGED),
-    "forged state": Input("trained", "state/__0_0.distcp", loaded, anything, changed_bytes, 35, (forged,), **FORGED),
-    "settings": Input("settings", "config.yaml", run_config, survives, changed_settings, 120, (broken_texts,
-        settings), OF_RUN),
-    "planned config": Input("settings", CONFIG, planned, is_a_plan, changed_json, 15, (broken_texts,
-        hostile_values(30)), ANY),
-    "rates": Input("settings", "rates.json", planned, is_a_plan, changed_json, 15, (broken_texts,), ANY),
-    "lines": Input("data", "data.jsonl", samples("data.jsonl"), trainable, changed_bytes, 20,
+    "weights": Input("model", WEIGHTS, loaded, "as safetensors", changed_weights, 120, (broken_texts, broken_headers)),
+    "index": Input("in parts", INDEX, loaded, "same", changed_json, 100, (broken_texts,)),
+    "config": Input("model", CONFIG, computed, "finite logits", changed_json, 200, (broken_texts, by_key), ANY),
+    "distribution plan": Input("model", CONFIG, computed, "same logits", changed_plan, 100, (distribution_plans,)),
+    **{name: Input(name, CONFIG, computed, "finite logits", changed_json, 10, (hostile_values(20),), ANY)
+       for name in FAMILIES},
+    "adapter config": Input("adapter", "adapter_config.json", pairs, "pairs", changed_json, 45,
+        (broken_texts, adapter_configs)),
+    "adapter": Input("adapter", "adapter_model.safetensors", pairs, "pairs", changed_weights, 45, (broken_texts,)),
+    **{name: Input(name, WEIGHTS, loaded, "finite", changed_weights, 80) for name in ("fp8", "mxfp4")},
+    **{f"{name} config": Input(name, CONFIG, loaded, "same", changed_json, 10, (encodings,), ANY)
+       for name in ("fp8", "mxfp4")},
+    "manifest": Input("shards", MANIFEST, described, "turned as said", changed_table, 120,
+        (broken_texts, by_sealed_key)),
+    "marker": Input("trained", MARKER, resumed, "turned as said", changed_table, 100, (broken_texts, by_sealed_key)),
+    "experts": Input("shards", "ep-00001-of-00002.safetensors", loaded, "unchanged", changed_bytes, 50),
+    "dense": Input("shards", "dense-00001-of-00002.safetensors", loaded, "unchanged", changed_bytes, 50),
+    "metadata": Input("trained", "state/.metadata", loaded, "unchanged", changed_bytes, 25),
+    "state": Input("trained", "state/__0_0.distcp", loaded, "unchanged", changed_bytes, 25),
+    "carried config": Input("trained", "model/config.json", loaded, "unchanged", changed_bytes, 20),
+    "forged metadata": Input("trained", "state/.metadata", loaded, "anything", changed_bytes, 35,
+        (forged, broken_texts), **FORGED),
+    "forged state": Input("trained", "state/__0_0.distcp", loaded, "anything", changed_bytes, 35, (forged,), **FORGED),
+    "settings": Input("settings", "config.yaml", run_config, "survives", changed_settings, 120,
+        (broken_texts, settings), OF_RUN),
+    "planned config": Input("settings", CONFIG, planned, "plan", changed_json, 15, (broken_texts, hostile_values(30)),
+        ANY),
+    "rates": Input("settings", "rates.json", planned, "plan", changed_json, 15, (broken_texts,), ANY),
+    "lines": Input("data", "data.jsonl", samples("data.jsonl"), "samples", changed_bytes, 20, writes=True),
+    "rows": Input("data", "data.jsonl", records, "records", changed_rows, 400),
+    "table": Input("data", "data.csv", samples("data.csv"), "samples", changed_bytes, 10, writes=True),
+    "text": Input("data", "data.txt", samples("data.txt"), "samples", changed_bytes, 10, writes=True),
+    "list": Input("data", "data.json", samples("data.json"), "samples", changed_bytes, 9, (broken_texts,), writes=True),
+    "parquet": Input("data", "data.parquet", samples("data.parquet"), "samples", changed_bytes, 60, (shortened,),
         writes=True),
-    "rows": Input("data", "data.jsonl", records, are_records, changed_rows, 400),
-    "table": Input("data", "data.csv", samples("data.csv"), trainable, changed_bytes, 10, writes=True),
-    "text": Input("data", "data.txt", samples("data.txt"), trainable, changed_bytes, 10, writes=True),
-    "list": Input("data", "data.json", samples("data.json"), trainable, changed_bytes, 9, (broken_texts,), writes=True),
-    "parquet": Input("data", "data.parquet", samples("data.parquet"), trainable, changed_bytes, 60, (shortened,),
-        writes=True),
-    "tokenizer": Input("data", "tokenizer/tokenizer.json", tokens, are_ids, changed_json, 60, (broken_texts,
-        long_prefix), OF_TOKENIZER),
-    "tokenizer config": Input("data", "tokenizer/tokenizer_config.json", tokens, are_ids, changed_json, 60,
+    "tokenizer": Input("data", "tokenizer/tokenizer.json", tokens, "ids", changed_json, 60,
+        (broken_texts, long_prefix), OF_TOKENIZER),
+    "tokenizer config": Input("data", "tokenizer/tokenizer_config.json", tokens, "ids", changed_json, 60,
         (broken_texts,), OF_TOKENIZER),
-    "given template": Input("data", "template.jinja", given_template, anything, changed_bytes, 10),
-    "own template": Input("data", "template.jinja", own_template, anything, changed_bytes, 10,
-        writes=True),
+    "given template": Input("data", "template.jinja", given_template, "anything", changed_bytes, 10),
+    "own template": Input("data", "template.jinja", own_template, "anything", changed_bytes, 10, writes=True),
 }  # fmt: skip
 
 
@@ -543,7 +518,7 @@ def refused(watch: Watch, inputs: dict[str, Path], table: str) -> None:
             case = f"{name}: {change!r:.60}: {said}"
             found = watch.attempt(case, partial(row.read, path), *names)
             if said is None:
-                assert row.is_right(found, expected, file.read_bytes(), original), f"{case}: gave {found!r:.500}"
+                assert RIGHT[row.right](found, expected, file.read_bytes(), original), f"{case}: gave {found!r:.500}"
                 continue
             assert isinstance(found, Refused), f"{case}: was taken, and gave {found!r:.200}"
             assert said in found.message or re.search(said, found.message, re.DOTALL), f"{case}: {found.message}"
