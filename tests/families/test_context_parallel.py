@@ -48,10 +48,7 @@ ALL_HEADS = {"linear_num_key_heads": 4}
 
 
 def of_rows(kind: str) -> dict[str, Any]:
-    return {
-        "rope_parameters": ROTARY | {"rope_type": kind},
-        **{"head_dim": 8, "max_position_embeddings": 12},
-    }
+    return {"rope_parameters": ROTARY | {"rope_type": kind}, "head_dim": 8, "max_position_embeddings": 12}
 
 
 @pytest.mark.parametrize(

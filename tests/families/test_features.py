@@ -39,15 +39,16 @@ def on_meta(family: str) -> Any:
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) -> None:
     """An evaluation of all records gives their loss in training; the page holds every step, answers, and the load of
-    each layer's experts, which adds up; packed, loss, gradients and answers are the same; and answers of the model are
-    those of transformers' own generate, prompt by prompt, without padding and without a cache."""
+    each layer's experts, which adds up; packed and shared by two ranks, loss, gradients and answers are the same; the
+    model's answers are those of transformers' own generate, prompt by prompt, without padding and without a cache."""
     model = tmp_path / "model"
     hf_model(Case([], family=family), seed=1).save_pretrained(model)
     save_tokenizer(model)
     steps: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
-    for how in ([], ["--packing", "--max-seq-length", 64]):
+    shared = ["--packing", "--max-seq-length", 64, "--cp-size", 2, "--per-device-train-batch-size", 50]
+    for how in ([], shared):
         out = tmp_path / f"out{len(how)}"
         argv = ["--model", model, "--dataset", tiny_data, "--output-dir", out, "--use-cpu", "--no-export"]
         argv += ["--max-steps", 1, "--save-steps", 0, "--logging-steps", 1, "--ep-size", 2, "--learning-rate", 0]

@@ -102,7 +102,7 @@ KEEPING = [family for family in FAMILIES if may_keep(family) and family not in F
 OTHERS = [family for family in FAMILIES if family not in (*KEEPING, *FAILING)]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("family", "how"),
     [

@@ -20,6 +20,7 @@ NONE_SHARED = {"deepseek_v3": {"n_shared_experts": 0}, "qwen2_moe": {"shared_exp
 """Of the first transformers has a plan to divide them, of the second none."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
 def test_trained_converted_and_exported(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
