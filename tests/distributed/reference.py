@@ -32,7 +32,6 @@ from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import StepResult, train_step
 from tests.parity.case import MAX_GRAD_NORM, Case, Figures, hf_model
-from tests.parity.case import random_samples as random_samples
 from tests.parity.kept import expected
 from tests.parity.kept import in_our_layout as renamed
 from tests.parity.reference import labels_of

@@ -31,9 +31,10 @@ from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, my_batches, ours, random_samples, reference, sharded_model
+from tests.distributed.reference import my_batches, ours, reference, sharded_model
 from tests.families.configs import TEXT_IDS
 from tests.families.test_families import compare
+from tests.parity.case import Case, hf_model, random_samples
 from tests.streams import watching_counts
 from tests.tiers import tiered
 from tests.tiny import relative_error, tiny_block
