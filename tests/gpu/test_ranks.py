@@ -1,11 +1,17 @@
 """Two ranks on one card, over NCCL: the steps of one rank, in every parallel layout, and over a save and a resume."""
 
+import os
+import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.whole_runs import Ended, Runs, assert_same_bits
+from tests.distributed.whole_runs import ROOT, Ended, Runs, assert_same_bits, lines
 from tests.gpu.one_card import assert_near, run_on
 
 LAYOUTS = {
@@ -72,3 +78,32 @@ def test_saved_and_resumed(card_runs: Runs, device: str, tmp_path: Path, optim: 
     assert_near(resumed, whole, card_runs.model, 10 * TOLERANCE, of_weights=1e-2)
     if world_size == 2 and device == "cpu":
         assert_same_bits(resumed.weights, whole.weights)
+
+
+@pytest.mark.release
+def test_a_rank_that_is_killed_ends_the_other(card_runs: Runs, device: str, tmp_path: Path) -> None:
+    """Within its time limit, and it says in which step and layer it was."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    paths = ["--model", str(card_runs.model), "--dataset", str(card_runs.data), "--output-dir", str(tmp_path)]
+    flags = f"--ep-size 2 --max-steps 100000 --ddp-timeout 20 {'--use-cpu' if device == 'cpu' else ''}".split()
+    processes = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "train_ep.py", *paths, *flags]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=os.environ | own | common, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        while not (tmp_path / "metrics.jsonl").exists() or len(lines(tmp_path)) < 2:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.1)
+        processes[1].kill()
+        _, errors = processes[0].communicate(timeout=200)
+        assert processes[0].returncode > 0, processes[0].returncode
+        assert re.search(r"in step \d+, (forward|backward)|rank 0 .* step \d+", errors), errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

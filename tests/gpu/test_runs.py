@@ -20,7 +20,6 @@ from tests.gpu.one_card import assert_near, run_on
 from tests.parity.case import Case, hf_model
 from tests.tiny import save_model, save_tokenizer
 
-pytestmark = pytest.mark.slow
 FEATURES: dict[str, tuple[str, str, float]] = {
     # what both have, what the GPU alone has, and the tolerance
     "bf16": ("--bf16", "", 2e-2),
@@ -68,6 +67,7 @@ def skip_what_is_not_there(flags: str) -> None:
         pytest.skip("torch multiplies so on Hopper alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_as_on_a_cpu(card_runs: Runs, device: str, on_cpu: dict[str, Ended], feature: str) -> None:
     """Losses and gradient norms of each step."""
@@ -87,12 +87,13 @@ def test_as_on_a_cpu(card_runs: Runs, device: str, on_cpu: dict[str, Ended], fea
         assert ("rank-0.step-2.memory.pickle" in files) == (device == "cuda"), files
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_as_on_a_cpu(card_runs: Runs, device: str, tmp_path: Path, family: str) -> None:
     hf_model(Case([], family=family), seed=1).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     runs = Runs(card_runs.ranks, tmp_path / "model", card_runs.data, tmp_path)
-    for more in ("--router-z-loss-coef 0", "--router-z-loss-coef 0 --packing"):
+    for more in ("--router-aux-loss-coef 0", "--router-aux-loss-coef 0 --packing"):
         found, expected = (
             run_on(place, runs, 1, f"--bf16 {more}", f"{number}{more}") for number, place in enumerate((device, "cpu"))
         )
@@ -100,6 +101,7 @@ def test_families_as_on_a_cpu(card_runs: Runs, device: str, tmp_path: Path, fami
             assert found.values(name) == pytest.approx(expected.values(name), rel=5e-2), (more, name)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"])
 def test_offloaded_parameters_are_updated_alike(card_runs: Runs, device: str, tmp_path: Path, optim: str) -> None:
     """With a checkpoint on the way; sums of the optimizer are made on another device, and last digits may differ."""
@@ -143,6 +145,7 @@ WIDE: dict[str, Any] = {
 """So that activations and weights are more than what the allocator rounds up."""
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("more", ["--bf16", "--bf16 --gradient-checkpointing full", "--bf16 --cross-entropy full", ""])
 def test_memory_is_as_forecast(
     card_runs: Runs, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str

@@ -1,6 +1,7 @@
 """What runs beside the stream that computes: the counts' exchange, copies to host memory and back, batches made ahead;
 and what sees it: the profiler, the recorder of collectives."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import expertmesh
 from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.offload import InputStore, copies_of
@@ -41,6 +43,32 @@ def test_counts_do_not_wait_for_what_is_queued_after_them() -> None:
         assert received_E.tolist() == counts_E.tolist()
     finally:
         dist.destroy_process_group()
+
+
+def test_the_host_waits_few_times_a_step(ranks: RankPool, device: str, tiny_model: Path) -> None:
+    """For counts, losses, the gradients' norm and the signal to stop; and once a layer where rows are padded."""
+    (waits,) = ranks.run(_waits_of_a_step, 1, tiny_model, device, join_group=False)
+    assert len(waits) <= 4 + 2, waits
+
+
+def _waits_of_a_step(model: Path, device: str) -> list[str]:
+    engine = expertmesh.load(model, use_cpu=device == "cpu", bf16=True)
+    tokens = torch.arange(32).view(2, 16)
+    mask = torch.ones_like(tokens)
+    mask[1, 9:] = 0
+    batch = {"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask}
+    for _ in range(2):
+        engine.step([batch])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            assert engine.step([batch]).loss > 0
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in told if "synchronizing" in str(each.message)]
 
 
 def test_offloaded_inputs_keep_every_bit(device: str) -> None:
