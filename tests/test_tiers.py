@@ -12,7 +12,7 @@ import pytest
 from tests.tiers import REPRESENTATIVES, tier_of
 
 ROOT = Path(__file__).parents[1]
-FILE = "tests/families/test_recompute.py"
+FILE = "tests/families/test_families.py"
 
 
 @pytest.mark.slow

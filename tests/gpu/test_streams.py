@@ -68,6 +68,7 @@ def _waits_of_a_step(model: Path, device: str) -> list[str]:
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+    end_process_group()
     return [f"{each.filename}:{each.lineno}" for each in told if "synchronizing" in str(each.message)]
 
 
