@@ -177,7 +177,9 @@ class Order(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("topology", "checkpointing"), [(Topology(4, 1), "none"), (Topology(4, 2, "hybrid"), "full")], ids=str
+    ("topology", "checkpointing"),
+    [pytest.param(Topology(4, 1), "none", marks=pytest.mark.slow), (Topology(4, 2, "hybrid"), "full")],
+    ids=str,
 )
 def test_prefetching(ranks: RankPool, tmp_path: Path, topology: Topology, checkpointing: Any) -> None:
     """The next layer's parameters are gathered before this one computes, and no bit of a gradient changes."""

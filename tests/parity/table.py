@@ -37,7 +37,7 @@ HALF = SAMPLES[:16]
 MAIN: list[Row] = [
     *rows("auxiliary losses", "1 | 4 ep 2 | 4 ep 4 | 2, slow | 8 ep 4, slow | 8 ep 8, slow", samples=SAMPLES, **AUX),
     *rows("2 micro-batches", "4 ep 2 hybrid | 2 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=2),
-    *rows("4 micro-batches", "4 | 8 ep 4 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=4, **GROUPED),
+    *rows("4 micro-batches", "4, slow | 8 ep 4 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=4, **GROUPED),
     *rows("grouped", "4 ep 2 hybrid, slow", samples=SAMPLES, **AUX, **GROUPED),
     *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, **FULL),
     *rows("recomputed in part", "1 | 4 ep 2, slow | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
@@ -63,7 +63,7 @@ DIVIDED: list[Row] = [
         **(HEADS | AUX | SELECTIVE),
     ),
     *rows("tp, compiled", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, compile=True, within=within.aot_eager),
-    *rows("tp, complete logits", "2 tp 2", **HEADS, z=0.01, loss_parallel=False),
+    *rows("tp, complete logits", "2 tp 2, slow", **HEADS, z=0.01, loss_parallel=False),
     *rows("tp, muon", "4 ep 2 tp 2 hybrid, slow", **HEADS, z=0.01, **MUON),
     *rows("tp, shampoo", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, **SHAMPOO),
     *rows("cp", "2 ep 2 cp 2", samples=HALF, **AUX, **GROUPED),
@@ -83,8 +83,8 @@ DIVIDED: list[Row] = [
 TWO_EXPERTS: dict[str, Any] = {"num_local_experts": 2}
 OPTIMIZERS: list[Row] = [
     *rows("muon", "2 ep 2 | 4 ep 2 hybrid, slow", samples=HALF, z=0.01, **MUON),
-    *rows("muon, 2 experts", "4", samples=HALF, z=0.01, changes=TWO_EXPERTS, **MUON),
-    *rows("shampoo", "1 | 4 ep 2 hybrid, slow | 4 ep 4, slow", samples=HALF, z=0.01, **SHAMPOO),
+    *rows("muon, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **MUON),
+    *rows("shampoo", "1, slow | 4 ep 2 hybrid, slow | 4 ep 4, slow", samples=HALF, z=0.01, **SHAMPOO),
     *rows("shampoo, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **SHAMPOO),
 ]
 
@@ -121,7 +121,7 @@ EDGES: list[Row] = [
     *(
         row
         for name, lengths, where in (
-            ("reached on one rank", (20, 3), "2 | 4 ep 2 hybrid, slow"),
+            ("reached on one rank", (20, 3), "2, slow | 4 ep 2 hybrid, slow"),
             ("each reached on another", (5, 20), "2 ep 2, slow"),
             ("reached on no rank", (3, 3), "2, slow"),
             ("reached by turns", (3, 20, 20, 3), "4 ep 2 pp 2, slow"),
@@ -177,7 +177,7 @@ AS_ON_GPU: dict[str, Any] = {
     **BF16, **GROUPED,
 }  # fmt: skip
 LAYOUTS: list[Row] = [
-    *rows("8 bit", "4 ep 2 | 4 ep 4, slow", **LOW_BIT, optim="adamw_torch_8bit", allowed=NEAR_8BIT),
+    *rows("8 bit", "4 ep 2, slow | 4 ep 4, slow", **LOW_BIT, optim="adamw_torch_8bit", allowed=NEAR_8BIT),
     *rows(
         "AdamW in bf16", "4 ep 2 hybrid, slow", **LOW_BIT, optim="adamw_bf16", allowed=replace(NEAR_BF16, grads=3e-4)
     ),
@@ -227,7 +227,7 @@ BITS: list[Row] = [
     *rows("in full, noise", "2 | 4 ep 2, slow", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
     *rows("in part, noise", "1 | 4 ep 4, slow", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
-    *rows("in part, biases", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
+    *rows("in part, biases", "2 ep 2, slow", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
     *rows("in part, fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **BF16, kernel="fp8"),
     *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
     *rows("in part, adapters", "2 ep 2", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
