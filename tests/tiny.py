@@ -123,6 +123,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """2-norm of the difference over that of what is expected, or over `floor` if that is larger; of two zeros, 0."""
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp(min=max(floor, 1e-30))) if difference > 0 else 0.0
+    """2-norm of the difference over that of what is expected, or over `floor` if that is larger; of two zeros, 0. Where
+    anything is no number, infinite."""
+    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=max(floor, 1e-30))
+    return float(error.nan_to_num(nan=torch.inf))

@@ -215,6 +215,17 @@ def test_buffers_are_those_of_transformers() -> None:
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
 
 
+def test_generation_equals_hf() -> None:
+    """Greedy, with a KV cache and left padding, as a user of transformers generates."""
+    theirs: Any = tiny_mixtral().eval()
+    ours = loaded(build_model(theirs.config), theirs)
+    tokens = torch.randint(0, 320, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    generate = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours.eval().generate(tokens, **generate), theirs.generate(tokens, **generate))
+
+
 def test_models_that_cannot_be_built() -> None:
     from transformers import DogeConfig, LlamaConfig, ViTConfig
 
