@@ -1,5 +1,6 @@
 """The memory forecast of a run: told, held against the memory there is, and set beside what was measured."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_what_would_fit_is_tried_by_a_plan(
     assert command[:4] == ["python", "-m", "expertmesh.sharding", "plan"]
     assert plan([*command[3:], "--per-device-train-batch-size", "1", "--tp-size", "1", "--ep-size", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "4 GPUs, 2 per node, 0.8 GiB each" in said
+    assert re.search(r"fits on 4 GPUs \(.*; 2 per node\): .* of 0\.8 GiB per GPU", said)
     launched = parse_config(shlex.split(said.split("expertmesh.train_ep ")[1]))
     for name in ("model", "max_seq_length", "bf16", "optim", "adapter", "base_dtype"):
         assert getattr(launched, name) == getattr(config, name)
