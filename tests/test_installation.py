@@ -190,6 +190,7 @@ def extras() -> set[str]:
     return {name for name in of if any(package.lower().replace("_", "-") in needed for package in of[name])}
 
 
+@pytest.mark.slow
 def test_with_nothing_but_what_is_required(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Without triton, as beside a torch for CPUs, and without any extra, every command works, and a dry run of a GPU,
     whose torch brings triton, says the same."""

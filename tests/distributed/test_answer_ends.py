@@ -47,7 +47,7 @@ def ends(directory: Path) -> Any:
     return GenerationConfig.from_pretrained(directory).eos_token_id
 
 
-@pytest.mark.parametrize("adapter", tiered([""], slow=["--adapter lora --merge"]))
+@pytest.mark.parametrize("adapter", tiered(slow=["", "--adapter lora --merge"]))
 def test_of_a_run(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
     model, ids = base
     ended = runs(2, f"--model {model} --dataset {tmp_path}/data.jsonl --max-steps 1 --save-steps 1 {adapter}")

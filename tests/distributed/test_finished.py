@@ -40,7 +40,7 @@ def test_what_is_not_exported_is_saved(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", tiered(["", "--save-steps 0", "--adapter lora"], slow=["--no-export", "--no-export --save-steps 0"])
+    "more", tiered(["", "--save-steps 0"], slow=["--adapter lora", "--no-export", "--no-export --save-steps 0"])
 )
 def test_a_finished_run_started_again_does_nothing(runs: Runs, more: str) -> None:
     """By the very same command, on other ranks, also where it was shorter than --save-steps."""

@@ -259,6 +259,7 @@ def rows_of(lengths: list[int]) -> list[Row]:
     return [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in lengths]
 
 
+@pytest.mark.slow
 def test_evaluations_of_trainer(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     """Each sequence counts once, however many ranks there are and whatever is made of it."""
     rows = rows_of([5 + i for i in range(7)])

@@ -71,8 +71,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """How a forward is run and repeated: all that holds something of it does so in one of these."""
 STATEFUL = "qwen3_next"
-IN_QUICK = [("mixtral", "dp"), ("mixtral", "joined, kept"), (STATEFUL, "cp")]
+IN_QUICK = [("mixtral", "dp"), ("mixtral", "joined, kept")]
 OTHERS = [
+    (STATEFUL, "cp"),
     *(("mixtral", way) for way in WAYS),
     *((STATEFUL, way) for way in ("plain", "dp and ep", "adapters", "cp, full")),
     *(("gpt_oss", way) for way in ("ep, kept", "dp", "dp and ep")),

@@ -73,8 +73,8 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
 @pytest.mark.parametrize(
     "name",
     tiered(
-        ["pp", "tp and cp"],
-        slow=["once to each node", "interleaved", "hybrid"],
+        ["pp"],
+        slow=["tp and cp", "once to each node", "interleaved", "hybrid"],
         release=["ep 4 of 8", "cp", "tp", "pp 4, tied", "zero-bubble"],
     ),
 )

@@ -229,6 +229,7 @@ def test_goes_on_from_what_peft_made(runs: Runs, models: dict[str, Path], tmp_pa
     assert 1e-4 < relative_error(logits_by_peft(models[name], further), want) < 1
 
 
+@pytest.mark.slow
 def test_an_adapter_begins_a_pipeline(
     runs: Runs, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,10 +105,17 @@ def layouts_of(family: str, few: bool) -> list[Layout]:
     return sorted([*found, Layout(Topology(4, 2), attention="eager")], key=lambda layout: layout.topology.world_size)
 
 
+QUICK = ("mixtral", "qwen3_next")
+"""One without anything particular, and one whose layers carry a state."""
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "few"),
-    [*((name, False) for name in FAMILIES), *((name, True) for name in FAMILIES if few_choices(name))],
+    [
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAMILIES),
+        *((name, True) for name in FAMILIES if few_choices(name)),
+    ],
 )
 def test_family(ranks: RankPool, tmp_path: Path, family: str, few: bool) -> None:
     """Also with layers that choose few tokens: the choice is to come about in complete samples."""

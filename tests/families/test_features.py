@@ -35,6 +35,7 @@ def on_meta(family: str) -> Any:
     return build_model(hf_model(Case([], family=family), seed=1).config, "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) -> None:

@@ -20,6 +20,7 @@ from tests.families.test_families import (
     gradients_of,
 )
 from tests.parity.case import Case, random_samples
+from tests.tiers import tiered
 
 LONG, MANY = random_samples([128, 128], vocabulary=290), random_samples([32] * 16, vocabulary=290)
 CASES: dict[str, tuple[Case, str]] = {
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[Case, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered([*CASES][-1:], slow=[*CASES][:-1]))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case, attention = CASES[name]
     theirs: Any = tiny_model(case.family, seed=1, **case.changes)

@@ -42,6 +42,7 @@ def alone() -> dict[str, Ended]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_as_one(card_runs: Runs, device: str, alone: dict[str, Ended], layout: str) -> None:
     """Losses, gradient norms, and what became of every weight."""
@@ -62,6 +63,7 @@ def test_in_bf16(card_runs: Runs, device: str, more: str, tmp_path: Path) -> Non
     assert_near(two, one, card_runs.model, 1e-2, of_weights=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit", "muon", "shampoo"])
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_saved_and_resumed(card_runs: Runs, device: str, tmp_path: Path, optim: str, world_size: int) -> None:

@@ -216,6 +216,7 @@ def test_advice_has_been_tried(shallow: Path, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The card has less than CUDA's context: nothing is named as if it helped."""
     card = ["--gpus", "1", "--gpu-memory", "1MiB", "--gradient-checkpointing", "full"]

@@ -119,6 +119,7 @@ REAL_RUNS: dict[str, tuple[Topology, Case]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_every_module_that_calls_operators_is_listed_on_a_cpu(ranks: RankPool, tmp_path: Path, name: str) -> None:
