@@ -132,7 +132,7 @@ def test_why_a_rank_cannot_start_is_told_though_another_is_gone_by_then() -> Non
     thread.join()
 
 
-@pytest.mark.parametrize("error", ["", pytest.param("no such file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error", [pytest.param("", marks=pytest.mark.slow), "no such file"])
 def test_a_slow_rank_is_waited_for_past_the_time_limit(ranks: RankPool, tmp_path: Path, error: str) -> None:
     """And its error reaches those who wait."""
     assert ranks.run(_first_rank_is_slow, 2, tmp_path, error, join_group=False) == [error or "read"] * 2
