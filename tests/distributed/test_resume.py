@@ -390,6 +390,7 @@ def step(*arguments, **more):
     return train_step(*arguments, **more)
 
 step.steps = 1
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background has not
 saving._describe, engine.train_step = write_for_ever, step
 run_command(train_ep.main)
 """
