@@ -133,11 +133,7 @@ def register_dispatcher(entry: DispatcherEntry, make: MakeDispatcher) -> None:
     what, known = f"--dispatch {entry.name}", DISPATCHER_ENTRIES.entries()
     check_fields(what, entry)
     check_value(what, "make", make, MakeDispatcher)
-    for other in known:
-        if entry.name in other.elsewhere or {*entry.elsewhere} & {other.name, *other.elsewhere}:
-            raise ValueError(
-                f"{what}: {other.name} goes by one of its names already: {', '.join((other.name, *other.elsewhere))}"
-            )
+    DISPATCHER_ENTRIES.check_other_names(entry, lambda each: each.elsewhere)
     if entry.by_nodes and entry.without_nodes not in [other.name for other in known if not other.by_nodes]:
         raise ValueError(f"{what}: is by_nodes, and {entry.without_nodes} without_nodes is none that is not")
     if not entry.by_nodes and entry.without_nodes != entry.name:

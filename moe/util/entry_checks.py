@@ -73,7 +73,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _call_of(hint: Any) -> tuple[int | None, tuple[str, ...]] | None:
     """(how many positional arguments, None where any do; names of the others) that a function is called with; None:
     this is no function."""
-    if get_origin(hint) is Callable or get_origin(hint) is get_origin(Callable[..., Any]):
+    if get_origin(hint) is Callable:
         arguments = get_args(hint)[0]
         return (None if arguments is Ellipsis else len(arguments)), ()
     if not getattr(hint, "_is_protocol", False) or "__call__" not in vars(hint):

@@ -1,7 +1,7 @@
 """What a flag's value can name, as entries that a user's own code may add to."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -56,6 +56,22 @@ class Registry(Generic[E]):
             if getattr(entry, field.name) == "":
                 raise ValueError(f"{self.flag} {entry.name}: has no {field.name}")
         self._entries[entry.name] = entry
+
+    def check_other_names(self, entry: E, others: Callable[[E], Sequence[str]]) -> None:
+        """Check that no entry goes by a name that this one goes by.
+
+        Args:
+            others: the names of an entry beside its own.
+
+        Raises:
+            ValueError: one does.
+        """
+        for known in self.entries():
+            names = (known.name, *others(known))
+            if entry.name in others(known) or {*others(entry)} & {*names}:
+                raise ValueError(
+                    f"{self.flag} {entry.name}: {known.name} goes by one of its names already: {', '.join(names)}"
+                )
 
     def get(self, name: str) -> E:
         """The entry of a name.

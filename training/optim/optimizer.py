@@ -64,11 +64,7 @@ def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasion
     for name in (*entry.heeds, *entry.forecast_reads, *entry.dry_run):
         if name not in known:
             raise ValueError(f"{what}: there is no setting {name}")
-    for other in OPTIMIZERS.entries():
-        if entry.name in other.aliases or {*entry.aliases} & {other.name, *other.aliases}:
-            raise ValueError(
-                f"{what}: {other.name} goes by one of its names already: {', '.join((other.name, *other.aliases))}"
-            )
+    OPTIMIZERS.check_other_names(entry, lambda each: each.aliases)
     OPTIMIZERS.register(entry)
     _IMPLEMENTATIONS[entry.name] = Implementation(build, occasional)
 

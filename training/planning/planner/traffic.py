@@ -70,7 +70,7 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
     forwards, world = run.setting.accumulation, run.setting.world_size
     times: Counter[Traffic] = Counter()
     for act in run.acts:
-        for traffic in _of_act(act, run):
+        for traffic in act_traffic(act, run):
             times[traffic] += forwards
     times[Traffic("layer outputs", "send", "pp", 1, stage_output(run))] = forwards * _sends(run)
     times.update(sharing(run))
@@ -110,7 +110,8 @@ def sharing(run: PlannedRun) -> list[Traffic]:
     return found
 
 
-def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
+def act_traffic(act: Act, run: PlannedRun) -> Iterator[Traffic]:
+    """What one action sends, also what sends nothing since its group is one rank."""
     what = {"layer": "layers", "experts": "experts", "region": "heads, dense MLPs"}.get(act.unit.kind)
     if what is None or act.unit.layer < 0:
         what = "embedding, LM head"
