@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,6 +37,7 @@ from expertmesh.training.planning.rehearsal.cached import CachedMeasure
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from expertmesh.training.planning.tables import launch_line, summary
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
+from tests.sharding.planned import launched
 
 ROOT = Path(__file__).parents[1]
 H100 = preset("H100", "infiniband-ndr")
@@ -110,11 +110,6 @@ def assert_keeps(name: str, config: TrainConfig) -> None:
     recipe = config_of(name)
     given = [key for key in yaml.safe_load(text_of(name)) if key != "model"]
     assert {key: getattr(config, key) for key in given} == {key: getattr(recipe, key) for key in given}
-
-
-def launched(line: str) -> list[str]:
-    """The flags of a launch line."""
-    return shlex.split(line.split("expertmesh.train_ep ")[1])
 
 
 @pytest.mark.parametrize("name", [file.stem for file in CONFIGS])

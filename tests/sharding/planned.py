@@ -1,5 +1,6 @@
-"""A tiny run as the planner sees it, and what torch's allocator really gave out."""
+"""A tiny run as the planner sees it, the flags of a plan's launch line, and what torch's allocator really gave out."""
 
+import shlex
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
@@ -50,3 +51,8 @@ def allocated(work: Callable[[], Any]) -> tuple[Any, int, int]:
         held += event.nbytes()
         most = max(most, held)
     return result, held, most
+
+
+def launched(line: str) -> list[str]:
+    """The flags of a plan's launch line."""
+    return shlex.split(line.split("expertmesh.train_ep ")[1])

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import shlex
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +37,7 @@ from expertmesh.training.planning.rates import AT_BEST
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
-
-
-def launched(line: str) -> list[str]:
-    """The flags of a launch line."""
-    return shlex.split(line.split("expertmesh.train_ep ")[1])
-
+from tests.sharding.planned import launched
 
 ALONE = ("--micro-batch", "1", "--tp-size", "1")
 """One sequence a rank, and no tensor parallelism beside."""

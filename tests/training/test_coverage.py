@@ -16,7 +16,7 @@ from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_
 from expertmesh.training.planning.rehearsal.cached import _with_what_is_read
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.families.configs import tiny_config
-from tests.sharding.test_planner_cli import launched
+from tests.sharding.planned import launched
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
 WITHOUT = [name for names in NO_EFFECT.values() for name in names]

@@ -17,6 +17,7 @@ from expertmesh.training.planning.rank_memory import Forecast, available_memory,
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
+from tests.sharding.planned import launched
 
 GIB = 2**30
 
@@ -60,9 +61,9 @@ def test_what_would_fit_is_tried_by_a_plan(
     assert plan([*command[3:], "--per-device-train-batch-size", "1", "--tp-size", "1", "--ep-size", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"fits on 4 GPUs \(.*; 2 per node\): .* of 0\.8 GiB per GPU", said)
-    launched = parse_config(shlex.split(said.split("expertmesh.train_ep ")[1]))
+    run = parse_config(launched(said))
     for name in ("model", "max_seq_length", "bf16", "optim", "adapter", "base_dtype"):
-        assert getattr(launched, name) == getattr(config, name)
+        assert getattr(run, name) == getattr(config, name)
 
 
 @pytest.mark.parametrize(("available", "warned"), [(20, False), (13, True), (12, True)])

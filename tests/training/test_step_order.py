@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.planner.step_order import ROOT, Act, PlannedRun
-from expertmesh.training.planning.planner.traffic import all_gather, all_reduce, axis_of, reduce_scatter
+from expertmesh.training.planning.planner.traffic import act_traffic
 from expertmesh.training.planning.rehearsal.recorder import Event
 from expertmesh.training.planning.rehearsal.run_setting import planned
 from expertmesh.training.planning.rehearsal.world import rehearse
@@ -86,16 +86,7 @@ def recorded(events: Iterable[Event]) -> list[Collective]:
 
 def planned_of(run: PlannedRun, rank: int, acts: Iterable[Act]) -> Iterator[Collective]:
     for act in acts:
-        if act.doing not in ("gather", "reduce"):
-            continue
-        unit, topology, nodes = run.units[act.unit], run.setting.topology, run.setting.ranks_per_node
-        ranks = tuple(topology.group(axis_of(act.unit), rank, nodes))
-        if act.doing == "gather":
-            found = [("all-gather", ranks, all_gather(unit))]
-        else:
-            sums = all_reduce(unit.replicas, 4 * unit.trained)
-            found = [
-                ("reduce-scatter", ranks, reduce_scatter(unit)),
-                ("all-reduce", tuple(topology.group("dp", rank, nodes)), sums),
-            ]
-        yield from (each for each in found if each[2])
+        for traffic in act_traffic(act, run) if act.doing in ("gather", "reduce") else ():
+            if traffic.sent:
+                ranks = run.setting.topology.group(traffic.group, rank, run.setting.ranks_per_node)
+                yield traffic.kind, tuple(ranks), traffic.sent
