@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
     """
-    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
+    directory = tmp_path_factory.mktemp("datasets-cache")
+    os.environ["HF_DATASETS_CACHE"] = str(directory)
+    if "datasets" in sys.modules:
+        # it read the variable when it was imported
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = directory
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     os.environ["XDG_CACHE_HOME"] = str(cache)
