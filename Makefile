@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
-RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# bytecode is kept also where an environment says not to: tests start hundreds of interpreters
+RUN    := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
 # versions of the other packages; none: the newest
