@@ -1,7 +1,7 @@
 """Measure which rates this device attains, by class of operator: `python -m benchmarks.rates [--write FILE]`.
 
     python -m benchmarks.rates --write card.json
-    python -m expertmesh.sharding plan --calibrate card.json --model DIR ...   # and `rehearse`, `benchmarks.ledger`
+    python -m expertmesh.sharding plan --calibrate card.json --model DIR ...   # and `rehearse`
 
 Matmuls and grouped matmuls by size, attention by length, eigendecompositions, copies, a fused AdamW step, launches, the
 host's calls and its waits for the device: medians of nine rounds. Links are those of `--links FILE`, which `sharding

@@ -92,7 +92,7 @@ MODULES = sorted(
 
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-OF_TRAINING = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger", "sharding rehearse", "sharding plan")
+OF_TRAINING = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "sharding rehearse", "sharding plan")
 """Programs that take the flags of a run."""
 HANDED_OVER = {"sharding": "training.planning.cluster_commands"}
 """What a command hands its flags to."""

@@ -66,10 +66,10 @@ def on_a_cpu(is_real: bool) -> Iterator[None]:
 
 def figures(config: TrainConfig, world_size: int, is_real: bool) -> Figures:
     with on_a_cpu(is_real):
-        step: Rehearsed = world._rehearse(config, tiny_config(num_hidden_layers=5), world_size, False, EVEN, 8)
+        step: Rehearsed = world._rehearse(config, tiny_config(num_hidden_layers=5), world_size, EVEN, 8)
     events = [
         (event.name, str(event.place), event.phase, event.micro, str(event.action), event.collective, event.flops)
-        for event in step.step.events
+        for event in step.recorder.events
     ]
     return events, step.memory.peak
 

@@ -38,7 +38,7 @@ def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    return calls(rehearse(config, model_config, world_size, rank).step.events)
+    return calls(rehearse(config, model_config, world_size, rank).recorder.events)
 
 
 @pytest.mark.release

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.measured import Measured, MeasuredModel
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.measure import Measurer
+from expertmesh.training.planning.rehearsal.rank_summary import parts_of
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
+from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
 
 
@@ -54,3 +57,28 @@ def test_a_loop_is_told_as_it_is(family: str, length: int, rows: int, checkpoint
                 assert of_told[name] == pytest.approx(values, rel=1e-12)
             else:
                 assert of_told[name] == values, name
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("family", "length", "checkpointing"), [("qwen3_next", 700, "selective"), ("jamba", 43, "none")]
+)
+def test_a_dry_run_is_told_as_well(family: str, length: int, checkpointing: str) -> None:
+    """With the loops that were predicted for the planner a dry run is the one that runs them."""
+    flags: dict[str, Any] = dict(max_seq_length=length, per_device_train_batch_size=1, ep_size=2)
+    config = TrainConfig(model="-", dataset=["-"], bf16=True, gradient_checkpointing=checkpointing, **flags)
+    measurer = Measurer(build_rehearsed(config, tiny_config(family), "cuda"), config)
+    loops = measurer.loops_of(setting_of(config, 8).workload(measurer.parameters))
+    assert loops
+    told, run = (rehearse(config, tiny_config(family), 8, loops=given) for given in (loops, ()))
+    assert told.memory.peak == run.memory.peak
+    # what a loop keeps is one tensor, which is kept until its backward begins
+    terms = (each.memory.kinds.terms() for each in (told, run))
+    assert list(next(terms).values()) == pytest.approx(list(next(terms).values()), rel=0.05)
+    assert len(told.recorder.events) < len(run.recorder.events)
+    hardware = preset("H100", "infiniband-ndr")
+    # of all parts together: some of what a loop's backward makes is of no part that can be told
+    totals = [parts_of(each, 1, hardware) for each in (told, run)]
+    for figure in ("flops", "moved", "kernels", "sent"):
+        of_told, of_run = (sum(getattr(part, figure) for part in parts) for parts in totals)
+        assert of_told == pytest.approx(of_run, rel=1e-9), figure

@@ -43,7 +43,7 @@ def test_collectives_are_those_of_the_real_code(name: str) -> None:
     run = planned(config, model_config, world_size, is_kept=False)
     for pp_rank, own in enumerate(run.by_pp_rank):
         rank = pp_rank * run.setting.ranks_per_stage
-        events = rehearse(config, model_config, world_size, rank).step.events
+        events = rehearse(config, model_config, world_size, rank).recorder.events
         compared = 0
         for found, wanted in both(own, rank, [event for event in events if is_of_fsdp(event)]):
             assert found == wanted

@@ -27,7 +27,7 @@ NOT_IN_PLANS = {
     "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
     "router_bias_update_rate": "moving the routers' biases is not in it",
 }
-"""The same for what a dry run has, and a plan has not."""
+"""The same for what of a dry run all has but the seconds, and a plan has not."""
 NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "sequences are taken to be full, whatever is in them": (
         *("tokenizer", "dataset", "dataset_config", "dataset_split", "dataset_num_proc", "sample_by"),
@@ -85,11 +85,15 @@ def not_modelled(config: TrainConfig, rehearsed: bool) -> list[str]:
         rehearsed: whether the forecast is of a dry run, and not a plan.
     """
     default = TrainConfig(model="-")
-    said = NOT_MODELLED if rehearsed else NOT_MODELLED | NOT_IN_PLANS
-    asked = (name for name in said if getattr(config, name) != getattr(default, name))
-    lines = [f"{flag_of(name)}: not modelled; {said[name]}" for name in asked]
-    if not config.max_grad_norm and not rehearsed:
-        lines.append("--max-grad-norm 0: not modelled; gradients are taken to be clipped")
+    of_plans = "not modelled in the seconds, which are a plan's" if rehearsed else "not modelled"
+    lines = [
+        f"{flag_of(name)}: {words}; {said}"
+        for words, table in (("not modelled", NOT_MODELLED), (of_plans, NOT_IN_PLANS))
+        for name, said in table.items()
+        if getattr(config, name) != getattr(default, name)
+    ]
+    if not config.max_grad_norm:
+        lines.append(f"--max-grad-norm 0: {of_plans}; gradients are taken to be clipped")
     if config.offload:
         lines.append(
             "--offload: copies to and from host memory are not modelled, and the optimizer step is taken to run on the "

@@ -78,11 +78,9 @@ def _in_short(searched: Searched) -> list[str]:
     """What, whether it fits, and what it costs."""
     model, config, best, cluster = searched.model, searched.config, searched.best, searched.cluster
     plans, setting, device = searched.plans, best.setting, cluster.hardware.name
-    base = "" if config.base_dtype == "auto" else f" on {config.base_dtype}"
-    adapter = "all weights" if config.adapter == "none" else f"{config.adapter}{base}"
     what = (
         f"{config.model}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per "
-        f"token; {adapter} in {_dtype(setting.bf16, setting.tf32)} with {setting.optimizer}, sequences of "
+        f"token; {_trained(config)} in {_dtype(setting.bf16, setting.tf32)} with {setting.optimizer}, sequences of "
         f"{setting.seq_length:,} tokens{', packed' if config.packing else ''}"
     )
     gpus = f"{setting.world_size:,} GPUs ({device}; {cluster.gpus_per_node} per node)"
@@ -312,17 +310,27 @@ def to_be_set(line: str) -> str:
     return f"set {', '.join(found)}{everywhere}" if found else ""
 
 
-def print_account(
-    account: "Account", config: TrainConfig, where: str, hardware: Hardware, given: GivenRouting, world_size: int
-) -> None:
-    """Whether it fits, memory by kind and by moment, collectives, the forecast, and what was assumed."""
-    console = open_console()
-    _say(console, _setting(account, config, where, hardware, world_size))
-    fits, gib = account.fit, account.fit.total / GIB
+def print_account(account: "Account", plan: Plan, config: TrainConfig, where: str, given: GivenRouting) -> None:
+    """What was run, whether it fits and what a step costs, in a line each; memory by kind and by moment, collectives,
+    parts, and what was assumed.
+
+    Args:
+        plan: the planner's forecast of the same run.
+    """
+    console, hardware, fits = open_console(), plan.cluster.hardware, account.fit
+    gib, card = fits.total / GIB, fits.card / GIB
+    _say(console, _setting(account, config, where, hardware, plan.setting.world_size))
     if fits.is_enough:
-        _say(console, f"\nfits: {gib:,.1f} of {fits.card / GIB:,.1f} GiB", "bold green")
+        _say(console, f"fits: {gib:,.1f} of {card:,.1f} GiB", "bold green")
     else:
-        _say(console, f"\ndoes not fit: {gib:,.1f} GiB, and the GPU has {fits.card / GIB:,.1f}", "bold red")
+        _say(console, f"does not fit: {gib:,.1f} GiB, and the GPU has {card:,.1f}", "bold red")
+    tokens = f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens"
+    takes = "takes" if fits.is_enough else "would take"
+    _say(
+        console,
+        f"a step of {tokens} per {_sharing(config)} {takes} {plan.time.total:,.2f} s by `plan`: "
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU, {plan.share_of_peak(hardware):.1%} MFU",
+    )
     _say(console, f"\nat the peak of the tensors, in the {account.memory.when}")
     print_table(console, _kinds(account))
     _say(console, "\npeak memory of tensors, by phase")
@@ -330,27 +338,24 @@ def print_account(
     if account.sent:
         _say(console, "\ncollectives per step")
         ranks = Column("ranks", [f"{each.ranks:,}" for each in account.sent])
-        seconds = Column("ms", [f"{each.seconds * 1e3:,.1f}" for each in account.sent])
-        print_table(console, [*_sent(account.sent, ranks), seconds])
-    _say(console, "\nwhere the time goes")
+        print_table(console, _sent(account.sent, ranks))
+    _say(console, f"\nparts of a step: {account.needed / 1e12:,.1f} TFLOP without recomputation")
     print_table(console, _parts(account))
-    _say(console, _forecast(account))
-    for line in _assumptions(account, config, hardware, given):
+    _say(console, "")
+    for line in [_step(plan.time, digits=3), *_assumptions(account, config, hardware, given)]:
         _say(console, line)
 
 
 def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hardware, world_size: int) -> str:
     rehearsed, layers = account.layers
-    pipeline = account.ledger.pipeline
-    which = "one per kind" if pipeline is None else pipeline.told
-    run = "" if rehearsed == layers else f", of which {rehearsed} run, {which}"
-    adapter = "" if config.adapter == "none" else f", {config.adapter} on {config.base_dtype}"
+    run = "" if rehearsed == layers else f", of which {rehearsed} run, {account.stages}"
     flags = [
         f"ep {config.ep_size}",
         f"dense {config.dense_shard}",
         _dtype(config.bf16, config.tf32),
         f"checkpointing {config.gradient_checkpointing}",
-        config.optim + adapter,
+        config.optim,
+        *([] if config.adapter == "none" else [_trained(config)]),
         *(["packing"] if config.packing else []),
         *([f"cp {config.cp_size}"] if config.cp_size > 1 else []),
         *([f"tp {config.tp_size}"] if config.tp_size > 1 else []),
@@ -358,11 +363,15 @@ def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hard
         *(["offload"] if config.offload else []),
     ]
     return (
-        f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}\n"
-        f"rank {account.rank} of {world_size} on {hardware.name}; {', '.join(flags)}\n"
-        f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens per step and "
-        + _sharing(config)
+        f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}; rank {account.rank} of "
+        f"{world_size} on {hardware.name}; {', '.join(flags)}"
     )
+
+
+def _trained(config: TrainConfig) -> str:
+    """What is trained, in words."""
+    base = "" if config.base_dtype == "auto" else f" on {config.base_dtype}"
+    return "all weights" if config.adapter == "none" else f"{config.adapter}{base}"
 
 
 def _sharing(config: TrainConfig) -> str:
@@ -401,7 +410,7 @@ def _moments(account: "Account") -> list[Column]:
 
 
 def _parts(account: "Account") -> list[Column]:
-    parts = [*account.ledger.parts, account.ledger.total]
+    parts = [*account.parts, account.total]
     return [
         Column("part", [part.name for part in parts], is_text=True),
         Column("TFLOP", [f"{part.flops / 1e12:,.1f}" for part in parts]),
@@ -409,16 +418,6 @@ def _parts(account: "Account") -> list[Column]:
         Column("kernels", [f"{part.kernels:,.0f}" for part in parts], spare=1),
         Column("ms", [f"{part.seconds * 1e3:,.1f}" for part in parts]),
     ]
-
-
-def _forecast(account: "Account") -> str:
-    step = account.ledger
-    bubble = "" if step.pipeline is None else f" (bubble of all ranks {step.pipeline.bubble:.1%})"
-    return (
-        f"\nforecast: {step.seconds:,.3f} s per step, {account.tokens / step.seconds:,.0f} tokens/s per GPU, "
-        f"{account.mfu:.1%} MFU, {step.needed / 1e12:,.1f} TFLOP without recomputation\n"
-        f"{_step(step.time, digits=3)}{bubble}"
-    )
 
 
 def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, given: GivenRouting) -> list[str]:

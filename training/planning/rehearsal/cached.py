@@ -140,6 +140,11 @@ class CachedMeasure:
             raise ExpertMeshError(found)
         return found
 
+    def loops(self, workload: Workload) -> list[Any]:
+        """Predictions of the model's functions that loop over tokens (see `loops.Loop`), which are not kept."""
+        found: list[Any] = self._measurer.loops_of(workload)
+        return found
+
     def cuts(self) -> ModelCuts:
         """
         Raises:

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .attribution import Parts
 from .live_memory import LiveTensors
 from .recorder import Recorder
 from .seen_spans import Numbers, on_line
@@ -505,6 +506,28 @@ class Loop:
     def __call__(self, recorder: Recorder, how: How, args: Any, kwargs: Any) -> Any:
         made = iter(ToldLoop.apply(self.done, recorder, how, *_tensors((args, kwargs))))
         return tree_unflatten([next(made) if is_tensor else None for is_tensor in self.done.gives], self.done.tree)
+
+
+def call_told(
+    loops: Sequence[Loop],
+    recorder: Recorder,
+    parts: Parts,
+    is_checkpointed: bool,
+    function: FunctionType,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Do what was predicted of a call; or call the function, where nothing was of these arguments.
+
+    Args:
+        is_checkpointed: whether its layer is computed again in backward.
+    """
+    given = Given.of(function, args, kwargs)
+    loop = next((loop for loop in loops if loop.takes(given)), None)
+    if loop is None:
+        return function(*args, **kwargs)
+    again: How = "again" if parts.here().is_recomputed else "to be again"
+    return loop(recorder, again if is_checkpointed else "first", args, kwargs)
 
 
 def loops_at(length: int, given_at: Callable[[int], list[Given]], make_recorder: Callable[[], Recorder]) -> list[Loop]:

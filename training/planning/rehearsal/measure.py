@@ -71,11 +71,11 @@ from ..planner.measured import (
 from ..rates import Work
 from .attribution import Parts
 from .dispatched import check_recorded, expected_rows, telling_rows
+from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
-from .loops import Given, How, Loop, Results, Source, looping_functions, loops_at, loops_between, replacing
+from .loops import Given, Loop, Results, Source, call_told, looping_functions, loops_at, loops_between, replacing
 from .recorder import Event, Recorder, recording_triton
 from .seen_spans import SeenSpans, Tape, between
-from .shortened import kinds_of_layers
 from .triton_stand_in import import_kernels
 from .world import FakeTensors, Splits, _fused_attention, batch_of, what_failed
 
@@ -160,13 +160,22 @@ class Measurer:
         *kinds, root = (seen.measured() for seen in found.values() if seen is not None)
         return MeasuredModel(tuple(kinds), root)
 
+    def loops_of(self, workload: Workload) -> "list[Loop]":
+        """Predictions of the functions of this model that loop over tokens."""
+        with self._world(workload):
+            return self._loops(workload)
+
+    @contextmanager
+    def _world(self, workload: Workload) -> Iterator[None]:
+        with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
+            yield
+
     def _measured(self, parts: Sequence[Part], workload: Workload) -> dict[Part, SeenSpans]:
         if workload.device == "cuda":
             import_kernels()
         try:
-            with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
-                loops = self._loops(_without_experts(workload))
-                return _Measurement(self, workload, loops).run(parts)
+            with self._world(workload):
+                return _Measurement(self, workload, self._loops(workload)).run(parts)
         except ExpertMeshError:
             raise
         except Exception as error:
@@ -315,12 +324,8 @@ class _Measurement:
     def _call_looping(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call what was predicted of a function that loops, or else the function itself."""
         assert self.recorder is not None
-        given = Given.of(function, args, kwargs)
-        loop = next((loop for loop in self.loops if loop.takes(given)), None)
-        if loop is None:
-            return function(*args, **kwargs)
-        again: How = "again" if self.of.parts.here().is_recomputed else "to be again"
-        return loop(self.recorder, "first" if self.workload.checkpointing == "none" else again, args, kwargs)
+        is_checkpointed = self.workload.checkpointing != "none"
+        return call_told(self.loops, self.recorder, self.of.parts, is_checkpointed, function, args, kwargs)
 
     def _calls(self) -> dict[int, "_Call"]:
         """How the model calls the first layer of each kind, and what that gives."""

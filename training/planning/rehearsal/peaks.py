@@ -13,8 +13,7 @@ from ..memory import Memory, MemoryTerm
 from ..step_parts import STEP_PARTS
 from .attribution import FSDP, LASTING
 from .live_memory import LiveTensors
-from .recorder import Change, Event, Maker, Recorder
-from .shortened import WholeStep
+from .recorder import Event, Maker, Recorder
 
 Place = tuple[str, int | None, int | None]
 """Phase, number of the forward, layer."""
@@ -38,7 +37,7 @@ class PeakMemory:
 
 
 def peak_memory(
-    step: WholeStep, kinds: Mapping[int, MemoryTerm], model: Any, optimizer: torch.optim.Optimizer
+    recorder: Recorder, kinds: Mapping[int, MemoryTerm], model: Any, optimizer: torch.optim.Optimizer
 ) -> PeakMemory:
     """The peak of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the
     first update makes, counts from the start."""
@@ -49,7 +48,7 @@ def peak_memory(
     when: Event | None = None
     at: defaultdict[Place, int] = defaultdict(int)
     most = 0
-    for entry in step.log:
+    for entry in recorder.log:
         if isinstance(entry, Event):
             # what has changed since the event before belongs to this one
             most = max(most, total)
@@ -122,7 +121,7 @@ def _phases_of_end(recorder: Recorder) -> dict[int, str]:
     for entry in recorder.log:
         if isinstance(entry, Event):
             phase = "backward" if entry.phase == "recomputation" else entry.phase
-        elif isinstance(entry, Change):
+        else:
             sizes[entry.storage] += entry.more
             if sizes[entry.storage] == 0:
                 ends[entry.storage] = phase

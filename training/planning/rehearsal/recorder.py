@@ -111,27 +111,12 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Marks where a decoder layer's part of a phase begins; or, without a layer, what no layer does.
-
-    num_calls: operators called until here.
-    """
-
-    phase: str
-    micro: int | None
-    layer: int | None
-    num_calls: int
-
-
-@dataclass(frozen=True)
 class Maker:
-    """Origin of a storage: place, phase and micro-batch of the operator that made it, and the layer of the `Mark`
-    before."""
+    """Origin of a storage: place, phase and micro-batch of the operator that made it."""
 
     place: StepPlace
     phase: str
     micro: int | None
-    marked: int | None
 
 
 class Recorder(Pausable, TorchDispatchMode):
@@ -140,7 +125,8 @@ class Recorder(Pausable, TorchDispatchMode):
 
     Attributes:
         events: in the order of their calls.
-        log: the same, with changes of memory, and marks of where layers begin.
+        log: the same, with changes of memory.
+        layer: that the step has come to; None: to none.
         makers: by a storage's number.
         calls: operators by micro-batch (None: the update), views included: what the host has to launch.
     """
@@ -149,14 +135,14 @@ class Recorder(Pausable, TorchDispatchMode):
         super().__init__()
         self.parts = parts
         self.events: list[Event] = []
-        self.log: list[Event | Change | Mark] = []
+        self.log: list[Event | Change] = []
         self.makers: dict[int, Maker] = {}
         self.calls: Counter[int | None] = Counter()
         self.micro: int | None = None
         self.action: Action | None = None
         self._receiving: Action | None = None
         self.is_update = False
-        self._marked: Mark | None = None
+        self.layer: int | None = None
         self._unmade: list[int] = []
         self._called = 0
 
@@ -252,19 +238,13 @@ class Recorder(Pausable, TorchDispatchMode):
 
     def mark(self, layer: int | None) -> None:
         """Note which layer the step comes to, in its forward or in its backward; None: what is in none."""
-        self._marked = Mark(self.phase, self.micro, layer, self.num_calls)
-        self.log.append(self._marked)
+        self.layer = layer
 
     def changed(self, storage: int, more: int, is_gone: bool) -> None:
         """Note a change of memory (see `LiveTensors`)."""
         self.log.append(Change(storage, more, is_gone))
         if storage not in self.makers and not is_gone:
             self._unmade.append(storage)
-
-    @property
-    def layer(self) -> int | None:
-        """The layer that the step has come to."""
-        return None if self._marked is None else self._marked.layer
 
     @property
     def phase(self) -> str:
@@ -277,8 +257,8 @@ class Recorder(Pausable, TorchDispatchMode):
         return "backward" if is_backward else "forward"
 
     def _event(self, name: str, place: StepPlace) -> Event:
-        if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
-            place = replace(place, layer=self._marked.layer)
+        if place.layer is None and place.part in _IN_SOME_LAYER:
+            place = replace(place, layer=self.layer)
         phase = "recomputation" if place.is_recomputed else self.phase
         event = Event(name, place, phase, self.micro, calls=self.num_calls - self._called, action=self.action)
         self._called = self.num_calls
@@ -293,7 +273,7 @@ class Recorder(Pausable, TorchDispatchMode):
         """Note the origin of storages that are new since the last operator."""
         phase = "recomputation" if place.is_recomputed else self.phase
         for storage in self._unmade:
-            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
+            self.makers[storage] = Maker(place, phase, self.micro)
         self._unmade.clear()
 
     def _record(self, operator: Any, place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:

@@ -20,11 +20,17 @@ from torch import Tensor, nn
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.lora import store_frozen
-from ....moe.experts.model_layers import moe_shape
+from ....moe.experts.model_layers import decoder_layers, moe_shape
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
-from ....moe.torch_private import FakeStore, FakeTensorMode, ShardingPropagator, _resolve_process_group
+from ....moe.torch_private import (
+    FakeStore,
+    FakeTensorMode,
+    ShardingPropagator,
+    _current_autograd_node,
+    _resolve_process_group,
+)
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
@@ -34,9 +40,9 @@ from ....sharding.collectives.node_groups import check_tp_groups
 from ....sharding.mesh import build_mesh
 from ....sharding.parallelize.choices import ranks_of_equal_nodes
 from ....sharding.parallelize.parallelize import materialize, parallelize
-from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import Pipeline, cut_into_stages, pipeline_of
 from ....sharding.pipeline.schedule import Action, make_schedule
+from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch, SplitSequences
@@ -50,9 +56,9 @@ from .attribution import Parts
 from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .live_memory import LiveTensors
+from .loops import Loop, call_told, looping_functions, replacing
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
-from .shortened import Shortened, Stack, WholeStep, kinds_of_layers, shortened_stack, whole_stack, whole_step
 from .triton_stand_in import import_kernels
 
 ALIKE = 2
@@ -61,15 +67,20 @@ ALIKE = 2
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
-    optimizer: whose step it was. memory: the most that a rank's tensors hold. counts: of its parameters. tokens,
-    targets: of one micro-batch (see `Batch`). groups: process groups' names, by torch's. routing: what was given in
-    place of data. rows_over_mean: of this rank's experts, over all layers.
+    """A step of a rank.
+
+    Attributes:
+        recorder: what it has done, with a few micro-batches at most.
+        model, optimizer: whose step it was.
+        memory: the most that a rank's tensors hold.
+        counts: of its parameters.
+        tokens, targets: of one micro-batch (see `Batch`).
+        groups: process groups' names, by torch's.
+        routing: what was given in place of data.
+        rows_over_mean: of this rank's experts, over all layers.
     """
 
-    step: WholeStep
     recorder: Recorder
-    stack: Stack
     model: Any
     optimizer: torch.optim.Optimizer
     memory: PeakMemory
@@ -86,9 +97,9 @@ def rehearse(
     model_config: Any,
     world_size: int,
     rank: int = 0,
-    shortened: bool = True,
     routing: GivenRouting = EVEN,
     gpus_per_node: int = 8,
+    loops: Sequence[Loop] = (),
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
@@ -97,9 +108,9 @@ def rehearse(
     Every sequence is full, and all of its tokens are trained on.
 
     Args:
-        shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
         routing: in place of what depends on data.
         gpus_per_node: for how tokens travel, where `config` does not say.
+        loops: predictions of functions that loop over tokens; others are run as they are.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
@@ -108,13 +119,18 @@ def rehearse(
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size, shortened, routing, gpus_per_node)
+            return _rehearse(config, model_config, world_size, routing, gpus_per_node, loops)
     finally:
         dist.destroy_process_group()
 
 
 def _rehearse(
-    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, routing: GivenRouting, gpus_per_node: int
+    config: TrainConfig,
+    model_config: Any,
+    world_size: int,
+    routing: GivenRouting,
+    gpus_per_node: int,
+    loops: Sequence[Loop] = (),
 ) -> Rehearsed:
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
@@ -133,10 +149,6 @@ def _rehearse(
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     routing = routing.among(moe_shape(model).num_experts, config.ep_size)
-    # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
-    keep_products(model, config.keep_expert_products)
-    kinds = kinds_of_layers(model)
-    stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
     parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
@@ -156,11 +168,10 @@ def _rehearse(
         # those of other stages are on the meta device
         held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         live = LiveTensors(held, changed=recorder.changed)
-        short = Shortened(model, stack, recorder, live)
+        _mark_layers(model, recorder)
 
         def at(doing: str) -> None:
             if doing == "the gradient norm":
-                short.add_gradients()
                 recorder.begin_update()
 
         with (
@@ -171,21 +182,70 @@ def _rehearse(
             sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
             _naming_layers(recorder),
-            short,
+            _telling_loops(model, loops, recorder, config.gradient_checkpointing != "none"),
             live,
             recorder,
             live.noting_casts() as casts,
         ):
             train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
-        step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, casts, model, optimizer)
-        memory = peak_memory(step, storages, model, optimizer)
-    used = {event.group for event in step.events if event.collective is not None}
+        memory = peak_memory(recorder, storages, model, optimizer)
+    used = {event.group for event in recorder.events if event.collective is not None}
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
     rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
     figures = (batch.num_tokens, batch.num_targets, groups, routing, rows_over_mean)
-    return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
+    return Rehearsed(recorder, model, optimizer, memory, counts, *figures)
+
+
+def _mark_layers(model: Any, recorder: Recorder) -> None:
+    """Have `recorder` know which layer a forward or a backward comes to."""
+    layers = list(decoder_layers(model))
+    stages = stages_of(model)
+    lasts = {len(layers) - 1} if stages is None else {numbers[-1] for numbers in stages.layers}
+    for number, layer in enumerate(layers):
+        _mark_layer(layer, number, number in lasts, recorder)
+
+
+def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder) -> None:
+    # what is recomputed is within a backward that is marked already
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _current_autograd_node() is None:
+            recorder.mark(number)
+            if number == 0 and args and args[0].requires_grad:
+                args[0].register_hook(lambda gradient: recorder.mark(None))
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        result = output if isinstance(output, Tensor) else output[0]
+        if _current_autograd_node() is None and result.requires_grad:
+            # it comes before FSDP's own hook, by which backward begins to gather parameters
+            result.register_hook(lambda gradient: recorder.mark(number))
+
+    def go_on(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _current_autograd_node() is None:
+            recorder.mark(None)
+
+    layer.register_forward_pre_hook(begin, prepend=True)
+    layer.register_forward_hook(end, prepend=True)
+    if is_last:
+        layer.register_forward_hook(go_on)
+
+
+@contextmanager
+def _telling_loops(
+    model: nn.Module, loops: Sequence[Loop], recorder: Recorder, is_checkpointed: bool
+) -> Iterator[None]:
+    """Within it, functions that loop over tokens do what was predicted of them."""
+    if not loops:
+        yield
+        return
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_told(loops, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
+
+    with replacing(looping_functions(module for layer in decoder_layers(model) for module in layer.modules()), call):
+        yield
 
 
 @contextmanager
