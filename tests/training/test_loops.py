@@ -65,8 +65,8 @@ def test_a_loop_is_told_as_it_is(family: str, length: int, rows: int, checkpoint
 )
 def test_a_dry_run_is_told_as_well(family: str, length: int, checkpointing: str) -> None:
     """With the loops that were predicted for the planner a dry run is the one that runs them."""
-    flags: dict[str, Any] = dict(max_seq_length=length, per_device_train_batch_size=1, ep_size=2)
-    config = TrainConfig(model="-", dataset=["-"], bf16=True, gradient_checkpointing=checkpointing, **flags)
+    flags: dict[str, Any] = dict(max_seq_length=length, gradient_checkpointing=checkpointing, ep_size=2)
+    config = TrainConfig(model="-", dataset=["-"], bf16=True, per_device_train_batch_size=1, **flags)
     measurer = Measurer(build_rehearsed(config, tiny_config(family), "cuda"), config)
     loops = measurer.loops_of(setting_of(config, 8).workload(measurer.parameters))
     assert loops

@@ -25,7 +25,7 @@ from .columns import open_console
 from .coverage import not_modelled
 from .imbalance import imbalance_of, read_imbalance
 from .plan_flags import Asked
-from .planner.hardware import GIB, chosen_hardware, products_in
+from .planner.hardware import chosen_hardware, products_in
 from .planner.model_config import find_config
 from .planner.search import Cluster, Plan, best_first, reckon, search, sequences_per_step
 from .planner.setting import Setting
@@ -67,6 +67,8 @@ def plan(asked: Asked) -> int:
         for line in notes:
             print(folded(line), file=sys.stderr)
         reckon(plans)
+        if to_set := to_be_set(launch(best)):
+            print(folded(f"note: in what `launch` says, {to_set}"), file=sys.stderr)
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
@@ -251,10 +253,6 @@ def _fewer_bytes() -> list[dict[str, Any]]:
 
 def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
-    over = smallest.memory.total - cluster.memory
-    yield (
-        f"even the smallest layout takes {smallest.memory.total / GIB:,.1f} GiB, {over / GIB:,.1f} more than available"
-    )
     tp_size = smallest.setting.tp_size
     config = asked.config(tp_size)
     tries: list[tuple[str, dict[str, Any], int]] = []

@@ -87,8 +87,10 @@ def _in_short(searched: Searched) -> list[str]:
     of_card = f"of {cluster.memory / GIB:,.1f} GiB per GPU"
     fitting = sum(plan.fits for plan in plans)
     if not best.fits:
-        needed = f"{best.memory.total / GIB:,.1f} {of_card}"
-        return [what, f"does not fit on {gpus}: the smallest of {len(plans)} layouts needs {needed}", _cost(searched)]
+        over = (best.memory.total - cluster.memory) / GIB
+        needed = f"{best.memory.total / GIB:,.1f} {of_card}, {over:,.1f} more than there is"
+        smallest = f"the smallest of the {len(plans)} layouts that were tried needs {needed}"
+        return [what, f"does not fit on {gpus}: {smallest}", _cost(searched)]
     fits = f"fits on {gpus}: the fastest layout needs {best.memory.total / GIB:,.1f} {of_card}"
     return [what, f"{fits}; {fitting} of {len(plans)} layouts fit", _cost(searched)]
 
