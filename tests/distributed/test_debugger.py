@@ -26,7 +26,7 @@ def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Pa
     said = done.stdout
     assert "rank 1 is in the start of training; the other ranks wait" in said
     assert "(rank 1) 42" in said
-    assert "trained = training.train(run, resume_from)" in said, "not stopped at the call of train"
+    assert "trained = train(run, resume_from)" in said, "not stopped at the call of train"
     assert "rank 1 is in step 2, " in said
     assert "(rank 1) 'mixtral'" in said, "not in the frame of the error"
     assert "rank 0 " not in said

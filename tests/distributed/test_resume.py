@@ -410,9 +410,13 @@ def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: P
 
 def test_interrupted_command() -> None:
     """Quietly."""
-    code = (
-        "from expertmesh.moe.util.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
-    )
+    code = """
+import os, signal
+from expertmesh.moe.util.command import run_command
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background has not
+run_command(lambda: os.kill(os.getpid(), signal.SIGINT))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
 

@@ -1,7 +1,7 @@
 """Tensor parallelism over what a trial with a few tokens, and the families' tiny models, do not show. test_families.py
 has every family that transformers has a plan for."""
 
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,10 @@ def test_equals_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     theirs: Any = tiny_model(case.family, seed=1, **case.changes)
     theirs.save_pretrained(tmp_path)
     loss, grads = gradients_of(theirs, case)
+    in_double = cache(lambda: gradients_in_double(tiny_model(case.family, seed=1, **case.changes), case))
     layouts = [Layout(TP, packing, attention) for packing in ((False, True) if attention == "auto" else (False,))]
     found = ranks.run(figures_on_ranks, 2, tmp_path, layouts, case, tmp_path)[0]
     for (_, our_loss, our_grads, divided), layout in zip(found, layouts, strict=True):
         assert our_loss == pytest.approx(loss, rel=TOLERANCE), layout
-        compare(our_grads, grads, str(layout), in_double=partial(gradients_in_double, case))
+        compare(our_grads, grads, str(layout), in_double=in_double)
         assert divided

@@ -12,11 +12,11 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ....moe.util.terminal import folded
-from ....sharding.topology import Topology, check_sizes
 from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
 from ..imbalance import GivenRouting, imbalance_of, read_imbalance
@@ -24,7 +24,10 @@ from ..memory import NEAR
 from ..planner.hardware import Hardware, chosen_hardware, products_in
 from ..planner.model_config import read_config
 from ..planner.search import Cluster, Plan
+from ..planner.stage_costs import balanced
 from ..planner.step_order import PlannedRun, planned_run
+from .cached import CachedMeasure
+from .run_setting import setting_of
 
 
 def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
@@ -46,15 +49,20 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
 
     warnings.filterwarnings("ignore")
     started = time.time()
-    config, plan, loops = _planned(config, model_config, arguments, hardware)
+    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
+    planner = _Planner(config, model_config, arguments, cluster)
+    config = planner.settled()
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
-        rehearsed = rehearse(config, model_config, arguments.gpus, rank, routing, arguments.gpus_per_node, loops)
+        rehearsed = rehearse(
+            config, model_config, arguments.gpus, rank, routing, arguments.gpus_per_node, planner.loops
+        )
         accounts.append(account_of(rehearsed, config, hardware, arguments.gpus, rank))
         orders[rank] = calls(rehearsed.recorder.events)
         routing = rehearsed.routing
         del rehearsed
+    plan = planner.plan(config)
     compared = check_order(orders, ranks_per_stage=arguments.gpus // config.pp_size)
     largest = max(accounts, key=lambda account: account.fit.total)
     if arguments.json:
@@ -81,36 +89,45 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
     return products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
 
 
-def _planned(
-    config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware
-) -> tuple[TrainConfig, Plan, list[Any]]:
-    """The settings with what a run would choose of what they leave open, for full sequences of --max-seq-length; the
-    planner's forecast of them; and predictions of the model's functions that loop over tokens."""
-    from ..planner.stage_costs import balanced
-    from ..rank_memory import choose_pipeline
-    from .cached import CachedMeasure
-    from .run_setting import setting_of
+@dataclass(frozen=True)
+class _Planner:
+    """What the planner says of the run, for full sequences of --max-seq-length. config: as it was asked for."""
 
-    measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, "cuda")
-    busiest = imbalance_of(read_imbalance(arguments.imbalance), measure.parameters.num_experts)
-    topology = Topology(
-        arguments.gpus, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size
-    )
-    check_sizes(topology, measure.parameters.num_experts)
-    node = config.ranks_per_node or arguments.gpus_per_node
-    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
+    config: TrainConfig
+    model_config: Any
+    arguments: argparse.Namespace
+    cluster: Cluster
 
-    def run_of(config: TrainConfig) -> PlannedRun:
-        return planned_run(measure, setting_of(config, arguments.gpus, imbalance=busiest, ranks_per_node=node))
+    @cached_property
+    def measure(self) -> CachedMeasure:
+        return CachedMeasure(self.config, self.model_config.to_dict(), lambda: self.model_config, "cuda")
 
-    run = run_of(config)
-    if config.pp_size > 1 and (config.pipeline_schedule is None or config.pipeline_layers is None):
-        within = replace(cluster, memory=NEAR * cluster.memory)
-        config = replace(config, **choose_pipeline(run, within, config)[1].left_open(config))
-        run = run_of(config)
-    measure.save()
-    plan = Plan(*balanced(run, hardware, cluster.gpus_per_node, cluster.memory), cluster)
-    return config, plan, measure.loops(run.setting.workload(measure.parameters))
+    def run(self, config: TrainConfig) -> PlannedRun:
+        busiest = imbalance_of(read_imbalance(self.arguments.imbalance), self.measure.parameters.num_experts)
+        node = config.ranks_per_node or self.cluster.gpus_per_node
+        return planned_run(
+            self.measure, setting_of(config, self.arguments.gpus, imbalance=busiest, ranks_per_node=node)
+        )
+
+    def settled(self) -> TrainConfig:
+        """The settings with what a run would choose of what they leave open of a pipeline."""
+        from ..rank_memory import choose_pipeline
+
+        config = self.config
+        if config.pp_size == 1 or None not in (config.pipeline_schedule, config.pipeline_layers):
+            return config
+        within = replace(self.cluster, memory=NEAR * self.cluster.memory)
+        return replace(config, **choose_pipeline(self.run(config), within, config)[1].left_open(config))
+
+    def loops(self) -> list[Any]:
+        """Predictions of the model's functions that loop over tokens."""
+        return self.measure.loops(self.run(self.config).setting.workload(self.measure.parameters))
+
+    def plan(self, config: TrainConfig) -> Plan:
+        cluster = self.cluster
+        found = balanced(self.run(config), cluster.hardware, cluster.gpus_per_node, cluster.memory)
+        self.measure.save()
+        return Plan(*found, cluster)
 
 
 def _routing(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:

@@ -4,11 +4,11 @@ What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
-from types import TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 from unittest import mock
 
@@ -99,7 +99,7 @@ def rehearse(
     rank: int = 0,
     routing: GivenRouting = EVEN,
     gpus_per_node: int = 8,
-    loops: Sequence[Loop] = (),
+    loops: Callable[[], Sequence[Loop]] = list,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
@@ -110,7 +110,7 @@ def rehearse(
     Args:
         routing: in place of what depends on data.
         gpus_per_node: for how tokens travel, where `config` does not say.
-        loops: predictions of functions that loop over tokens; others are run as they are.
+        loops: gives predictions of functions that loop over tokens, if the model has any; what is not predicted is run.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
@@ -130,10 +130,12 @@ def _rehearse(
     world_size: int,
     routing: GivenRouting,
     gpus_per_node: int,
-    loops: Sequence[Loop] = (),
+    loops: Callable[[], Sequence[Loop]] = list,
 ) -> Rehearsed:
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
+    looping = looping_functions(module for layer in decoder_layers(model) for module in layer.modules())
+    predicted = loops() if looping else []
     balance = choose_balance(config, model, model_config)
     topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
     check_sizes(topology, moe_shape(model).num_experts)
@@ -182,7 +184,7 @@ def _rehearse(
             sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
             _naming_layers(recorder),
-            _telling_loops(model, loops, recorder, config.gradient_checkpointing != "none"),
+            _telling_loops(looping, predicted, recorder, config.gradient_checkpointing != "none"),
             live,
             recorder,
             live.noting_casts() as casts,
@@ -234,17 +236,17 @@ def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder
 
 @contextmanager
 def _telling_loops(
-    model: nn.Module, loops: Sequence[Loop], recorder: Recorder, is_checkpointed: bool
+    looping: dict[ModuleType, dict[str, FunctionType]],
+    predicted: Sequence[Loop],
+    recorder: Recorder,
+    is_checkpointed: bool,
 ) -> Iterator[None]:
     """Within it, functions that loop over tokens do what was predicted of them."""
-    if not loops:
-        yield
-        return
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return call_told(loops, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
+        return call_told(predicted, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
 
-    with replacing(looping_functions(module for layer in decoder_layers(model) for module in layer.modules()), call):
+    with replacing(looping, call) if predicted else nullcontext():
         yield
 
 
