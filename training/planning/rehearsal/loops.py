@@ -217,14 +217,17 @@ def _extended(numbers: Sequence[Numbers], units: int) -> Numbers:
 
 
 def looping_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str, FunctionType]]:
-    """Functions that the files of these modules' classes name, and whose code has a loop."""
-    files = {sys.modules[type(module).__module__] for module in modules}
+    """Functions that these modules' classes call by names of their files, and whose code has a loop."""
     found: dict[ModuleType, dict[str, FunctionType]] = {}
-    for file in files:
-        named = {name: value for name, value in vars(file).items() if isinstance(value, FunctionType)}
-        loops = {name: function for name, function in named.items() if _has_loop(function)}
-        if loops and file.__name__.startswith("transformers.models."):
-            found[file] = loops
+    for kind in {type(module) for module in modules}:
+        file = sys.modules[kind.__module__]
+        if not file.__name__.startswith("transformers.models."):
+            continue
+        methods = (inspect.unwrap(method) for method in vars(kind).values() if isinstance(method, FunctionType))
+        for name in {name for method in methods for name in method.__code__.co_names}:
+            function = vars(file).get(name)
+            if isinstance(function, FunctionType) and _has_loop(function):
+                found.setdefault(file, {})[name] = function
     return found
 
 

@@ -116,29 +116,34 @@ def rehearse(
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
     import_kernels()
+    with rehearsing_gpu():
+        model = build_rehearsed(config, model_config, "cuda")
+    check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
+    # before there is a world: it is one process that predicts
+    predicted = loops() if _looping(model) else ()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size, routing, gpus_per_node, loops)
+            return _rehearse(config, model, world_size, routing, gpus_per_node, predicted)
     finally:
         dist.destroy_process_group()
 
 
+def _looping(model: Any) -> dict[ModuleType, dict[str, FunctionType]]:
+    return looping_functions(module for layer in decoder_layers(model) for module in layer.modules())
+
+
 def _rehearse(
     config: TrainConfig,
-    model_config: Any,
+    model: Any,
     world_size: int,
     routing: GivenRouting,
     gpus_per_node: int,
-    loops: Callable[[], Sequence[Loop]] = list,
+    predicted: Sequence[Loop] = (),
 ) -> Rehearsed:
-    model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
-    looping = looping_functions(module for layer in decoder_layers(model) for module in layer.modules())
-    predicted = loops() if looping else []
-    balance = choose_balance(config, model, model_config)
+    balance = choose_balance(config, model, model.config)
     topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
-    check_sizes(topology, moe_shape(model).num_experts)
     if config.ep_size > 1:
         of_ep = ranks_of_equal_nodes(world_size, ranks_per_node, config.ep_size)
         check_recorded(resolve_dispatch(config.dispatch, config.ep_size, of_ep, moe_shape(model).top_k).name)
@@ -184,7 +189,7 @@ def _rehearse(
             sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
             _naming_layers(recorder),
-            _telling_loops(looping, predicted, recorder, config.gradient_checkpointing != "none"),
+            _telling_loops(model, predicted, recorder, config.gradient_checkpointing != "none"),
             live,
             recorder,
             live.noting_casts() as casts,
@@ -235,18 +240,13 @@ def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder
 
 
 @contextmanager
-def _telling_loops(
-    looping: dict[ModuleType, dict[str, FunctionType]],
-    predicted: Sequence[Loop],
-    recorder: Recorder,
-    is_checkpointed: bool,
-) -> Iterator[None]:
+def _telling_loops(model: Any, predicted: Sequence[Loop], recorder: Recorder, is_checkpointed: bool) -> Iterator[None]:
     """Within it, functions that loop over tokens do what was predicted of them."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return call_told(predicted, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
 
-    with replacing(looping, call) if predicted else nullcontext():
+    with replacing(_looping(model), call) if predicted else nullcontext():
         yield
 
 
