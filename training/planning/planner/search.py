@@ -1,6 +1,6 @@
 """Every way to run a model on a number of GPUs, best first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -150,8 +150,9 @@ def reckon(plans: Iterable[Plan]) -> None:
 
 
 def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
-    """Forecasts of those settings that the model can compute. Of a pipeline that does not fit, micro-batches that are
-    no smaller are left out, also with queued weight gradients, which hold more.
+    """Forecasts of those settings that the model can compute. Where one does not fit, left out are micro-batches that
+    are no smaller, also with queued weight gradients, which hold more; and where the first does not that recomputes
+    all, what recomputes less.
 
     Raises:
         ExpertMeshError: it can compute none of them; says why not the first, of the smallest micro-batch.
@@ -159,18 +160,24 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     plans: list[Plan] = []
     error = None
     too_large: dict[Setting, int] = {}
+    seen: set[Setting] = set()
+    hopeless: set[Setting] = set()
     for setting in settings:
         layout = replace(setting, micro_batch=0, accumulation=0)
+        recomputed = replace(layout, checkpointing="full", keep_expert_products=0)
         least = min(too_large.get(each, setting.micro_batch + 1) for each in (layout, _without_queue(layout)))
-        if setting.micro_batch >= least:
+        if setting.micro_batch >= least or recomputed in hopeless:
             continue
         try:
             plans.append(forecast(measure, setting, cluster))
         except ExpertMeshError as raised:
             error = error or raised
             continue
-        if setting.pp_size > 1 and not plans[-1].fits:
+        if not plans[-1].fits:
+            if layout == recomputed and layout not in seen:
+                hopeless.add(layout)
             too_large[layout] = setting.micro_batch
+        seen.add(layout)
     if not plans and error is not None:
         raise error
     reckon(plan for plan in plans if plan.fits)
@@ -186,7 +193,10 @@ def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node:
     """All parallel layouts of `base`'s ranks that this model can have. All-to-alls are cut into as many chunks as
     `base` says, or as a rank has experts."""
     ends = min(tried.micro_batches), max(tried.micro_batches)
-    ways = get_args(Checkpointing) if tried.checkpointing is None else (tried.checkpointing,)
+    # what holds the least comes first
+    ways: Sequence[Checkpointing] = (
+        ("full", "selective", "none") if tried.checkpointing is None else (tried.checkpointing,)
+    )
     for pipeline in _pipelines(base, tried, len(model.layers)):
         for ep_size in divisors(model.num_experts) if tried.ep_size is None else [tried.ep_size]:
             ranks = pipeline.ranks_per_stage
