@@ -253,8 +253,7 @@ def _fewer_bytes() -> list[dict[str, Any]]:
 
 def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
-    tp_size = smallest.setting.tp_size
-    config = asked.config(tp_size)
+    config = asked.config(smallest.setting.tp_size)
     tries: list[tuple[str, dict[str, Any], int]] = []
     for changes in _fewer_bytes():
         if any(getattr(config, name) != value for name, value in changes.items()):
@@ -277,25 +276,28 @@ def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[
         if kind in done and kind in ("--cp-size", "--max-seq-length", "--gpus"):
             # the least of these is enough
             continue
-        plan = _fitting(asked, changes, times, tp_size, cluster)
+        plan = _fitting(asked, changes, times, smallest.setting, cluster)
         if plan is not None:
             done.add(kind)
             fitting.append(f"  {flags}: {summary(plan, cluster.hardware)}")
     if fitting:
-        yield "tried, one at a time; these fit:"
+        yield "tried, one at a time, in the smallest layout or on more GPUs; these fit:"
         yield from fitting
     else:
         yield f"nor does it fit with any of: {', '.join(flags for flags, _, _ in tries)}"
 
 
-def _fitting(asked: Asked, changes: dict[str, Any], times: int, tp_size: int, cluster: Cluster) -> Plan | None:
-    """The fastest plan that fits with these changes and so many times the GPUs, of those with the smallest micro-batch
-    and all that is searched of checkpointing; None if there is none."""
+def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Setting, cluster: Cluster) -> Plan | None:
+    """The fastest plan that fits with these changes in the smallest layout, or in any on so many times the GPUs, of
+    those with the smallest micro-batch and all that is searched of checkpointing; None if there is none."""
     larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": times * asked.world_size}))
     tried = larger.tried()
     tried = replace(tried, micro_batches=(min(tried.micro_batches),), checkpointing=tried.checkpointing or "full")
+    if times == 1:
+        s = smallest
+        tried = replace(tried, ep_size=s.ep_size, dense_shard=s.dense_shard, pp_size=s.pp_size)
     try:
-        config = larger.config(tp_size, **changes)
+        config = larger.config(smallest.tp_size, **changes)
         measure = _measure(larger, config)
         plans = _plans(larger, config, measure, tried, cluster)
     except ExpertMeshError:
