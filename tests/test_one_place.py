@@ -944,7 +944,7 @@ def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[s
     assert plan["bytes_a_step"] == plain_plan["bytes_a_step"]
     assert dry["sent"] == plain_dry["sent"]
     # choices are turned around, by operators that are not ours
-    assert dry["ledger"] != plain_dry["ledger"]
+    assert dry["parts"] != plain_dry["parts"]
     assert not list((mixtral / "measured").rglob("*.json"))
 
     # by nodes: the groups are made, and counted

@@ -356,7 +356,8 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     def told(*flags: str) -> list[dict[str, Any]]:
         assert main([*common, *flags]) in (0, 1)
         said = capsys.readouterr()
-        assert said.err == ""
+        assert said.err.startswith("note: in what `launch` says, set ")
+        assert said.err.count("\n") == 1
         return list(json.loads(said.out))
 
     def tried(*flags: str) -> set[int]:
