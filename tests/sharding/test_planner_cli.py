@@ -180,7 +180,9 @@ def test_sizes_that_cannot_be_measured_are_left_out(
         assert main([*common, *sizes, "--json"]) == 0
         said = capsys.readouterr()
         assert {plan["tp"] for plan in json.loads(said.out)} == {2}
-        assert said.err.startswith(f"left out: --tp-size 1: {tiny}: too long\n")
+        left_out, note = said.err.splitlines()
+        assert left_out == f"left out: --tp-size 1: {tiny}: too long"
+        assert note.startswith("note: in what `launch` says, set ")
     assert main([*common, "--tp-size", "1"]) == 2
     assert "too long" in capsys.readouterr().err
 
@@ -234,7 +236,7 @@ def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out
-    assert "these fit: --adapter lora: " in out
+    assert "tried, one at a time, in the smallest layout or on more GPUs; these fit: --adapter lora: " in out
     assert "--adapter lora --base-dtype nf4: " in out
     assert "--gpus 32: " in out
     assert "--optim" not in out.split("nothing fits")[1], "which takes more than 40 GiB all the same"

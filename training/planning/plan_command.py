@@ -294,8 +294,7 @@ def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Settin
     tried = larger.tried()
     tried = replace(tried, micro_batches=(min(tried.micro_batches),), checkpointing=tried.checkpointing or "full")
     if times == 1:
-        s = smallest
-        tried = replace(tried, ep_size=s.ep_size, dense_shard=s.dense_shard, pp_size=s.pp_size)
+        tried = replace(tried, ep_size=smallest.ep_size, dense_shard=smallest.dense_shard, pp_size=smallest.pp_size)
     try:
         config = larger.config(smallest.tp_size, **changes)
         measure = _measure(larger, config)

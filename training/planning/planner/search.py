@@ -160,24 +160,22 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     plans: list[Plan] = []
     error = None
     too_large: dict[Setting, int] = {}
-    seen: set[Setting] = set()
-    hopeless: set[Setting] = set()
+    fitting: set[Setting] = set()
     for setting in settings:
         layout = replace(setting, micro_batch=0, accumulation=0)
         recomputed = replace(layout, checkpointing="full", keep_expert_products=0)
         least = min(too_large.get(each, setting.micro_batch + 1) for each in (layout, _without_queue(layout)))
-        if setting.micro_batch >= least or recomputed in hopeless:
+        if setting.micro_batch >= least or (recomputed in too_large and recomputed not in fitting):
             continue
         try:
             plans.append(forecast(measure, setting, cluster))
         except ExpertMeshError as raised:
             error = error or raised
             continue
-        if not plans[-1].fits:
-            if layout == recomputed and layout not in seen:
-                hopeless.add(layout)
+        if plans[-1].fits:
+            fitting.add(layout)
+        else:
             too_large[layout] = setting.micro_batch
-        seen.add(layout)
     if not plans and error is not None:
         raise error
     reckon(plan for plan in plans if plan.fits)

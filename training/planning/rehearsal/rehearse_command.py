@@ -24,6 +24,7 @@ from ..memory import NEAR
 from ..planner.hardware import Hardware, chosen_hardware, products_in
 from ..planner.model_config import read_config
 from ..planner.search import Cluster, Plan
+from ..planner.setting import Setting
 from ..planner.stage_costs import balanced
 from ..planner.step_order import PlannedRun, planned_run
 from .cached import CachedMeasure
@@ -102,12 +103,13 @@ class _Planner:
     def measure(self) -> CachedMeasure:
         return CachedMeasure(self.config, self.model_config.to_dict(), lambda: self.model_config, "cuda")
 
-    def run(self, config: TrainConfig) -> PlannedRun:
+    def setting(self, config: TrainConfig) -> Setting:
         busiest = imbalance_of(read_imbalance(self.arguments.imbalance), self.measure.parameters.num_experts)
         node = config.ranks_per_node or self.cluster.gpus_per_node
-        return planned_run(
-            self.measure, setting_of(config, self.arguments.gpus, imbalance=busiest, ranks_per_node=node)
-        )
+        return setting_of(config, self.arguments.gpus, imbalance=busiest, ranks_per_node=node)
+
+    def run(self, config: TrainConfig) -> PlannedRun:
+        return planned_run(self.measure, self.setting(config))
 
     def settled(self) -> TrainConfig:
         """The settings with what a run would choose of what they leave open of a pipeline."""
@@ -121,7 +123,7 @@ class _Planner:
 
     def loops(self) -> list[Any]:
         """Predictions of the model's functions that loop over tokens."""
-        return self.measure.loops(self.run(self.config).setting.workload(self.measure.parameters))
+        return self.measure.loops(self.setting(self.config).workload(self.measure.parameters))
 
     def plan(self, config: TrainConfig) -> Plan:
         cluster = self.cluster

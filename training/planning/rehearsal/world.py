@@ -71,10 +71,9 @@ class Rehearsed:
 
     Attributes:
         recorder: what it has done, with a few micro-batches at most.
-        model, optimizer: whose step it was.
+        model: whose step it was.
         memory: the most that a rank's tensors hold.
         counts: of its parameters.
-        tokens, targets: of one micro-batch (see `Batch`).
         groups: process groups' names, by torch's.
         routing: what was given in place of data.
         rows_over_mean: of this rank's experts, over all layers.
@@ -82,11 +81,8 @@ class Rehearsed:
 
     recorder: Recorder
     model: Any
-    optimizer: torch.optim.Optimizer
     memory: PeakMemory
     counts: ParameterCounts
-    tokens: int
-    targets: int
     groups: dict[str, str]
     routing: GivenRouting
     rows_over_mean: float
@@ -201,8 +197,7 @@ def _rehearse(
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
     rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
-    figures = (batch.num_tokens, batch.num_targets, groups, routing, rows_over_mean)
-    return Rehearsed(recorder, model, optimizer, memory, counts, *figures)
+    return Rehearsed(recorder, model, memory, counts, groups, routing, rows_over_mean)
 
 
 def _mark_layers(model: Any, recorder: Recorder) -> None:
