@@ -7,7 +7,7 @@ every rank computes alike. It is gathered for the first of them whose backward r
 Shape suffixes: n ranks of the group, S positions, L = S/n of them on this rank.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,24 +30,29 @@ class KeptPositions(saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
-        # which holds them, so that no other tensor gets the storage of one
-        self._noted: dict[int, _Noted] = {}
+        # each tensor with its version; they are held, so that no other tensor gets the storage of one
+        self._noted: dict[int, tuple[Tensor, int, _Positions]] = {}
 
     def note(self, gathered: Tensor, group: TPGroup, part: Tensor, dim: int) -> None:
         """gathered: all ranks' `part`s, one after the other along `dim`, which nothing has saved yet."""
         positions = _Positions(group, part.detach(), dim, gathered.stride())
-        self._noted[gathered.untyped_storage()._cdata] = _Noted(gathered.detach(), gathered._version, positions)
+        self._noted[gathered.untyped_storage()._cdata] = (gathered.detach(), gathered._version, positions)
 
     def _pack(self, tensor: Tensor) -> Any:
-        noted = self._noted.get(tensor.untyped_storage()._cdata)
-        if noted is None or tensor._version != noted.version or tensor.dtype != noted.gathered.dtype:
+        gathered, version, positions = self._noted.get(tensor.untyped_storage()._cdata, (tensor, -1, None))
+        if positions is None or tensor._version != version or tensor.dtype != gathered.dtype:
             return tensor
-        offset = tensor.storage_offset() - noted.gathered.storage_offset()
-        return _View(noted.positions, tensor.size(), tensor.stride(), int(offset))
+        offset = int(tensor.storage_offset() - gathered.storage_offset())
+        return partial(positions.view, tensor.size(), tensor.stride(), offset)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._noted.clear()
+
+
+def _unpack(saved: Any) -> Tensor:
+    tensor: Tensor = saved if isinstance(saved, Tensor) else saved()
+    return tensor
 
 
 class _Positions:
@@ -59,40 +64,13 @@ class _Positions:
         self.version = part._version
         self.gathered: Tensor | None = None
 
-    def all(self) -> Tensor:
-        """Laid out as in forward."""
+    def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A tensor that was saved, which lay so in those of forward."""
         if self.gathered is None:
             assert self.part._version == self.version, "a region's input is not written to before its backward"
             gathered = self.group.all_gather(self.part, self.dim)
             if gathered.stride() != self.stride:
-                gathered = torch.empty_strided(
-                    gathered.shape, self.stride, dtype=gathered.dtype, device=gathered.device
-                ).copy_(gathered)
+                other = torch.empty_strided(gathered.shape, self.stride, dtype=gathered.dtype, device=gathered.device)
+                gathered = other.copy_(gathered)
             self.gathered = gathered
-        return self.gathered
-
-
-@dataclass(frozen=True, eq=False)
-class _Noted:
-    """version: of `gathered`, by which it shows whether something was written to it since."""
-
-    gathered: Tensor
-    version: int
-    positions: _Positions
-
-
-@dataclass(frozen=True, eq=False)
-class _View:
-    """A tensor that was saved: of which positions, and how it lies in them."""
-
-    of: _Positions
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    assert isinstance(saved, _View)
-    return saved.of.all().as_strided(saved.size, saved.stride, saved.offset)
+        return self.gathered.as_strided(size, stride, offset)

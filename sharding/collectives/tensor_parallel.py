@@ -7,7 +7,9 @@ go back to the ranks of their positions. The backward of either exchange is the 
 Shape suffixes: n ranks of the group, S positions, L = S/n of them on this rank, R other dims, c columns on this rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,29 +38,24 @@ class TPGroup:
         the sum of all ranks'."""
         if not x.is_floating_point():
             return self.all_gather(x, dim)
-        whole: Tensor = _Gather.apply(self, x, dim)
-        return whole
+        return _differentiable(x, partial(self.all_gather, dim=dim), partial(self.sum_scatter, dim=dim))
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along `dim` of the sum of all ranks' tensors. Differentiable."""
-        part: Tensor = _ReduceScatter.apply(self, x, dim)
-        return part
+        return _differentiable(x, partial(self.sum_scatter, dim=dim), partial(self.all_gather, dim=dim))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors. Differentiable: so is the gradient."""
-        summed: Tensor = _Sum.apply(self, x)
-        return summed
+        return _differentiable(x, self._summed, self._summed)
 
     def to_positions(self, x: Tensor, dim: int) -> Tensor:
         """From this rank's columns (of the last dim) of all positions (along `dim`) to all columns of this rank's
         positions. Differentiable."""
-        moved: Tensor = _ToPositions.apply(self, x, dim)
-        return moved
+        return _differentiable(x, partial(self._send_positions, dim=dim), partial(self._send_columns, dim=dim))
 
     def to_columns(self, x: Tensor, dim: int) -> Tensor:
         """The inverse of `to_positions`. Differentiable."""
-        moved: Tensor = _ToColumns.apply(self, x, dim)
-        return moved
+        return _differentiable(x, partial(self._send_columns, dim=dim), partial(self._send_positions, dim=dim))
 
     def mine(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of a tensor that all ranks have, a view."""
@@ -80,14 +77,15 @@ class TPGroup:
             dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.ranks)
         return x
 
-    def send_positions(self, x: Tensor, dim: int) -> Tensor:
-        """`to_positions` without a gradient."""
+    def _summed(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x.clone())
+
+    def _send_positions(self, x: Tensor, dim: int) -> Tensor:
         x_SRc = x.movedim(dim, 0)
         x_nLRc = self._exchange(x_SRc).unflatten(0, (self.size, -1))
         return x_nLRc.movedim(0, -2).flatten(-2).movedim(0, dim)
 
-    def send_columns(self, x: Tensor, dim: int) -> Tensor:
-        """`to_columns` without a gradient."""
+    def _send_columns(self, x: Tensor, dim: int) -> Tensor:
         x_LRnc = x.movedim(dim, 0).unflatten(-1, (self.size, -1))
         return self._exchange(x_LRnc.movedim(-2, 0).flatten(0, 1)).movedim(0, dim)
 
@@ -122,67 +120,22 @@ class TPGroup:
         return out
 
 
-def _no_view(x: Tensor) -> Tensor:
-    """The same values in the same memory, as a tensor of its own: a view that a function's forward returns, nobody may
-    change in place, and models do, as where they clamp queries."""
-    return x.data
+def _differentiable(x: Tensor, exchange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]) -> Tensor:
+    out: Tensor = _Exchange.apply(x, exchange, of_gradient)
+    return out
 
 
-class _Gather(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _no_view(group.all_gather(x, dim))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.group.sum_scatter(grad, ctx.dim), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.sum_scatter(x, dim)
+    def forward(
+        ctx: Any, x: Tensor, exchange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_gradient = of_gradient
+        # the same memory as a tensor of its own: a view that a function's forward returns, nobody may change in place,
+        # and models do, as where they clamp queries
+        return exchange(x).data
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.group.all_gather(grad, ctx.dim), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TPGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.all_reduce(x.clone())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.group.all_reduce(grad.clone())
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _no_view(group.send_positions(x, dim))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.group.send_columns(grad, ctx.dim), None
-
-
-class _ToColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _no_view(group.send_columns(x, dim))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.group.send_positions(grad, ctx.dim), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.of_gradient(grad), None, None

@@ -12,7 +12,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import make_schedule
 from expertmesh.sharding.pipeline.survey import survey
-from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
+from expertmesh.sharding.pipeline.timeline import Costs, Timetable, bubble
 from expertmesh.sharding.stages import Stages
 from expertmesh.sharding.topology import Axis, Topology
 from expertmesh.training.banner import pipeline_lines
@@ -92,7 +92,7 @@ def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, mic
     forward = [1.0 + 0.1 * (stage % 3) for stage in range(4 * chunks)]
     costs = Costs(forward, [1.7 * seconds for seconds in forward], [0.3] * len(forward), 0.05)
     setting = Setting(8, 2, pp_size=4, chunks=chunks, schedule=schedule, accumulation=micro_batches)
-    complete = simulate(make_schedule(schedule, 4, chunks, micro_batches), costs).seconds
+    (complete,) = Timetable(make_schedule(schedule, 4, chunks, micro_batches)).seconds([costs])
     slower = replace(costs, send=0.5)
     found = pipeline_seconds(setting, [costs, slower])
     assert found[0] == pytest.approx(complete, rel=1e-3)

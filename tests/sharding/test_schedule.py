@@ -1,7 +1,10 @@
-"""Pipeline schedules: written-out orders, generated settings, and what `check` and `simulate` find wrong."""
+"""Pipeline schedules: written-out orders, generated settings, and what is wrong with faulty ones."""
 
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 
@@ -20,8 +23,10 @@ from expertmesh.sharding.pipeline.schedule import (
     peak_queued,
     receives,
     sends,
+    source,
+    stages_of,
 )
-from expertmesh.sharding.pipeline.timeline import Costs, bubble, check, simulate
+from expertmesh.sharding.pipeline.timeline import Costs, Timetable, bubble
 
 NAMES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble")
 
@@ -183,43 +188,89 @@ def test_zero_bubble_takes_no_longer(of_weights: float) -> None:
         if setting.name == "zero-bubble":
             each = [1.0] * (setting.pp_size * setting.chunks)
             parts = Costs(each, [2 - of_weights for _ in each], [of_weights for _ in each])
-            queued = simulate(setting.schedule, parts).seconds
-            assert queued <= simulate(setting.without_queue.schedule, Costs(each, [2.0 for _ in each])).seconds + 1e-9
+            queued = seconds(setting.schedule, parts)
+            assert queued <= seconds(setting.without_queue.schedule, Costs(each, [2.0 for _ in each])) + 1e-9
 
 
 def test_missing_micro_batches_of_a_last_round_take_no_time() -> None:
     for pp_size, chunks, micro_batches in [(4, 2, 5), (4, 2, 7), (8, 3, 13), (3, 4, 1)]:
         full = -(-micro_batches // pp_size) * pp_size
         costs = Costs([1.0] * pp_size * chunks, [2.0] * pp_size * chunks)
-        seconds = [
-            simulate(make_schedule("interleaved", pp_size, chunks, m), costs).seconds for m in (micro_batches, full)
-        ]
-        assert seconds[0] <= seconds[1]
+        fewer, all_of_it = (
+            seconds(make_schedule("interleaved", pp_size, chunks, m), costs) for m in (micro_batches, full)
+        )
+        assert fewer <= all_of_it
 
 
-def test_timeline() -> None:
+def test_sends_take_time() -> None:
+    """1.0 s, sent in 0.5 s, 3.0 s and 4.0 s, sent in 0.5 s, 2.0 s."""
     schedule = make_schedule("1f1b", 2, 1, 1)
-    timeline = simulate(schedule, Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], send=0.5))
-    (first, last) = [[(str(span.action), span.start, span.end) for span in spans] for spans in timeline.ranks]
-    assert first == [("forward of micro-batch 0, stage 0", 0, 1), ("backward of micro-batch 0, stage 0", 9, 11)]
-    assert last == [("forward of micro-batch 0, stage 1", 1.5, 4.5), ("backward of micro-batch 0, stage 1", 4.5, 8.5)]
-    assert timeline.seconds == 11
-    assert timeline.idle == pytest.approx([8 / 11, 4 / 11])
-    assert timeline.bubble == pytest.approx(6 / 11)
+    assert seconds(schedule, Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], send=0.5)) == 11
 
 
 def test_sends_run_while_ranks_compute() -> None:
     """Of the busiest rank's, only those take time of their own that no action of the other kind runs beside: before its
     first backward, and before its last."""
     schedule = make_schedule("1f1b", 2, 1, 8)
-    free, slow = (simulate(schedule, Costs([1.0, 0.5], [2.0, 1.0], send=send)).seconds for send in (0.0, 0.1))
+    free, slow = (seconds(schedule, Costs([1.0, 0.5], [2.0, 1.0], send=send)) for send in (0.0, 0.1))
     assert slow - free == pytest.approx(0.3)
 
 
 def test_ranks_that_wait_for_one_another() -> None:
     schedule = read("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
     with pytest.raises(AssertionError, match=r"deadlock: pp rank 0 .*micro_batch=0.*; pp rank 1 .*micro_batch=1"):
-        simulate(schedule, Costs([1.0] * 2, [1.0] * 2))
+        Timetable(schedule)
+
+
+def seconds(schedule: Schedule, costs: Costs) -> float:
+    return Timetable(schedule).seconds([costs])[0]
+
+
+def check(schedule: Schedule, pp_size: int, chunks: int, micro_batches: int) -> None:
+    """Assert of a schedule that it
+
+    - has each action once, on the rank that holds its stage: all forwards; all backwards or none; all weights or none;
+    - computes each stage's backwards, and its weights, in the micro-batches' order;
+    - receives, of every pair of ranks and direction, in the order in which the other one sends;
+    - does not deadlock by the rules of `Timetable`. Waiting there for less, such as with unlimited buffers, it does not
+      either.
+    """
+    kinds = {action.kind for action in chain.from_iterable(schedule)}
+    assert len(schedule) == pp_size, (len(schedule), pp_size)
+    assert kinds in ({"forward"}, {"forward", "backward"}, {"forward", "backward", "weights"}), kinds
+    for rank, actions in enumerate(schedule):
+        expected = {
+            Action(kind, stage, micro_batch)
+            for kind in kinds
+            for stage in range(rank, pp_size * chunks, pp_size)
+            for micro_batch in range(micro_batches)
+        }
+        assert len(actions) == len(expected), (rank, len(actions), len(expected))
+        assert set(actions) == expected, (rank, set(actions) ^ expected)
+        _check_order(actions)
+    _check_queues(schedule)
+    Timetable(schedule)
+
+
+def _check_order(actions: Sequence[Action]) -> None:
+    latest: dict[tuple[str, int], Action] = {}
+    for action in actions:
+        before = latest.get((action.kind, action.stage))
+        assert before is None or before.micro_batch < action.micro_batch, f"{action} after {before}"
+        latest[action.kind, action.stage] = action
+
+
+def _check_queues(schedule: Schedule) -> None:
+    pp_size, num_stages = len(schedule), stages_of(schedule)
+    sent, received = defaultdict[object, list[Action | None]](list), defaultdict[object, list[Action | None]](list)
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            step = 1 if action.kind == "forward" else -1
+            if sends(action, pp_size, num_stages):
+                sent[rank, (rank + step) % pp_size, action.kind].append(action)
+            if receives(action, pp_size, num_stages):
+                received[(rank - step) % pp_size, rank, action.kind].append(source(action, num_stages))
+    assert sent == received, "a rank receives in another order than it is sent to"
 
 
 FAULTS = {
