@@ -13,7 +13,7 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import lock
-from expertmesh.training.lock import FILE, DirectoryLock
+from expertmesh.training.lock import HOLDER, DirectoryLock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -21,7 +21,6 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(lock, "_POLL_SECONDS", 0.05)
 
 
 def _hold(directory: Path, is_held: Event, has_children: bool) -> None:
@@ -45,12 +44,12 @@ def test_held_until_its_process_ends(tmp_path: Path, has_children: bool) -> None
         DirectoryLock(tmp_path).acquire()
     holder.kill()
     holder.join()
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / HOLDER).exists()
     mine = DirectoryLock(tmp_path)
     mine.acquire()
-    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
     mine.release()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / HOLDER).exists()
     for child in children:
         os.kill(int(child), signal.SIGKILL)
 
@@ -81,22 +80,31 @@ def test_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         DirectoryLock(tmp_path).acquire()
     holder.kill()
     holder.join()
-    for record in (None, "", "[]", '{"host": 1, "pid": "x"}'):
-        if record is not None:
-            (tmp_path / FILE).write_text(record)
+    for _ in range(2):
         mine = DirectoryLock(tmp_path)
         mine.acquire()
         mine.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("record", [None, "", "[]", '{"host": 1, "pid": "x"}'])
+def test_a_holder_that_is_not_known_is_left_out(tmp_path: Path, record: str | None) -> None:
+    held = DirectoryLock(tmp_path)
+    held.acquire()
+    held.holder.unlink() if record is None else held.holder.write_text(record)
+    with pytest.raises(ExpertMeshError, match="another run writes there; wait for it"):
+        DirectoryLock(tmp_path).acquire()
+    held.release()
 
 
 def test_a_lock_that_is_anothers_by_now_stays(tmp_path: Path) -> None:
     """As after one has deleted the file, because its machine seemed to be gone."""
     first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
     first.acquire()
-    (tmp_path / FILE).unlink()
+    first.path.unlink()
     second.acquire()
     first.release()
     with pytest.raises(ExpertMeshError, match="another run writes there"):
         DirectoryLock(tmp_path).acquire()
     second.release()
-    assert not (tmp_path / FILE).exists()
+    assert list(tmp_path.iterdir()) == []
