@@ -52,8 +52,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
 
 def _complete_sequences(engine: Engine) -> list[str]:
     config = engine.config
-    sizes = (config.ranks_per_sequence, config.per_device_train_batch_size)
-    line = complete_sequences_line(engine.model, *sizes, config.packing)
+    line = complete_sequences_line(engine.model, config.ranks_per_sequence, config.per_device_train_batch_size)
     return [] if line is None else [line]
 
 

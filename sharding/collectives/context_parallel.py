@@ -127,19 +127,6 @@ class CPGroup:
         others = iter(self.send_ranges([x for x in parts_nS if not x.is_floating_point()], number))
         return [next(with_grad if x.is_floating_point() else others) for x in parts_nS]
 
-    def from_before(self, x_BCL: Tensor, number: int) -> Tensor:
-        """The last positions of the rank before, (B, C, number), of which each rank has as many at least; 0 on the
-        first rank. Differentiable."""
-        before_BCN: Tensor = _FromBefore.apply(self, x_BCL[..., x_BCL.shape[-1] - number :])
-        return before_BCN
-
-    def shift(self, x: Tensor, by: int) -> Tensor:
-        """What the rank that is `by` before this one has, of the same shape; 0 where there is none."""
-        sent = [len(x) * (rank == self.index + by) for rank in range(self.size)]
-        received = [len(x) * (rank == self.index - by) for rank in range(self.size)]
-        arrived = _wait(self._exchange_parts(x[: sum(sent)], sent, received))
-        return arrived if any(received) else torch.zeros_like(x)
-
     def send_sequences(self, parts_BL: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its sequences; (n, S, ...)."""
         begun = []
@@ -252,15 +239,3 @@ class _ToRanges(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads_BL: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.group.return_ranges(grads_BL)
-
-
-class _FromBefore(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: CPGroup, last: Tensor) -> Tensor:
-        ctx.group = group
-        return group.shift(last, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.group.shift(grad, -1)

@@ -4,13 +4,11 @@ test_families.py compares every family in fp32.
 """
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -25,7 +23,7 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compilation, compile_layers
 from tests.distributed.pool import RankPool
-from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
+from tests.families.configs import tiny_config, tiny_model
 from tests.in_double import InDouble
 from tests.parity.case import random_samples
 from tests.tiny import loaded, relative_error
@@ -44,7 +42,6 @@ ROTARY = {
     **{"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 3.5, 4.0, 4.5]},
     **{"short_mscale": 1.0, "long_mscale": 1.5},
 }
-ALL_HEADS = {"linear_num_key_heads": 4}
 
 
 def of_rows(kind: str) -> dict[str, Any]:
@@ -56,8 +53,6 @@ def of_rows(kind: str) -> dict[str, Any]:
     [
         # fewer than ranks, each of which computes one, or more, of which some ranks compute one more than others
         *(("qwen3_next", {}, [[A], [D], [E], [B], [C]][:number], 4) for number in (1, 5)),
-        # by heads: of ranks, each has more positions than a convolution reaches
-        *(pytest.param("qwen3_next", ALL_HEADS, [[D]], number, marks=pytest.mark.slow) for number in (2, 4)),
         # by the longest row frequencies are chosen, or their scale: a rank's own would choose others
         ("mixtral", of_rows("longrope"), [[A], [D]], 2),
         ("phimoe", of_rows("yarn"), [[A], [D]], 2),
@@ -79,62 +74,15 @@ def test_shared_equals_whole(
     assert not {name: error for name, error in errors.items() if not error <= IN_DOUBLE}
 
 
-BY_HEADS = {
-    "qwen3_next": {"causal_conv1d_fn": "convolution", "torch_chunk_gated_delta_rule": "heads"},
-    "qwen3_5_moe": {"causal_conv1d_fn": "convolution", "torch_chunk_gated_delta_rule": "heads"},
-    "kimi_linear": {"causal_conv1d_fn": "convolution", "chunk_kimi_delta_attention": "heads"},
-    "bailing_hybrid": {"causal_conv1d_fn": "convolution", "chunk_kimi_delta_attention": "heads"},
-    "lfm2_moe": {"causal_conv1d_fn": "convolution"},
-    # in its code, not in a function
-    "nemotron_h": None,
-}
-
-
-@pytest.mark.skipif(is_older(), reason="which functions transformers has depends on its release")
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", BY_HEADS)
-def test_what_is_split_by_heads_is_found_by_trying(name: str) -> None:
-    """And said, with what it costs where it is not."""
-    model = _build(name, False, {})
+@pytest.mark.parametrize(
+    ("family", "mixer"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("nemotron_h", "NemotronHMamba2Mixer")]
+)
+def test_what_is_complete_is_said_with_its_cost(family: str, mixer: str) -> None:
+    model = _build(family, False, {})
     apply_context_parallel(model, 2, packing=False)
-    found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
-    kinds = BY_HEADS[name]
-    assert found
-    assert all((None if one is None else one.kinds) == kinds for one in found)
-    said = complete_sequences_line(model, 2, 1, False)
-    assert said is not None
-    assert ("by heads" in said) == (kinds is not None)
-    assert ("2 ranks compute the same one" in said) == (kinds is None)
-    assert "2 of 4 per rank" in str(complete_sequences_line(model, 2, 4, False))
-
-
-def test_heads_that_do_not_divide_are_not_split() -> None:
-    skip_if_older("may repeat key heads before the function that is split, so that there are as many as of values")
-    model = _build("qwen3_next", False, {"linear_num_key_heads": 2})
-    apply_context_parallel(model, 4, packing=False)
-    found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
-    assert found
-    assert not any(found)
-
-
-def test_a_function_that_mixes_heads_is_found_out() -> None:
-    """As one whose convolution sees what comes after."""
-    own = vars(modeling_qwen3_next)["torch_chunk_gated_delta_rule"]
-
-    def mixing(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own(query.flip(2), *args, **kwargs)
-
-    def seeing_later(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return own_conv(x, *args, **kwargs).roll(-1, dims=2)
-
-    own_conv = vars(modeling_qwen3_next)["causal_conv1d_fn"]
-    for name, function in (("torch_chunk_gated_delta_rule", mixing), ("causal_conv1d_fn", seeing_later)):
-        function.__module__ = modeling_qwen3_next.__name__
-        with mock.patch.object(modeling_qwen3_next, name, function):
-            model = _build("qwen3_next", False, {})
-            apply_context_parallel(model, 2, packing=False)
-        found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
-        assert found == [None] * len(found) != [], name
+    said = str(complete_sequences_line(model, 2, 1))
+    assert f"{mixer} with complete sequences, 1 of 1 per rank: 2 ranks compute the same one" in said
+    assert str(complete_sequences_line(model, 2, 4)).endswith(f"{mixer} with complete sequences, 2 of 4 per rank")
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from ...moe.experts.forward import Forward, current_forward
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import SplitSequences
-from .by_heads import SplitFunctions, splitting, without_unnamed
 from .by_sample import BySample
 from .packed_attention import tells_window
 
@@ -55,31 +54,18 @@ class CompleteSequences:
     Args:
         mixer: it gets this as its forward.
 
-    Attributes:
-        given: what it was called with first in such a forward. size: of the group that split it.
-        functions: of the mixer's file, those that work on several positions: with fewer sequences than ranks, these
-            alone are split, by heads. None: the mixer is not such.
     """
 
     def __init__(self, mixer: nn.Module):
         self.mixer = mixer
         self.forward: Callable[..., Any] = mixer.forward
         self.places: dict[str, Place] = {}
-        self.given: Any = None
-        self.size = 1
-        self.functions: SplitFunctions | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = current_forward()
         if forward is None or forward.split is None:
             return self.forward(*args, **kwargs)
         split: SplitSequences = forward.split
-        if self._goes_by_heads(split):
-            assert self.functions is not None
-            with splitting(self.mixer, self.functions, split.cp_group):
-                return self.forward(*args, **without_unnamed(self.mixer, kwargs))
-        if self.given is None:
-            self.given, self.size = (args, kwargs), split.cp_group.size
         segments = None if forward.segments is None else _segments_here(forward.segments, split)
         if kwargs.get("segments") is not None:
             kwargs["segments"] = segments
@@ -89,13 +75,6 @@ class CompleteSequences:
             output = self.forward(*args, **kwargs)
         forward.layout = complete.layout
         return _ranges(output, split)
-
-    def _goes_by_heads(self, split: SplitSequences) -> bool:
-        number, length = split.positions_BS.shape
-        size = split.cp_group.size
-        if self.functions is None or split.is_packed or number >= size:
-            return False
-        return length // size >= self.functions.reach
 
 
 def rearranges(mixer: Callable[..., Any], forward: Forward) -> bool:

@@ -10,7 +10,7 @@ on this rank, A head width.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from math import gcd, lcm
@@ -31,7 +31,6 @@ from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.topology import divisors, either
 from ..data.batch import SplitSequences, collate
 from ..data.samples import Sample
-from .by_heads import SplitFunctions, find_split_functions
 from .by_sample import BySample
 from .complete_sequences import CompleteSequences, mixers_of
 from .layer_kinds import kinds_by_layer, seen_by_mask, seen_in
@@ -78,15 +77,6 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
         for layer in silent:
             _mix_complete(model, inner, layer, type(layer).__name__)
         _try(model, inner, group, packing)
-    tried: dict[Any, SplitFunctions | None] = {}
-    for part in model.modules():
-        forward: Any = part.forward
-        if isinstance(forward, CompleteSequences) and forward.given is not None:
-            form = type(part), tuple(parameter.shape for parameter in part.parameters())
-            if form not in tried:
-                args, kwargs = forward.given
-                tried[form] = find_split_functions(part, args, kwargs, forward.size)
-            forward.functions = tried[form]
 
 
 def _shape_of_group(cp_size: int, tp_size: int) -> CPGroup:
@@ -96,31 +86,22 @@ def _shape_of_group(cp_size: int, tp_size: int) -> CPGroup:
     return CPGroup(cp_size * tp_size, 0, None, TPGroup(tp_size, 0, None), within)
 
 
-def complete_sequences_line(model: Any, cp_size: int, sequences: int, packing: bool) -> str | None:
+def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | None:
     """How context parallelism computes what mixes positions otherwise than by attention, in words; None: there is no
     such part of a layer.
 
     Args:
-        sequences: per micro-batch and CP group. packing: whether they hold several samples.
+        sequences: per micro-batch and CP group.
     """
-    mixers = [part for part in model.modules() if isinstance(part.forward, CompleteSequences)]
-    if not mixers:
+    counts = Counter(type(part).__name__ for part in model.modules() if isinstance(part.forward, CompleteSequences))
+    if not counts:
         return None
-    is_complete = packing or sequences >= cp_size
-    complete = [part for part in mixers if is_complete or part.forward.functions is None]
-    by_heads = _named(part for part in mixers if part not in complete)
-    said = [f"{by_heads} by heads, convolutions with positions of the rank before"] if by_heads else []
-    if complete:
-        said.append(f"{_named(complete)} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank")
-        if sequences < cp_size:
-            ranks = cp_size // sequences
-            said[-1] += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
-    return f"context parallelism: {'; '.join(said)}"
-
-
-def _named(mixers: Iterable[nn.Module]) -> str:
-    counts = Counter(type(part).__name__ for part in mixers)
-    return ", ".join(f"{number} {name}" for name, number in counts.items())
+    mixers = ", ".join(f"{number} {name}" for name, number in counts.items())
+    line = f"context parallelism: {mixers} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
+    if sequences < cp_size:
+        ranks = cp_size // sequences
+        line += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
+    return line
 
 
 def _convolves(part: nn.Module) -> bool:

@@ -254,7 +254,7 @@ class ParallelSettings:
         "Parallelism",
         1,
         "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
-        "heads. Layers that cannot be split by heads are computed with complete sequences",
+        "heads. Layers that mix tokens otherwise than by attention are computed with complete sequences",
     )
     tp_size: int = _flag(
         "Parallelism",

@@ -138,7 +138,6 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.sharding.pipeline.pipeline": StepModule("pipeline"),
     "expertmesh.sharding.pipeline.survey": StepModule("pipeline"),
     "expertmesh.sharding.state": StepModule(None),
-    "expertmesh.training.attention.by_heads": StepModule(None),
     "expertmesh.training.attention.by_sample": StepModule(None),
     "expertmesh.training.attention.complete_sequences": StepModule(None),
     "expertmesh.training.attention.context_parallel_attention": StepModule(None),
