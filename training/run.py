@@ -10,7 +10,7 @@ from ..checkpoints.files.directories import write_errors
 from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded, going_on_unread
-from ..sharding.runtime.debugger import debugging
+from ..sharding.runtime.debugger import check_debug_ranks, debugging
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from .banner import dispatch_lines, first_lines, pipeline_lines, replica_lines
@@ -74,6 +74,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     watchdog.at("the checks before training", limited=False)
     with raise_together(patient=ranks):
         check_trackers(config)
+        check_debug_ranks(config.debug_ranks, ranks.world_size)
     engine, products = start_engine(config, ranks, tell)
     config, source = engine.config, engine.source
     if config.offload and ranks.device.type == "cuda":
@@ -141,8 +142,7 @@ def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path 
     """False: stopped by a signal before the last step."""
     engine, log, watchdog, config, ranks = run.engine, run.log, run.watchdog, run.config, run.ranks
     if run.inputs.training is not None:
-        debugger = debugging(config.debug_ranks, ranks, watchdog, output_dir)
-        with watchdog.following(engine.model), debugger:
+        with watchdog.following(engine.model), debugging(config.debug_ranks):
             trained = train(run, resume_from)
         log.line(beside(memory, measured_peak(ranks.device)))
         if not trained.finished:
