@@ -41,7 +41,7 @@ def debugging(debug_ranks: Collection[int]) -> Iterator[None]:
 
     def stop(*args: Any, **kwargs: Any) -> None:
         for rank in debug_ranks:
-            dist.breakpoint(rank, timeout_s=None)  # type: ignore[no-untyped-call]
+            dist.breakpoint(rank, timeout_s=None)
 
     before, sys.breakpointhook = sys.breakpointhook, stop
     try:
