@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch._C._autograd import DeviceType as DeviceType
     from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
     from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_default_hooks
-    from torch._C._profiler import _EventType as _EventType
-    from torch._C._profiler import _ProfilerEvent as _ProfilerEvent
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
     from torch._dynamo.utils import calculate_time_spent as calculate_time_spent
     from torch._dynamo.utils import counters as counters
@@ -65,8 +63,6 @@ _MODULES = {
     "DeviceType": "torch._C._autograd",
     "_get_sequence_nr": "torch._C._autograd",
     "_top_saved_tensors_default_hooks": "torch._C._autograd",
-    "_EventType": "torch._C._profiler",
-    "_ProfilerEvent": "torch._C._profiler",
     "_RecordFunctionFast": "torch._C._profiler",
     "calculate_time_spent": "torch._dynamo.utils",
     "counters": "torch._dynamo.utils",

