@@ -14,7 +14,7 @@ from .attention.context_parallel_attention import complete_sequences_line
 from .attention.packed_attention import OWN, inner_attention
 from .config.train_config import TrainConfig
 from .data.preview import describe, warnings_of
-from .data.samples import Origin, cache_directory, cached_bytes
+from .data.samples import Origin, cache_directory
 from .data.sequences import DataOrder
 from .engine import Engine
 from .inputs import Inputs
@@ -160,7 +160,7 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
         cut = int(inputs.evaluation.samples.is_cut.sum())
         truncated = f", {cut:,} of them truncated" if cut else ""
         lines.append(f"evaluation on {len(inputs.evaluation):,} samples{truncated}")
-    lines.append(f"tokenized samples are kept in {cache_directory()}: {cached_bytes() / 1e6:,.1f} MB with other runs'")
+    lines.append(f"tokenized samples are kept in {cache_directory()}")
     origins = list(samples.origins)
     if inputs.evaluation is not None:
         origins += [origin for origin in inputs.evaluation.samples.origins if origin not in origins]

@@ -39,7 +39,8 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Input
     each further node, whose cache may be another. All ranks call it together."""
     import datasets
 
-    datasets.disable_progress_bars()  # what takes long is told by our own
+    if ranks.rank > 0:
+        datasets.disable_progress_bars()
     inputs = Inputs(None, None, "", None, None)
     mine = 0 if ranks.rank == 0 else 1 if read_environment()[2] == 0 else 2
     for turn in range(3):
@@ -57,7 +58,7 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     if not config.dataset:
         return Inputs(tokenizer, tokenizer if config.tokenizer else None, template, None, None)
-    training, evaluation = _read_samples(config, tokenizer, tells)
+    training, evaluation = _read_samples(config, tokenizer)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
     if tells and (unused := _without_effect(config, training)):
@@ -67,7 +68,7 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     return Inputs(tokenizer, saved, template, rows, None if evaluation is None else Rows(evaluation))
 
 
-def _read_samples(config: TrainConfig, tokenizer: Any, tells: bool = False) -> tuple[Samples, Samples | None]:
+def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
     columns = Columns(
         config.prompt_column, config.response_column, config.messages_column, config.text_column, config.system_column
     )
@@ -82,12 +83,12 @@ def _read_samples(config: TrainConfig, tokenizer: Any, tells: bool = False) -> t
         config.sample_by,
     )
     _check_names_of_parts(config)
-    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, tells)
+    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
     if config.eval_ratio > 0:
         return hold_out(samples, config.eval_ratio, config.seed)
     if config.eval_dataset:
         options = replace(options, split=config.eval_dataset_split)
-        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed, tells)
+        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
     return samples, None
 
 

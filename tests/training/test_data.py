@@ -2,13 +2,9 @@
 
 import csv
 import errno
-import fcntl
 import json
 import os
-import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,6 @@ from expertmesh.training.data.formats import Columns, Conversation, find_format,
 from expertmesh.training.data.samples import (
     DataOptions,
     Samples,
-    TokenizingProgress,
-    cache_directory,
-    cached_bytes,
-    filling_cache,
     hold_out,
     load_samples,
 )
@@ -954,104 +946,14 @@ def test_a_file_that_cannot_be_read_is_not_the_cache_s_fault(
         load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
 
 
-def test_what_ended_runs_left_is_removed(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """But not what a resumed run is writing, nor complete samples."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    file = write(tmp_path / "data.jsonl", [{"text": "a"}])
-    load(tokenizer, file)
-    whole = {path for path in cache_directory().rglob("*") if path.is_file()}
-    (directory,) = (path.parent for path in whole if path.suffix == ".arrow" and "cache" in path.name)
-    left = [directory / "tmpabc", directory.parent / "0.0.1.incomplete" / "a.arrow"]
-    left[1].parent.mkdir()
-    for path in left:
-        path.write_bytes(bytes(600_000))
-    with filling_cache():
-        load(tokenizer, file)
-    assert not any(path.exists() for path in left)
-    assert "removed 1.2 MB of unfinished samples that an ended run left in" in capfd.readouterr().err
-    left[0].write_bytes(bytes(10))
-    with open(cache_directory() / "lock") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        load(tokenizer, file)
-    assert left[0].exists()
-    left[0].unlink()
-    assert {path for path in cache_directory().rglob("*") if path.is_file()} == whole
-    assert cached_bytes() == sum(path.stat().st_size for path in whole)
-
-
-def test_the_cache_is_measured_while_another_run_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that was listed is renamed or removed before it is looked into."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    for name in ("gone.incomplete", "whole"):
-        (cache_directory() / name).mkdir(parents=True)
-    (cache_directory() / "whole" / "a.arrow").write_bytes(bytes(7))
-    scandir = os.scandir
-
-    def scan(path: Any) -> Any:
-        if Path(path).name == "gone.incomplete":
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", scan)
-    assert cached_bytes() == 7
-
-
-@contextmanager
-def stderr_appended_to(path: Path) -> Iterator[None]:
-    """Also what other processes and threads write."""
-    before, file = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.dup2(file, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(file)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_is_told(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """While records are read and while they are tokenized, to who asked for it."""
-    monkeypatch.setattr("expertmesh.training.data.samples.SECONDS_IN_LOG", 0.001)
-    # capfd's file must not be read while another thread writes to it: what is written meanwhile may be lost
-    told = tmp_path / "stderr.txt"
-
-    def wait_for(text: str) -> None:
-        while text not in told.read_text():
-            time.sleep(0.001)
-
-    reader = READERS[".jsonl"]
-
-    def reads(flag: str, path: Path) -> Any:
-        for number, row in enumerate(reader(flag, path)):
-            if number == 150:
-                wait_for("data.jsonl: 100 records")
-            yield row
-
-    def joined(self: TokenizingProgress, *given: Any) -> None:
-        if "tokenizing" in self.line():
-            wait_for("data.jsonl: 200 of 200 records")
-        leave(self, *given)
-
-    leave = TokenizingProgress.__exit__
-    monkeypatch.setitem(READERS, ".jsonl", reads)
-    monkeypatch.setattr(TokenizingProgress, "__exit__", joined)
+def test_progress_is_told(tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], workers: int) -> None:
+    """By `datasets`, while records are read and while they are tokenized; not of what is kept."""
     file = write(tmp_path / "data.jsonl", [{"text": str(number)} for number in range(200)])
-    with stderr_appended_to(told):
-        load_samples("--dataset", [str(file)], tokenizer, DataOptions(512, num_workers=workers), 0, tells=True)
-    lines = told.read_text().splitlines(keepends=True)
-    assert all(
-        re.search(r"(reading|tokenizing) \S+/data\.jsonl: [\d,]+( of 200)? records, \d+ s\n$", line)
-        for line in lines
-        if str(file) in line  # another test's reading may still be told of
-    )
-    monkeypatch.setattr(TokenizingProgress, "__exit__", leave)
-    told.unlink()
-    with stderr_appended_to(told):
-        load(tokenizer, file, train_on="all")
-    assert f"{file}: " not in told.read_text()
+    for is_new in (True, False):
+        load(tokenizer, file, num_workers=workers)
+        told = capfd.readouterr().err
+        assert (f"tokenizing {file}" in told) == ("200/200" in told) == is_new
 
 
 def test_several_processes_tokenise_alike(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,22 +1,15 @@
 """Tokenised samples: read, rendered and tokenised once, then kept between runs in a directory of our own in the cache
 of `datasets`."""
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
-import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +23,6 @@ from .formats import Columns, Conversation, Format, PlainText, RowError, find_fo
 _VERSION = 14
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
-SECONDS_AT_TERMINAL = 0.5
-SECONDS_IN_LOG = 15.0
-"""How often is told how far reading and tokenizing are."""
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 
@@ -146,9 +136,7 @@ def _column(dataset: Any, name: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def load_samples(
-    flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int, tells: bool = False
-) -> Samples:
+def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int) -> Samples:
     """Read and tokenise data sets, and mix them if they have weights.
 
     Args:
@@ -157,7 +145,6 @@ def load_samples(
         tokenizer: a fast one, its chat template set (see `set_chat_template`).
         options: how records become tokens.
         seed: of the choice of records where weights leave some out.
-        tells: whether to say on standard error how far it is.
 
     Raises:
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
@@ -167,8 +154,7 @@ def load_samples(
         raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which gives no offsets of its tokens")
     specs = parse_datasets(flag, entries)
     sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
-    with filling_cache() as cache:
-        parts = [_tokenised(source, flag, tokenizer, options, cache, tells) for source in sources]
+    parts = [_tokenised(source, flag, tokenizer, options) for source in sources]
     return _mix(flag, specs, parts, seed)
 
 
@@ -210,7 +196,7 @@ def _shuffled(number: int, seed: int) -> list[int]:
     return order
 
 
-def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions, cache: Path, tells: bool) -> Samples:
+def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions) -> Samples:
     """One data set, without the samples that have nothing to learn."""
     from datasets import Dataset, Features, Value
     from datasets.features import List
@@ -224,23 +210,21 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
-        with TokenizingProgress(f"reading {source.name}", None, tells, cache) as progress:
-            # what is counted stays out of the arguments, of which `datasets` makes the directory's name
-            rows = Dataset.from_generator(
-                partial(_records, source, flag, options.columns, progress.counter),
-                cache_dir=str(cache),
-                fingerprint=_fingerprint(source.version, asdict(options.columns), *registered_formats()),
-            )
-        with TokenizingProgress(f"tokenizing {source.name}", len(rows), tells, cache) as progress:
-            tokens = rows.map(
-                _tokenize_batch(tokenizer, options, progress.counter),
-                batched=True,
-                batch_size=_batch_size(rows),
-                remove_columns=rows.column_names,
-                features=Features(lists | numbers | flags),
-                num_proc=_workers(len(rows), options.num_workers),
-                new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
-            )
+        rows = Dataset.from_generator(
+            partial(_records, source, flag, options.columns),
+            cache_dir=str(cache_directory()),
+            fingerprint=_fingerprint(source.version, asdict(options.columns), *registered_formats()),
+        )
+        tokens = rows.map(
+            _tokenize_batch(tokenizer, options),
+            batched=True,
+            batch_size=_batch_size(rows),
+            remove_columns=rows.column_names,
+            features=Features(lists | numbers | flags),
+            num_proc=_workers(len(rows), options.num_workers),
+            new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
+            desc=f"tokenizing {source.name}",
+        )
     except Exception as error:
         raise _own_error(error) from None
     targets, is_cut, is_empty = (_column(tokens, name) for name in ("num_targets", "is_cut", "is_empty"))
@@ -278,11 +262,16 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """`datasets` wraps what a generator or a worker raises, and what goes wrong while the cache is written."""
+    """What a generator or a worker raised, which `datasets` wraps, or what goes wrong while the cache is written."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ExpertMeshError | OSError):
         cause = cause.__cause__
-    return cache_error(cause) if isinstance(cause, OSError) else cause or error
+    if isinstance(cause, OSError):
+        return ExpertMeshError(
+            f"{cache_directory()}: tokenized samples cannot be written there: {cause.strerror or cause}; the "
+            "environment variable HF_DATASETS_CACHE names another directory"
+        )
+    return cause or error
 
 
 def _batch_size(rows: Any) -> int:
@@ -296,13 +285,11 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
     return number if number > 1 else None
 
 
-def _records(source: RowSource, flag: str, columns: Columns, counter: str = "") -> Iterator[dict[str, Any]]:
+def _records(source: RowSource, flag: str, columns: Columns) -> Iterator[dict[str, Any]]:
     """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON."""
     found: Format | None = None
     is_plain: bool | None = None
-    for number, (place, row) in enumerate(_read(source, flag), start=1):
-        if counter and number % 100 == 0:
-            count(counter, 100)
+    for place, row in _read(source, flag):
         try:
             found = found or find_format(row, columns)
             said = read_row(row, found, columns)
@@ -339,9 +326,7 @@ def _is_text(value: Any) -> bool:
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
-def _tokenize_batch(
-    tokenizer: Any, options: DataOptions, counter: str
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
     ends = _special_ids(tokenizer)
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -361,7 +346,6 @@ def _tokenize_batch(
             except ValueError as error:
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
-        count(counter, len(results))
         table = _table([result or next(templated) for result in results], options.max_seq_length, ends)
         return {**table, "is_empty": is_empty}
 
@@ -468,118 +452,3 @@ def cache_directory() -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "expertmesh"
-
-
-def cached_bytes() -> int:
-    """Size of all samples that are kept, of other runs too."""
-    size = 0
-    # other runs may remove and rename what is there: os.walk passes over folders that are gone
-    for folder, _, names in os.walk(cache_directory()):
-        for name in names:
-            with suppress(OSError):
-                size += os.stat(os.path.join(folder, name)).st_size
-    return size
-
-
-@contextmanager
-def filling_cache() -> Iterator[Path]:
-    """The directory, while something is written to it; what runs that ended meanwhile left unfinished is removed first.
-
-    Raises:
-        ExpertMeshError: it cannot be written, or the disk is full.
-    """
-    directory = cache_directory()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-        lock = open(directory / "lock", "a")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise cache_error(error) from error
-    with lock:
-        # whoever fills the cache holds the lock along with others; alone, all that is unfinished is left over
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_leftovers(directory)
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield directory
-
-
-def cache_error(error: OSError) -> ExpertMeshError:
-    return ExpertMeshError(
-        f"{cache_directory()}: tokenized samples cannot be written there: {error.strerror or error}; the environment "
-        "variable HF_DATASETS_CACHE names another directory"
-    )
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Files and directories that `datasets` writes under these names, and renames when they are complete."""
-    found = [path for pattern in ("**/*.incomplete", "**/tmp*") for path in directory.glob(pattern)]
-    removed = 0
-    for path in found:
-        with suppress(OSError):
-            removed += sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if removed:
-        message = f"removed {removed / 1e6:,.1f} MB of unfinished samples that an ended run left in {directory}"
-        print(message, file=sys.stderr, flush=True)
-
-
-class TokenizingProgress:
-    """Tells on standard error how many records are done: at a terminal in one line, which is then erased; elsewhere in
-    a new line every 15 seconds.
-
-    Records are counted by the bytes of a file in `directory`, which any process may add to.
-
-    Attributes:
-        counter: the file's path, for `count`.
-    """
-
-    def __init__(self, doing: str, total: int | None, tells: bool, directory: Path):
-        self._doing, self._total, self._tells, self._directory = doing, total, tells, directory
-        self._began = time.monotonic()
-        self._at_terminal = os.isatty(2)
-        self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def __enter__(self) -> Self:
-        descriptor, self.counter = tempfile.mkstemp(dir=self._directory)
-        os.close(descriptor)
-        if self._tells:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._finished.set()
-        if self._tells:
-            self._thread.join()
-        os.unlink(self.counter)
-
-    def line(self) -> str:
-        """What is told now."""
-        done = f"{os.stat(self.counter).st_size:,}" + ("" if self._total is None else f" of {self._total:,}")
-        return f"{self._doing}: {done} records, {time.monotonic() - self._began:.0f} s"
-
-    def _follow(self) -> None:
-        # by its descriptor: a process that is forked meanwhile must not inherit a stream that is locked
-        erase, end = ("\r\x1b[K", "") if self._at_terminal else ("", "\n")
-        told = False
-        while not self._finished.wait(SECONDS_AT_TERMINAL if self._at_terminal else SECONDS_IN_LOG):
-            _write(f"{erase}{self.line()}{end}")
-            told = True
-        if told:
-            _write(erase)
-
-
-def count(counter: str, number: int) -> None:
-    """Add to what `Progress` counts, from any process."""
-    descriptor = os.open(counter, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(descriptor, b"." * number)
-    finally:
-        os.close(descriptor)
-
-
-def _write(text: str) -> None:
-    with suppress(OSError):  # nobody reads it
-        os.write(2, text.encode(errors="backslashreplace"))
