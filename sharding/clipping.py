@@ -8,11 +8,11 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .mesh import Mesh
-from .parallelize.unreached import agree_on_gradients, num_lacking
-from .state import StateTensor, local_tensor, parameters_of
+from .parallelize.unreached import agree_on_gradients, num_lacking, parts_of
+from .state import StateTensor, local_tensor
 from .topology import Topology
 
 
@@ -24,28 +24,43 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     Returns:
         The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
     """
-    parts = [part for part in parameters_of(model).values() if part.tensor.grad is not None]
-    grads = [local_tensor(part.tensor.grad) for part in parts]  # type: ignore[arg-type]
-    counted = [grad for part, grad in zip(parts, grads, strict=True) if _is_counted(part, mesh.topology)]
-    # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
-    # a rank may have nothing to count: where experts are frozen, the replicas of all else
-    square = torch.stack(norms or [torch.zeros(())]).double().square().sum()
-    # with --offload gradients are in host memory, where another backend would sum
-    square = square.to(mesh.grid.device_type)
-    # less than zero where something is lacking: every number that a dry run reads from the device is 1
-    sums = torch.stack([square, square.new_full((), -num_lacking(model))])
+    sums = squares_and_lacking(model, mesh)
     dist.all_reduce(sums)
-    total, lacking = map(float, sums.cpu().unbind())
-    norm = math.sqrt(total)
+    square, lacking = sums.tolist()
     if lacking < 0:
         agree_on_gradients(model, mesh)
-    if max_norm > 0 and math.isfinite(norm):
-        scale = min(max_norm / (norm + 1e-6), 1.0)
-        # a rank may have none: where all that its stages of a pipeline hold is frozen
-        if scale < 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+    norm = math.sqrt(square)
+    scale_gradients(model, norm, max_norm)
     return norm
+
+
+def squares_and_lacking(model: nn.Module, mesh: Mesh) -> Tensor:
+    """This rank's part of the squared gradient norm, and how many parameters nothing has reached here, negated: a sum
+    over ranks that is less than 0 says that `agree_on_gradients` has to be called.
+
+    Returns:
+        (2,) fp64, on the device. Less than zero, as every number that a dry run reads from the device is 1.
+    """
+    counted = [part for part in parts_of(model) if part.tensor.grad is not None and _is_counted(part, mesh.topology)]
+    grads = [local_tensor(part.tensor.grad) for part in counted]  # type: ignore[arg-type]
+    # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits. A rank may have nothing to count:
+    # where experts are frozen, the replicas of all else
+    norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros(())]
+    square = torch.stack(list(norms)).double().square().sum()
+    # with --offload gradients are in host memory, where another backend would sum
+    square = square.to(mesh.grid.device_type)
+    return torch.stack([square, square.new_full((), -num_lacking(model))])
+
+
+def scale_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
+    """Scale all gradients, whose norm is known, as `clip_grad_norm` does."""
+    if not (max_norm > 0 and math.isfinite(norm)):
+        return
+    scale = min(max_norm / (norm + 1e-6), 1.0)
+    grads = [local_tensor(part.tensor.grad) for part in parts_of(model) if part.tensor.grad is not None]
+    # a rank may have none: where all that its stages of a pipeline hold is frozen
+    if scale < 1.0 and grads:
+        torch._foreach_mul_(grads, scale)
 
 
 def _is_counted(part: StateTensor, topology: Topology) -> bool:

@@ -382,17 +382,24 @@ class Engine:
         self._advance()
         return self._told_targets(result)
 
-    def train_step(self, batches: Sequence[Batch], at: Callable[[str], object] = lambda doing: None) -> StepResult:
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        at: Callable[[str], object] = lambda doing: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
         """As `step`, of batches on this rank's device, equally many on each; the learning rate stays.
 
         Args:
             at: is told what comes next, beside the layers.
+            is_stopping: whether this rank was asked to stop, of which the result tells all.
         """
         result = train_step(
             *(self.model, self.optimizer, batches, self.mesh, self.balance.weights),
             *(self.config.max_grad_norm, self.bias_update),
             at=at,
             before_update=self._wait_for_copies,
+            is_stopping=is_stopping,
         )
         self._count(result)
         return result

@@ -45,7 +45,7 @@ from .loss.balance import choose_balance
 from .micro_batch import StepCounts, count_step
 from .monitoring.meter import Meter
 from .monitoring.nonfinite import NonFiniteGuard
-from .step import add_gradients, step_result
+from .step import Gradients, add_gradients, step_result
 from .trainer_arguments import heeded_arguments, overruled_settings
 
 STATE = "expertmesh"
@@ -425,7 +425,8 @@ class TrainerMixin(_Base):
         --on-nonfinite has it."""
         assert self._counts is not None
         assert self._routing is not None
-        figures = replace(step_result(self._step_losses, self._routing, self._counts), grad_norm=norm)
+        gradients = Gradients(self._step_losses, self._routing, self._counts)
+        figures = replace(step_result(gradients), grad_norm=norm)
         self._guard.check(self.state.global_step + 1, figures)
         self._is_skipped = not figures.is_finite
         if self._is_skipped:

@@ -172,7 +172,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             learning_rate = scheduler.get_last_lr()[0]
             batches = next(following)
             with profiler.step(done):
-                result = engine.train_step(batches, at=watchdog.at)
+                result = engine.train_step(batches, watchdog.at, stop.is_asked)
             guard.check(done, result)
             alarms.step(done, result)
             meter.add(result)
@@ -186,7 +186,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, alarms, done, learning_rate)
             answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
-            eval_loss, is_better = None, False
+            eval_loss, is_better, stopping = None, False, result.is_stopping
             if profiler.is_due or evaluates or saves or answers:
                 # what comes between two steps is no part of either
                 with meter.paused():
@@ -196,8 +196,9 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                         is_better = best.update(eval_loss, done, config.early_stopping_threshold)
                     if answers:
                         _generate(run, done)
+                    # which may have taken minutes
+                    stopping = stopping or stop.on_any_rank()
             step_scheduler(scheduler, eval_loss)
-            stopping = stop.on_any_rank(run.ranks.device)
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
                 _log_step(run, meter, alarms, done, learning_rate)

@@ -19,7 +19,8 @@ from ..moe.experts.model_facts import facts_of
 from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ..moe.hf_model.counts import seen_pairs
-from ..sharding.pipeline.pipeline import stage_group
+from ..moe.util.gpu import computing_values
+from ..sharding.pipeline.pipeline import pipeline_of, stage_group
 from .attention.run_model import run_model
 from .data.batch import Batch
 from .loss.balance import LossWeights
@@ -30,12 +31,12 @@ from .loss.head import loss_head
 class Denominators:
     """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
 
-    targets: of the step. tokens_in_forward: of this micro-batch, int64 scalar on the device. tokens: of the step.
-    forwards: micro-batches of the step.
+    targets: of the step. tokens_in_forward: of this micro-batch. tokens: of the step. forwards: micro-batches of the
+    step.
     """
 
     targets: int
-    tokens_in_forward: Tensor
+    tokens_in_forward: int
     tokens: int
     forwards: int
 
@@ -44,33 +45,43 @@ class Denominators:
 class StepCounts:
     """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
 
-    targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch, on
-    the device.
+    targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
     """
 
     targets: int
     tokens: int
     pairs: tuple[int, ...]
-    tokens_M: Tensor
+    tokens_M: tuple[int, ...]
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
-        return Denominators(max(self.targets, 1), self.tokens_M[number].clamp(min=1), self.tokens, len(self.tokens_M))
+        return Denominators(max(self.targets, 1), max(self.tokens_M[number], 1), self.tokens, len(self.tokens_M))
 
 
 def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
     """The counts of a step's micro-batches, summed over ranks in one all-reduce. All ranks call it together.
 
+    They are known on the host and summed between hosts: a GPU that is still at work on the step before is not waited
+    for.
+
     Args:
-        batches: this rank's, equally many on every rank, on the model's device.
+        batches: this rank's, equally many on every rank.
     """
     attention = facts_of(model).attention
     figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans)) for b in batches]
-    counted = torch.tensor(figures, device=batches[0].tokens_BS.device)
-    dist.all_reduce(counted, group=stage_group(model))
-    targets, *others = counted.sum(dim=0).tolist()
+    with computing_values():
+        counted = torch.tensor(figures)
+        dist.all_reduce(counted)
+        # every pp index has all micro-batches
+        by_batch = (counted // _pp_size(model)).tolist()
+    (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     tokens, *pairs = (max(n, 1) for n in others)
-    return StepCounts(targets, tokens, tuple(pairs), counted[:, 1])
+    return StepCounts(targets, tokens, tuple(pairs), tokens_M)
+
+
+def _pp_size(model: Any) -> int:
+    pipeline = pipeline_of(model)
+    return 1 if pipeline is None else pipeline.stages.pp_size
 
 
 @dataclass(frozen=True)
@@ -95,9 +106,35 @@ def losses_of(model: Any, batch: Batch, weights: LossWeights, over: Denominators
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
     forward = forward_of(batch)
-    loss_sum = token_loss_sum(model, batch, forward)
+    assert forward.targets is not None
+    output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
-    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, stage_group(model))
+    # under way while the loss is computed
+    counts = PooledCounts(stats, weights, stage_group(model))
+    loss_sum = loss_head(model).loss_of(output.logits, forward.targets)
+    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, counts)
+
+
+class PooledCounts:
+    """What the balancing loss counts, summed over ranks: the sum begins when this is made, which all ranks do together.
+
+    Args:
+        stats: of all MoE layers.
+        group: the ranks that share the micro-batch's tokens; None: all.
+    """
+
+    def __init__(self, stats: Sequence[RouterStats], weights: LossWeights, group: dist.ProcessGroup | None):
+        self._work: dist.Work | None = None
+        if weights.balance > 0:
+            counts_LE = torch.stack([s.counts_E for s in stats])
+            self._counts_GE = counts_LE if weights.balance_per_layer else counts_LE.sum(dim=0, keepdim=True)
+            self._work = dist.all_reduce(self._counts_GE, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """(G, E) int64, of all ranks."""
+        assert self._work is not None
+        self._work.wait()
+        return self._counts_GE
 
 
 def weigh_losses(
@@ -106,24 +143,20 @@ def weigh_losses(
     routing: Routing,
     weights: LossWeights,
     over: Denominators,
-    group: dist.ProcessGroup | None,
+    counts: PooledCounts,
 ) -> MicroLosses:
-    """The losses of a micro-batch, of what its forward has given on this rank. All ranks of the group call it together.
+    """The losses of a micro-batch, of what its forward has given on this rank.
 
     Args:
         loss_sum: of the target tokens' cross-entropies.
-        stats: of all MoE layers.
+        stats: of all MoE layers. counts: of the same.
         routing: what is told of it.
-        group: the ranks that share the micro-batch's tokens; None: all.
     """
     cross_entropy = loss_sum / over.targets
     # a loss that nobody asked for would keep its graph, and with it the inputs of checkpointed layers, beyond backward
     balance = z = torch.zeros((), device=cross_entropy.device)
     if weights.balance > 0:
-        counts_LE = torch.stack([s.counts_E for s in stats])
-        counts_GE = counts_LE if weights.balance_per_layer else counts_LE.sum(dim=0, keepdim=True)
-        dist.all_reduce(counts_GE, group=group)
-        balance = load_balancing_loss(stats, counts_GE, over.tokens_in_forward) / over.forwards
+        balance = load_balancing_loss(stats, counts.wait(), over.tokens_in_forward) / over.forwards
     if weights.z > 0:
         z = router_z_loss(stats, over.tokens)
     return MicroLosses(cross_entropy, balance, z, routing)

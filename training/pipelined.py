@@ -41,7 +41,7 @@ from .attention.run_model import run_model
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
-from .micro_batch import StepCounts, forward_of, weigh_losses
+from .micro_batch import PooledCounts, StepCounts, forward_of, weigh_losses
 
 
 def pipelined_gradients(
@@ -382,12 +382,11 @@ class PipelinedStep(_Run):
             self.done[stage, action.micro_batch] = _Done(received, gave)
             return
         assert forward.targets is not None
-        found = weigh_losses(
-            loss_head(self.model).loss_of(gave.logits, forward.targets),
-            sums.by_layer() if self.has_router_losses else [],
-            self.routing,
-            *(self.weights, self.counts.over(action.micro_batch), self.pipeline.mesh.stage_group),
-        )
+        of_layers = sums.by_layer() if self.has_router_losses else []
+        counts = PooledCounts(of_layers, self.weights, self.pipeline.mesh.stage_group)
+        loss_sum = loss_head(self.model).loss_of(gave.logits, forward.targets)
+        over = self.counts.over(action.micro_batch)
+        found = weigh_losses(loss_sum, of_layers, self.routing, self.weights, over, counts)
         self.losses += found.values()
         self.done[stage, action.micro_batch] = _Done(received, [found.total(self.weights)])
 

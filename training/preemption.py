@@ -31,8 +31,12 @@ class StopRequest:
     def _mark(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
-    def on_any_rank(self, device: torch.device) -> bool:
+    def is_asked(self) -> bool:
+        """Whether this rank has received one."""
+        return self.received
+
+    def on_any_rank(self) -> bool:
         """Whether any rank has received one. All ranks call it together and get the same result."""
-        mark = torch.tensor(int(self.received), device=device)
+        mark = torch.tensor(int(self.received))
         dist.all_reduce(mark, op=dist.ReduceOp.MAX)
         return bool(mark)

@@ -1,14 +1,17 @@
 """One training step: loss, gradients, clipping, update. The same result with every parallel layout.
 
-Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
+Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps. Losses,
+gradient norm and what ranks have to tell each other are summed at once, after the last backward, and read at once: the
+only time in a step that the host waits for its GPU, beside the row counts of MoE layers. Where the optimizer can be
+told on the device what to scale gradients by, and to leave a step out, it is read once the update is queued.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,8 +19,10 @@ from torch import Tensor
 
 from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import Routing
-from ..sharding.clipping import clip_grad_norm
+from ..moe.util.gpu import computes_on_cpu
+from ..sharding.clipping import scale_gradients, squares_and_lacking
 from ..sharding.mesh import Mesh
+from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch
 from .loss.balance import BiasUpdate, LossWeights
@@ -38,9 +43,9 @@ class StepResult:
         tokens: without padding.
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
-        pairs, routing: for `Engine.update` and the log, and no part of the public interface: pairs of tokens that
-            attend to one another, for each entry of the model's `ModelFacts.attention` (see `seen_pairs`), and this
-            rank's part of the routing.
+        pairs, routing, is_stopping: for `Engine.update` and the loop, and no part of the public interface: pairs of
+            tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see `seen_pairs`);
+            this rank's part of the routing; whether any rank was asked to stop.
 
     Example:
         figures = engine.step(batch)
@@ -55,6 +60,7 @@ class StepResult:
     targets: int
     pairs: tuple[int, ...]
     routing: Routing
+    is_stopping: bool = False
 
     def __repr__(self) -> str:
         auxiliary = {"balance_loss": self.balance_loss, "z_loss": self.z_loss}
@@ -85,9 +91,30 @@ def add_gradients(
     return found.values(), found.routing
 
 
-def compute_gradients(
+@dataclass(frozen=True)
+class Gradients:
+    """What a step's forwards and backwards leave beside gradients.
+
+    losses: this rank's parts of the step's mean cross-entropy, balancing loss and z-loss, (3,) fp64, on the device.
+    routing: this rank's. counts: over all ranks.
+    """
+
+    losses: Tensor
+    routing: Routing
+    counts: StepCounts
+
+    def result(self, losses: Sequence[float], grad_norm: float = 0.0, is_stopping: bool = False) -> StepResult:
+        """The figures of the step, of which the losses are now known over all ranks."""
+        loss, balance_loss, z_loss = losses
+        counts = self.counts
+        loss = loss if counts.targets else math.nan  # a mean of nothing, and not the best there is
+        totals = (counts.tokens, counts.targets, counts.pairs)
+        return StepResult(loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping)
+
+
+def step_gradients(
     model: Any, batches: Sequence[Batch], weights: LossWeights, at: Callable[[str], object] = lambda doing: None
-) -> StepResult:
+) -> Gradients:
     """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
 
     Args:
@@ -96,32 +123,38 @@ def compute_gradients(
         weights: of the auxiliary losses. The balancing loss is taken over one micro-batch of all ranks, as HF does,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
         at: is told what comes next in a pipeline.
-
-    Returns:
-        The step's figures, with a grad_norm of 0.
     """
     counts = count_step(model, batches)
     if pipeline_of(model) is not None:
-        return step_result(*pipelined_gradients(model, batches, counts, weights, at), counts)
-    losses = torch.zeros(3, dtype=torch.float64, device=counts.tokens_M.device)
+        return Gradients(*pipelined_gradients(model, batches, counts, weights, at), counts)
+    losses = torch.zeros(3, dtype=torch.float64, device=batches[0].tokens_BS.device)
     routings = []
     for number, batch in enumerate(batches):
         mine, routing = add_gradients(model, batch, number, counts, weights)
         losses += mine
         routings.append(routing)
-    return step_result(losses, reduce(add, routings), counts)
+    return Gradients(losses, reduce(add, routings), counts)
 
 
-def step_result(losses: Tensor, routing: Routing, counts: StepCounts) -> StepResult:
-    """The figures of a step, with a grad_norm of 0. All ranks call it together.
+def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
+    """`step_gradients`, and the figures of the step, with a grad_norm of 0. All ranks call it together."""
+    return step_result(step_gradients(model, batches, weights))
 
-    Args:
-        losses: (3,) fp64, this rank's parts from `add_gradients`, added up; summed over ranks in place.
-    """
-    dist.all_reduce(losses)
-    loss, balance_loss, z_loss = losses.tolist()
-    loss = loss if counts.targets else math.nan  # a mean of nothing, and not the best there is
-    return StepResult(loss, balance_loss, z_loss, 0.0, counts.tokens, counts.targets, counts.pairs, routing)
+
+def step_result(gradients: Gradients) -> StepResult:
+    """The figures of a step, with a grad_norm of 0; its losses are summed over ranks in place. All ranks call it
+    together."""
+    dist.all_reduce(gradients.losses)
+    return gradients.result(gradients.losses.tolist())
+
+
+@runtime_checkable
+class QueuesStep(Protocol):
+    """An optimizer whose step can be queued on a device before the host knows whether it is to be taken."""
+
+    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
+        """Take a step with gradients divided by `scale`, or none at all, neither of which is known on the host: scalars
+        on the device."""
 
 
 def after_update(model: Any, routing: Routing, bias_update: BiasUpdate | None) -> None:
@@ -152,6 +185,7 @@ def train_step(
     bias_update: BiasUpdate | None = None,
     at: Callable[[str], object] = lambda doing: None,
     before_update: Callable[[], object] = lambda: None,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
@@ -161,16 +195,44 @@ def train_step(
         bias_update: of the routers, beside the optimizer's.
         at: is told what comes next, beside the layers.
         before_update: is called before weights and the optimizer's state change.
+        is_stopping: whether this rank was asked to stop, of which the result tells all.
     """
     optimizer.zero_grad()
     at("the step's beginning")
-    figures = compute_gradients(model, batches, weights, at)
+    gradients = step_gradients(model, batches, weights, at)
     at("the gradient norm")
-    result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
+    # less than 0 where a rank was asked to stop: every number that a dry run reads from the device is 1
+    asked = gradients.losses.new_full((1,), -1.0 if is_stopping() else 0.0)
+    sums = torch.cat([gradients.losses, squares_and_lacking(model, mesh), asked])
+    dist.all_reduce(sums)
     at("the optimizer step")
+    before_update()
+    is_queued = gradients.counts.targets > 0 and _queue_step(optimizer, sums, max_grad_norm)
+    *losses, square, lacking, stopping = sums.tolist()
+    result = gradients.result(losses, math.sqrt(square), stopping < 0)
+    if lacking < 0:
+        agree_on_gradients(model, mesh)
     if result.is_finite:
-        before_update()
-        optimizer.step()
+        if not is_queued or lacking < 0:
+            scale_gradients(model, result.grad_norm, max_grad_norm)
+            optimizer.step()
         after_update(model, result.routing, bias_update)
     at("after the optimizer step")
     return result
+
+
+def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: float) -> bool:
+    """Queue an optimizer's step on a GPU, where that is possible; returns whether it was.
+
+    Args:
+        sums: (6,) over all ranks: three losses, the squared gradient norm, lacking gradients, stop requests. No step is
+            taken where one is not finite, or gradients are lacking.
+    """
+    if not isinstance(optimizer, QueuesStep) or computes_on_cpu(optimizer.param_groups[0]["params"][0]):
+        return False
+    norm, lacking = sums[3].sqrt(), sums[4]
+    scale = torch.ones_like(norm)
+    if max_grad_norm > 0:
+        scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    optimizer.queue_step(scale.float(), (~sums.isfinite().all() | (lacking < 0)).float())
+    return True

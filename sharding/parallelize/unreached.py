@@ -30,6 +30,13 @@ class Unreached:
 
     def __init__(self) -> None:
         self.parameters: set[Tensor] = set()
+        self._parts: list[StateTensor] | None = None
+
+    def parts(self, model: nn.Module) -> list[StateTensor]:
+        """The parameters of the model, which is sharded: listed once, as it takes milliseconds."""
+        if self._parts is None:
+            self._parts = list(parameters_of(model).values())
+        return self._parts
 
     def fill(self, group: Any) -> None:
         """Before an FSDP unit's gradients are reduced: give zeros where there is none.
@@ -92,7 +99,13 @@ def _filling_first(unreached: Unreached, group: Any) -> Any:
 
 def num_lacking(model: nn.Module) -> int:
     """How many trained parameters of which this rank has a part nothing on it has reached."""
-    return sum(map(_unreached(model).lacks, parameters_of(model).values()))
+    unreached = _unreached(model)
+    return sum(map(unreached.lacks, unreached.parts(model)))
+
+
+def parts_of(model: nn.Module) -> list[StateTensor]:
+    """The parameters of a sharded model."""
+    return _unreached(model).parts(model)
 
 
 @torch.no_grad()
@@ -101,7 +114,7 @@ def agree_on_gradients(model: nn.Module, mesh: Mesh) -> None:
     if need be, and the others none. All ranks call it together, after the last backward of a step."""
     unreached = _unreached(model)
     # those of other stages of a pipeline too: all ranks must count the same ones
-    parts = [part for part in parameters_of(model).values() if part.trainable]
+    parts = [part for part in unreached.parts(model) if part.trainable]
     reached = [part.is_here and not unreached.lacks(part) for part in parts]
     reached_N = torch.tensor(reached, dtype=torch.int32, device=mesh.grid.device_type)
     dist.all_reduce(reached_N)

@@ -23,7 +23,14 @@ from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import Denominators, forward_of, routing_of, token_loss_sum, weigh_losses
+from expertmesh.training.micro_batch import (
+    Denominators,
+    PooledCounts,
+    forward_of,
+    routing_of,
+    token_loss_sum,
+    weigh_losses,
+)
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
 from tests.families.configs import TEXT_IDS
@@ -179,12 +186,13 @@ def _run(model: Any, batches: dict[str, Batch], order: str, queue: Any = None) -
 def _forward(model: Any, batch: Batch, name: str, queue: Any) -> tuple[Tensor, dict[str, Tensor]]:
     # dropout's numbers are the same for a micro-batch, whatever ran before
     torch.manual_seed(ord(name))
-    over = Denominators(batch.num_targets + 1, torch.tensor(batch.num_tokens + 1), batch.num_tokens + 1, 2)
+    over = Denominators(batch.num_targets + 1, batch.num_tokens + 1, batch.num_tokens + 1, 2)
     forward = forward_of(batch)
     forward.weight_gradients = queue
     loss_sum = token_loss_sum(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
-    losses = weigh_losses(loss_sum, stats, routing_of(stats), WEIGHTS, over, None)
+    counts = PooledCounts(stats, WEIGHTS, None)
+    losses = weigh_losses(loss_sum, stats, routing_of(stats), WEIGHTS, over, counts)
     routing = losses.routing
     figures = (losses.values(), routing.counts_LE, routing.entropy_L, routing.rows_computed_L)
     return losses.total(WEIGHTS), dict(zip(("losses", "counts", "entropies", "rows"), figures, strict=True))

@@ -18,7 +18,7 @@ from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.monitoring.anomaly import AnomalyDetector
-from expertmesh.training.step import StepResult
+from expertmesh.training.step import Gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.tiers import tiered
@@ -44,16 +44,16 @@ def applied(poison: Poison, model: nn.Module) -> Iterator[None]:
         yield
         return
     if poison.what == "parameter's gradient":
-        compute_gradients = expertmesh.training.step.compute_gradients
+        step_gradients = expertmesh.training.step.step_gradients
 
-        def spoil_gradient(*args: Any) -> StepResult:
-            result = compute_gradients(*args)
+        def spoil_gradient(*args: Any) -> Gradients:
+            result = step_gradients(*args)
             grad = model.get_parameter(poison.name).grad
             assert grad is not None
             local_tensor(grad).fill_(torch.nan)
             return result
 
-        with patch.object(expertmesh.training.step, "compute_gradients", spoil_gradient):
+        with patch.object(expertmesh.training.step, "step_gradients", spoil_gradient):
             yield
         return
 

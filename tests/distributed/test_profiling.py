@@ -176,7 +176,7 @@ def test_what_comes_between_two_steps_is_not_profiled(
 
 def run_stopped(argv: list[str]) -> tuple[int, str, str]:
     """`run_telling`, stopped as if by a signal after two steps."""
-    with mock.patch.object(StopRequest, "on_any_rank", side_effect=[False, True]):
+    with mock.patch.object(StopRequest, "is_asked", side_effect=[False, True]):
         return run_telling(argv)
 
 

@@ -78,8 +78,7 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
         once = run.measured.in_common * (1 - 1 / tp_size)
         times[Traffic("positions", "all-gather", "tp", 1, once)] = forwards * len(run.stages)
     times[Traffic("token counts", "all-reduce", "world", 1, all_reduce(world, forwards * 3 * 8))] = 1
-    times[Traffic("losses", "all-reduce", "world", 1, all_reduce(world, 3 * 8))] = 1
-    times[Traffic("gradient norm", "all-reduce", "world", 1, all_reduce(world, 2 * 8))] = 1
+    times[Traffic("losses, gradient norm", "all-reduce", "world", 1, all_reduce(world, 6 * 8))] = 1
     if balance:
         counts = all_reduce(run.setting.ranks_per_stage, run.model.num_experts * 8)
         times[Traffic("expert counts", "all-reduce", "stage", 1, counts)] = forwards

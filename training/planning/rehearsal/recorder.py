@@ -26,6 +26,7 @@ from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
+from ....moe.util.gpu import is_rehearsing_gpu
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
 from ...config.optimizers import EIGEN_FLOPS
@@ -129,6 +130,7 @@ class Recorder(Pausable, TorchDispatchMode):
         layer: that the step has come to; None: to none.
         makers: by a storage's number.
         calls: operators by micro-batch (None: the update), views included: what the host has to launch.
+        waits: how often the host waits for the device: reads of it with something launched between them.
     """
 
     def __init__(self, parts: Parts):
@@ -145,6 +147,7 @@ class Recorder(Pausable, TorchDispatchMode):
         self.layer: int | None = None
         self._unmade: list[int] = []
         self._called = 0
+        self.waits, self._read_after = 0, 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,6 +157,8 @@ class Recorder(Pausable, TorchDispatchMode):
             # asked for at every second step, and known
             return args[0].fake_device
         if operator is aten._local_scalar_dense.default:
+            if is_rehearsing_gpu():
+                self._wait()
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
         # a real tensor's device is no operator
@@ -208,6 +213,11 @@ class Recorder(Pausable, TorchDispatchMode):
     def read(self) -> None:
         """Record that the host waits here for all that was launched."""
         self._event("read", self.parts.here()).is_read = True
+        self._wait()
+
+    def _wait(self) -> None:
+        if len(self.events) != self._read_after:
+            self.waits, self._read_after = self.waits + 1, len(self.events)
 
     @property
     def num_calls(self) -> int:
