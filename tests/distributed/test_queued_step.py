@@ -10,7 +10,7 @@ import expertmesh.training.step
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.step import _queue_step, squares_and_lacking
-from tests.distributed.test_nonfinite import EXPERTS, SIX_STEPS, Poison, tell_poisoned
+from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.families.configs import tiny_config
 
@@ -30,7 +30,7 @@ def queueing(argv: list[str], poison: Poison | None = None, lacks: bool = False)
         return squares_and_lacking(*args) - torch.tensor([0.0, 1.0 if lacks else 0.0])
 
     with (
-        mock.patch.object(expertmesh.training.step, "computes_on_cpu", lambda tensor: False),
+        mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=False),
         mock.patch.object(expertmesh.training.step, "_queue_step", queue_step),
         mock.patch.object(expertmesh.training.step, "squares_and_lacking", lacking),
     ):
