@@ -159,7 +159,7 @@ CONTENTS: dict[str, list[tuple[bytes, str | None]]] = {
     ],
     "given template": [
         *((text.encode(), f"cannot be used: {said}") for text, said in TEMPLATES),
-        (b"\xff\xfe", "neither a built-in one (mistral, chatml, harmony, deepseek, glm, olmoe) nor a readable file"),
+        (b"\xff\xfe", "neither a built-in one (mistral, chatml, olmoe) nor a readable file"),
     ],
     "own template": [
         *((text.encode(), f"the chat template refuses this conversation: {said}") for text, said in TEMPLATES),

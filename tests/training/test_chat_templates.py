@@ -19,7 +19,7 @@ from expertmesh.training.data import chat as spans
 from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.samples import DataOptions, load_samples
-from expertmesh.training.data.templates import TEMPLATES
+from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, built_in_template
 from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
 
@@ -389,10 +389,10 @@ def row_of(conversation: str, name: str) -> dict[str, Any]:
 
 
 def test_all_are_expected() -> None:
-    assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
+    assert set(EXPECTED) == {(name, conversation) for name in (*BUILT_IN, *OWN) for conversation in CONVERSATIONS}
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+@pytest.mark.parametrize("name", [*BUILT_IN, *OWN])
 def test_what_is_trained_on(tmp_path: Path, name: str) -> None:
     tokenizer = with_template(tmp_path, name)
     for conversation, train_on in itertools.product(CONVERSATIONS, ["all", "assistant", "last", "final"]):
@@ -413,7 +413,7 @@ def test_what_is_trained_on(tmp_path: Path, name: str) -> None:
         assert shown(*rendered(tokenizer, row, train_on)) == expected, (conversation, train_on)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_what_asks_for_an_answer_comes_before_it(tmp_path: Path, name: str) -> None:
     """As the built-in templates write it when text is generated, and when the answer is there already."""
     tokenizer = with_template(tmp_path, name)
@@ -425,7 +425,7 @@ def test_what_asks_for_an_answer_comes_before_it(tmp_path: Path, name: str) -> N
             assert asking == "".join(c for c in expected.rpartition("«")[0] if c not in "«»‹›")
 
 
-@pytest.mark.parametrize("name", ["harmony", "chatml", "Qwen3-Thinking", "GLM-4.5"])
+@pytest.mark.parametrize("name", ["GPT-OSS", "chatml", "Qwen3-Thinking", "GLM-4.5"])
 def test_tokens(tmp_path: Path, name: str) -> None:
     """The tokens that are trained on are those of the characters that are."""
     tokenizer, conversation = with_template(tmp_path, name), "calls in an earlier turn"
@@ -484,7 +484,7 @@ def takes(name: str, conversation: str) -> bool:
     return not EXPECTED[name, conversation].startswith("refused")
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+@pytest.mark.parametrize("name", [*BUILT_IN, *OWN])
 def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str) -> None:
     """What is trained on stays the same when every message says the same, be that a word of the template's."""
     tokenizer = with_template(tmp_path, name)
@@ -509,7 +509,7 @@ def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+@pytest.mark.parametrize("name", [*BUILT_IN, *OWN])
 def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans that are taken over from messages of the same kind are those that each message shows by itself, of words
     with blanks at their ends, and thoughts in the content, too."""
@@ -533,7 +533,7 @@ def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+@pytest.mark.parametrize("name", [*BUILT_IN, *OWN])
 def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str) -> None:
     tokenizer, counts = with_template(tmp_path, name), []
     for turns in (6, 18):
@@ -638,7 +638,7 @@ CHAIN = [user("1?"), assistant("", None, call(a=1)), SAID, assistant("", None, c
 
 def tokenizer_of(directory: Path, which: str) -> Any:
     """With a built-in template, one of OWN, one of trl's, or this one."""
-    if which in OWN or which in TEMPLATES:
+    if which in OWN or which in BUILT_IN:
         return with_template(directory, which)
     return published(directory, which) if which in PUBLISHED else tokenizer_like(directory, "mistral", which)
 
@@ -649,7 +649,6 @@ def tokenizer_of(directory: Path, which: str) -> Any:
         # thoughts within the content
         ("Qwen3", [user("yo"), INLINE], "final", "assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
         ("chatml", [user("yo"), INLINE], "final", "assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
-        ("glm", [user("yo"), INLINE], "final", "<think></think>\n<think>\nhm\n</think>\n\n«yo<|user|>»"),
         (
             "chatml", [user("a"), assistant("a </think>", "b </think> c")], "final",
             "c\n</think>\n\n«a </think><|im_end|>»\n",
@@ -737,12 +736,10 @@ def test_text_of_calls_that_is_left_out_of_history_alone(tmp_path: Path) -> None
     assert "so" not in rendered(tokenizer_of(tmp_path, LAST_TEXT), row, "assistant")[0]
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("chatml", "qwen3_instruct_2507"), ("chatml", "qwen3"), ("glm", "glm4moe")]
-)
-def test_tools_are_written_as_the_published_template_does(tmp_path: Path, family: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "qwen3"])
+def test_tools_are_written_as_the_published_template_does(tmp_path: Path, name: str) -> None:
     """To the letter: a model that was trained on the one meets the other when it is served."""
-    theirs, ours = published(tmp_path, name), with_template(tmp_path, family)
+    theirs, ours = published(tmp_path, name), with_template(tmp_path, "chatml")
     system = {"role": "system", "content": "so"}
     chain = [user("1?"), assistant("", None, call(a=1), call(a="é")), result("1"), result("2")]
     chain += [assistant("so", None, call()), result("3")]
@@ -818,68 +815,19 @@ def test_what_trl_trains_on(tmp_path: Path, name: str) -> None:
     assert any(ours and theirs for ours, theirs, _ in others)
 
 
-SCHEMA = {
-    "type": "object",
-    "required": ["which"],
-    "properties": {
-        "which": {"type": "string", "enum": ["x", "y"], "default": "x", "description": "Which one."},
-        "count": {"type": ["integer", "null"]},
-        "parts": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "number"}]}},
-        "more": {"type": "object", "properties": {"is_so": {"type": "boolean"}}, "required": ["is_so"]},
-        "any": {},
-    },
-}
-DECLARED = """\
-namespace functions {
-
-// Finds.
-type find = (_: {
-// Which one.
-which: "x" | "y", // default: "x"
-count?: number | null,
-parts?: (string | number)[],
-more?: {
-is_so: boolean,
-},
-any?: any,
-}) => any;
-
-type stop = () => any;
-
-} // namespace functions<|end|>"""
-
-
-def test_harmony_declares_tools(tmp_path: Path) -> None:
-    tools = [
-        {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA}},
-        {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
-    ]
-    row = {"messages": [{"role": "system", "content": "be brief"}, user("yo"), assistant("yo")], "tools": tools}
-    text, _ = rendered(with_template(tmp_path, "harmony"), row, "last")
-    instructions = "<|end|><|start|>developer<|message|># Instructions\n\nbe brief\n\n# Tools\n\n## functions\n\n"
-    assert instructions + DECLARED + "<|start|>user<|message|>yo<|end|>" in text
-
-
-def test_harmony_names_the_tool_of_each_result(tmp_path: Path) -> None:
-    named = {"role": "tool", "name": "sub", "content": "0"}
-    row = {"messages": [user("1?"), assistant("", None, call(a=1)), result("1"), named, assistant("so")]}
-    text, _ = rendered(with_template(tmp_path, "harmony"), row, "last")
-    assert "<|start|>functions.add to=assistant<|channel|>commentary<|message|>1<|end|>" in text
-    assert "<|start|>functions.sub to=assistant<|channel|>commentary<|message|>0<|end|>" in text
-
-
 def test_which_is_taken_by_the_vocabulary(tmp_path: Path) -> None:
     """OLMoE's roles are plain text, which shows in no vocabulary."""
-    for family in SPECIAL.keys() - {"gemma"}:
+    for family in BUILT_IN:
         tokenizer, name = tokenizer_like(tmp_path / family, family), "mistral" if family == "olmoe" else family
         assert set_chat_template(tokenizer, "") == f"built-in {name} (the tokenizer has none)"
-        assert tokenizer.chat_template == TEMPLATES[name]
+        assert tokenizer.chat_template == built_in_template(name)
         assert set_chat_template(tokenizer, "") == "the tokenizer's own"
-    names = r"neither a built-in one \(mistral, chatml, harmony, deepseek, glm, olmoe\) nor a readable file"
+    names = r"neither a built-in one \(mistral, chatml, olmoe\) nor a readable file"
     (tmp_path / "bad.jinja").write_text("{% for")
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert set_chat_template(tokenizer, str(tmp_path / "own.jinja")) == str(tmp_path / "own.jinja")
-    for asked, said in (("mistrall", names), (str(tmp_path / "bad.jinja"), r"bad\.jinja: cannot be used")):
+    gone = [(name, f"{name}: is no longer built in; leave it out where the tokenizer has a") for name in NO_LONGER]
+    for asked, said in (("mistrall", names), (str(tmp_path / "bad.jinja"), r"bad\.jinja: cannot be used"), *gone):
         with pytest.raises(ExpertMeshError, match=said):
             set_chat_template(tokenizer, asked)
 

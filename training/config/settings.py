@@ -19,7 +19,7 @@ from ...sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
-from ..data.templates import TEMPLATES
+from ..data.templates import BUILT_IN
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
@@ -206,7 +206,7 @@ class DataSettings:
     chat_template: str = _flag(
         "Data",
         "",
-        f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file (default: the tokenizer's)",
+        f"Chat template: {', '.join(BUILT_IN)}, or a Jinja file (default: the tokenizer's)",
         scope="input",
         metavar="NAME",
         of_export=True,

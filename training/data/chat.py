@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...moe.util.errors import ExpertMeshError
 from .formats import Conversation
-from .templates import OWN_TOKENS, TEMPLATES
+from .templates import BUILT_IN, CHATML_TOKEN, NO_LONGER, built_in_template
 from .turns import Written, with_reasoning
 
 TrainOn = Literal["all", "assistant", "last", "final"]
@@ -49,20 +49,24 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
     if not wanted and tokenizer.chat_template:
         return "the tokenizer's own"
     if not wanted:
-        vocabulary = tokenizer.get_vocab()
-        name = next((name for name, token in OWN_TOKENS.items() if token in vocabulary), "mistral")
-        tokenizer.chat_template = TEMPLATES[name]
+        name = "chatml" if CHATML_TOKEN in tokenizer.get_vocab() else "mistral"
+        tokenizer.chat_template = built_in_template(name)
         return f"built-in {name} (the tokenizer has none)"
-    if wanted in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[wanted]
+    if wanted in BUILT_IN:
+        tokenizer.chat_template = built_in_template(wanted)
         return f"built-in {wanted}"
+    if wanted in NO_LONGER:
+        raise ExpertMeshError(
+            f"--chat-template {wanted}: is no longer built in; leave it out where the tokenizer has a template, or "
+            "give the chat_template.jinja of a model that was trained on it, as of what an earlier run exported"
+        )
     try:
         if not Path(wanted).is_file():
             raise FileNotFoundError("no such file")
         tokenizer.chat_template = Path(wanted).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ExpertMeshError(
-            f"--chat-template {wanted}: neither a built-in one ({', '.join(TEMPLATES)}) nor a readable file: {error}"
+            f"--chat-template {wanted}: neither a built-in one ({', '.join(BUILT_IN)}) nor a readable file: {error}"
         ) from error
     try:
         text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
