@@ -67,9 +67,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     directory = tmp_path_factory.mktemp("datasets-cache")
     os.environ["HF_DATASETS_CACHE"] = str(directory)
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # what runs say is compared
     if "datasets" in sys.modules:
-        # it read the variable when it was imported
+        # it read the variables when it was imported
         sys.modules["datasets"].config.HF_DATASETS_CACHE = directory
+        sys.modules["datasets"].disable_progress_bars()
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     os.environ["XDG_CACHE_HOME"] = str(cache)

@@ -41,7 +41,7 @@ def sources() -> dict[str, Path]:
     """The files of each package of ours, Python's and others that it needs, by the path in a wheel."""
     found = {f"expertmesh/{name}": ROOT / f".package/expertmesh/{name}" for name in ("__init__.py", "py.typed")}
     files = [ROOT / "train_ep.py", *(file for folder in OURS for file in (ROOT / folder).rglob("*"))]
-    ours = [file for file in files if file.suffix in (".py", ".html", ".css", ".js", ".json")]
+    ours = [file for file in files if file.suffix in (".py", ".html", ".css", ".js", ".json", ".jinja")]
     return found | {f"expertmesh/{file.relative_to(ROOT)}": file for file in ours}
 
 

@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
@@ -947,8 +948,12 @@ def test_a_file_that_cannot_be_read_is_not_the_cache_s_fault(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_is_told(tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], workers: int) -> None:
+def test_progress_is_told(
+    tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     """By `datasets`, while records are read and while they are tokenized; not of what is kept."""
+
+    monkeypatch.setattr(sys.modules["datasets.utils.tqdm"], "_hf_datasets_progress_bars_disabled", False)
     file = write(tmp_path / "data.jsonl", [{"text": str(number)} for number in range(200)])
     for is_new in (True, False):
         load(tokenizer, file, num_workers=workers)

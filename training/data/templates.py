@@ -1,4 +1,4 @@
-"""Built-in chat templates, for tokenizers that bring none: the files in chat_templates/.
+"""Built-in chat templates, for tokenizers that bring none: the .jinja files beside this one.
 
 Each writes a format that models were trained on, with system prompts and, where the format has them, reasoning, tools,
 their calls and results. Reasoning is left out of turns that a later question follows, as it is when the model is used.
@@ -20,4 +20,4 @@ CHATML_TOKEN = "<|im_start|>"
 
 def built_in_template(name: str) -> str:
     """One of BUILT_IN, in Jinja."""
-    return files(__package__).joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+    return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8")
