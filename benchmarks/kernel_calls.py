@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from expertmesh.training.optim.update import Update
-
 TOKENS, TOP_K, D, F = 4096, 2, 4096, 14336
 ROWS = TOKENS * TOP_K
 
@@ -44,35 +42,6 @@ def _swiglu(dtype: torch.dtype) -> None:
     gate_up = _empty(dtype, ROWS, 2 * F)
     fused_forward(*gate_up.chunk(2, dim=1))
     fused_joined_backward(grad, gate_up)
-
-
-def _adamw_8bit(dtype: torch.dtype) -> None:
-    from expertmesh.training.optim.low_bit_triton import step_8bit, step_fp32
-
-    def scalars(*shape: int) -> Tensor:
-        return _empty(torch.float32, *shape)
-
-    table = (scalars(256), scalars(255))
-    # in blocks that fill the kernel's room for one, and in smaller ones
-    for columns, block in ((D, 256), (480, 240)):
-        weight, grad = (_empty(dtype, F, columns) for _ in range(2))
-        codes, scales = _empty(torch.uint8, F, columns), scalars(F, columns // block)
-        step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
-    norm = _empty(dtype, D)
-    step_fp32(norm, norm, scalars(D), scalars(D), _update())
-
-
-def _adamw_bf16(dtype: torch.dtype) -> None:
-    from expertmesh.training.optim.low_bit_triton import step_bf16
-
-    for shape in ((F, D), (D,)):
-        weight, grad, mean, square = (_empty(dtype, *shape) for _ in range(4))
-        step_bf16(weight, grad, mean, square, _empty(torch.float32), 0, -(2**31), 42, _update())
-
-
-def _update() -> Update:
-    correction = _empty(torch.float64)
-    return Update(0.1, 0.001, correction, correction, 1e-5, 0.9, 1e-8)
 
 
 def _permute(dtype: torch.dtype) -> None:
@@ -168,7 +137,6 @@ TABLE = "looked up, one value at a time"
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
 NORMS = {"factor": "one value per row", **dict.fromkeys(("weight", "sums"), "one of a head's 128 values per thread")}
 ROW_FIGURES = ("highest", "exp_sums", "at_target")
-CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
 CASTS = {
     **dict.fromkeys(("scales", "largest", "numbers"), "one value per row or column"),
     **dict.fromkeys(("ends", "padded_ends"), ONE),
@@ -186,17 +154,6 @@ EXAMPLES = [
     Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(_divided_cross_entropy, torch.bfloat16, dict.fromkeys(("targets", *ROW_FIGURES), ONE)),
-    Example(
-        _adamw_8bit,
-        torch.float32,
-        {
-            **CORRECTIONS,
-            **dict.fromkeys(("mean_scales", "square_scales"), SCALES),
-            **dict.fromkeys(("mean_codes", "square_codes"), CODES),
-            **dict.fromkeys(("mean_values", "square_values", "borders"), TABLE),
-        },
-    ),
-    Example(_adamw_bf16, torch.bfloat16, {**CORRECTIONS, "step": ONE}),
     Example(
         _megablocks_sparse,
         torch.bfloat16,

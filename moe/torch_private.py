@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
     from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_default_hooks
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
+    from torch._dynamo import mark_static as mark_static
     from torch._dynamo.utils import calculate_time_spent as calculate_time_spent
     from torch._dynamo.utils import counters as counters
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -64,6 +65,7 @@ _MODULES = {
     "_get_sequence_nr": "torch._C._autograd",
     "_top_saved_tensors_default_hooks": "torch._C._autograd",
     "_RecordFunctionFast": "torch._C._profiler",
+    "mark_static": "torch._dynamo",
     "calculate_time_spent": "torch._dynamo.utils",
     "counters": "torch._dynamo.utils",
     "FakeTensor": "torch._subclasses.fake_tensor",
@@ -114,6 +116,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     "ReduceScatter": lambda kind: _is_collective(kind, "op", "async_op"),
     "_get_default_store": lambda function: callable(function) and not inspect.signature(function).parameters,
     "_set_pg_timeout": lambda function: _takes(function, "timeout", "group"),
+    "mark_static": lambda function: _takes(function, "t", "index"),
     # which dry runs replace
     "FSDPState": lambda kind: _takes(getattr(kind, "_root_post_backward_final_callback", None), "self"),
     "ShardingPropagator": lambda kind: _takes(getattr(kind, "_propagate_tensor_meta_non_cached", None), "self"),

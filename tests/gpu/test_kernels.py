@@ -24,7 +24,7 @@ from tests.moe.test_permute import PADDING, SHAPES, order_of, results
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
 from tests.training.test_head import check_halves, inputs, loss_and_gradients
-from tests.training.test_low_bit_triton import BF16_CASES, EXACT, USUAL, assert_equal, both, gradients
+from tests.training.test_low_bit_compiled import EXACT, PARAMETERS, USUAL, both, check_usual
 
 DTYPES = [torch.float32, torch.bfloat16]
 LARGE = {"many rows": [700, 0, 0, 324], "more rows than a block has": [40_000, 0, 3]}
@@ -203,14 +203,8 @@ def test_cross_entropy_by_liger(share: float, dtype: torch.dtype, has_bias: bool
 
 
 @pytest.mark.parametrize("settings", [EXACT, USUAL], ids=["exact", "usual"])
-def test_low_bit_optimizers(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    """To the bit, since the kernels round where torch's own do."""
-    torch.manual_seed(0)
-    fp32_sizes: list[tuple[int, ...]] = [(60, 512), (60, 100), (370,)]
-    for size in fp32_sizes:
-        start, grads = torch.randn(size, device="cuda"), gradients(size, device="cuda")
-        assert_equal(*both(monkeypatch, start, grads, settings))
-    for size, first_row, number in BF16_CASES:
-        start = torch.randn(size, device="cuda").bfloat16()
-        grads = gradients(size, torch.bfloat16, "cuda")
-        assert_equal(*both(monkeypatch, start, grads, settings, first_row=first_row, number=number))
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_low_bit_optimizers(kind: str, settings: dict[str, Any]) -> None:
+    """Compiled and by torch's operators, but for a last place here and there."""
+    for size in PARAMETERS[kind]:
+        check_usual(*both(kind, size, settings, "cuda"))

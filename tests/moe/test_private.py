@@ -86,6 +86,7 @@ CHANGED: dict[str, Any] = {
     "ReduceScatter": Otherwise,
     "_get_default_store": lambda store: store,
     "_set_pg_timeout": otherwise,
+    "mark_static": otherwise,
     "FSDPState": Otherwise,
     "ShardingPropagator": Otherwise,
     "_distributed_c10d": ModuleType("_distributed_c10d"),

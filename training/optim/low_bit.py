@@ -4,26 +4,138 @@ Neither optimizer depends on the parallel layout: blocks of 8-bit state lie with
 rows; the random numbers of stochastic rounding are a function of seed, parameter, step, row and column. Yet fp32 noise
 between layouts now and then tips a value to the other side of a rounding, and so grows more than with fp32 state.
 
-On a GPU a step is one Triton kernel per parameter, which reads and writes each value once
-(`training.optim.low_bit_triton`); where tensors are not contiguous, and on a CPU, it is torch's own operators, each of
-which does.
+A parameter's update is one function of this rank's part of it. On a CPU it is torch's own operators, which read and
+write all of it a dozen times; on a GPU `torch.compile` makes one kernel of them, which does so once.
 
-Shape suffixes: P parameters, R rows of a parameter on this rank, D its columns, B blocks per row.
+Shape suffixes: P parameters, N elements of a parameter on this rank, R its rows, D its columns, B blocks of n elements.
 """
 
+from collections.abc import Callable
 from functools import cache
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.training_state.resuming import ResumableOptimizer
+from ...moe import torch_private
 from ...moe.util.gpu import takes_triton
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 from ..config.optimizers import block_size
-from .update import Update
+
+
+class Update(NamedTuple):
+    """What one update of a parameter takes beside its tensors.
+
+    mean_share, square_share: 1 - beta1 and 1 - beta2, weights of the gradient and of its square in the new moments.
+    mean_correction, square_correction: 1 - beta^step, by which the moments are divided; scalar, double.
+    decay: 1 - lr * weight decay, by which the weight is multiplied.
+
+    The numbers are floats where torch's own operators compute, and fp32 scalar tensors for `Compiled`, which would be
+    compiled anew for each learning rate.
+    """
+
+    mean_share: Any
+    square_share: Any
+    mean_correction: Tensor
+    square_correction: Tensor
+    lr: Any
+    decay: Any
+    eps: Any
+
+
+class Compiled:
+    """A function that changes tensors in place: on a GPU compiled to one kernel when it first runs there, for tensors
+    of any size."""
+
+    def __init__(self, fn: Callable[..., None]):
+        self.fn = fn
+        self.__doc__ = fn.__doc__
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        if takes_triton(args[0]):
+            self.run(*args)
+        else:
+            self.fn(*args)
+
+    def run(self, *args: Any) -> None:
+        if self._compiled is None:
+            self._compiled = torch.compile(self.fn, dynamic=True)
+        self._compiled(*args)
+
+
+@Compiled
+def update_fp32(weight_N: Tensor, grad_N: Tensor, mean_N: Tensor, square_N: Tensor, update: Update) -> None:
+    """One update of a weight whose moments are fp32."""
+    weight, mean, square = _updated(weight_N, grad_N, mean_N, square_N, update)
+    weight_N.copy_(weight)
+    mean_N.copy_(mean)
+    square_N.copy_(square)
+
+
+@Compiled
+def update_8bit(
+    weight_Bn: Tensor,
+    grad_Bn: Tensor,
+    mean_codes_Bn: Tensor,
+    mean_scales_B: Tensor,
+    square_codes_Bn: Tensor,
+    square_scales_B: Tensor,
+    mean_map: tuple[Tensor, Tensor],
+    square_map: tuple[Tensor, Tensor],
+    update: Update,
+) -> None:
+    """One update of a weight whose moments are 8-bit codes with a scale per block. The maps are `dynamic_map`'s."""
+    mean_Bn = mean_map[0][mean_codes_Bn.int()] * mean_scales_B.unsqueeze(1)
+    square_Bn = square_map[0][square_codes_Bn.int()] * square_scales_B.unsqueeze(1)
+    weight, mean, square = _updated(weight_Bn, grad_Bn, mean_Bn, square_Bn, update)
+    weight_Bn.copy_(weight)
+    _to_8bit(mean, mean_codes_Bn, mean_scales_B, mean_map)
+    _to_8bit(square, square_codes_Bn, square_scales_B, square_map)
+
+
+@Compiled
+def update_bf16(
+    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, place: Tensor, seed: int, update: Update
+) -> None:
+    """One update of a bf16 weight, (R, D) or a vector, with bf16 moments; weight and second moment are rounded
+    stochastically.
+
+    Args:
+        step: scalar, how many updates this makes.
+        place: int32: a hash of the parameter's own, and the first of its rows that lie on this rank.
+        seed: int32.
+    """
+    new_weight, new_mean, new_square = _updated(weight, grad, mean.float(), square.float(), update)
+    key = random_bits(step.int() + place[0]) + seed
+    bits = position_bits(key, place[1], weight)
+    weight.copy_(round_to_bf16(new_weight, bits & 0xFFFF))
+    square.copy_(round_to_bf16(new_square, (bits >> 16) & 0xFFFF))
+    # a tenth of the first moment is new each step: rounding to nearest loses nothing of note
+    mean.copy_(new_mean)
+
+
+def _updated(
+    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, update: Update
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new weight and moments in fp32; moments are given so."""
+    grad = grad.float()
+    mean = mean.lerp(grad, update.mean_share)
+    square = square.lerp(grad.square(), update.square_share)
+    root = (square / update.square_correction).sqrt_().add_(update.eps)
+    change = (mean / update.mean_correction).div_(root)
+    weight = weight.float() * update.decay
+    weight = weight - change * update.lr if isinstance(update.lr, Tensor) else weight.sub_(change, alpha=update.lr)
+    return weight, mean, square
+
+
+def _to_8bit(moment_Bn: Tensor, codes_Bn: Tensor, scales_B: Tensor, of_map: tuple[Tensor, Tensor]) -> None:
+    """Each value becomes the nearest of the map's, times its block's largest magnitude."""
+    largest_B = moment_Bn.abs().amax(dim=-1).clip(1e-12)
+    codes_Bn.copy_(torch.bucketize(moment_Bn / largest_B.unsqueeze(1), of_map[1], out_int32=True, right=True))
+    scales_B.copy_(largest_B)
 
 
 class _AdamW(ResumableOptimizer):
@@ -48,7 +160,12 @@ class _AdamW(ResumableOptimizer):
                     on_device.setdefault(self._step_of(parameter).device, []).append(parameter)
             for parameters in on_device.values():
                 for parameter, update in zip(parameters, self._updates(parameters, group), strict=True):
-                    self._update(parameter, update)
+                    assert parameter.grad is not None
+                    # detached, as a compiler takes what is a parameter to have one shape only
+                    weight, grad = local_tensor(parameter).detach(), local_tensor(parameter.grad)
+                    if weight.numel() > 0:
+                        state = {name: local_tensor(tensor) for name, tensor in self.state[parameter].items()}
+                        self._update(parameter, weight, grad, state, update)
 
     def _step_of(self, parameter: Tensor) -> Tensor:
         """How many updates a parameter has had, scalar; its state is made if it has none."""
@@ -67,51 +184,29 @@ class _AdamW(ResumableOptimizer):
         # kept on the device, in double: a float of it would wait for the device, and 1 - 0.999 in fp32 is 1e-5 off
         steps_P = torch.stack(steps).double()
         beta1, beta2 = group["betas"]
-        # two by two, so that each lies as its counterparts do: Triton compiles a kernel anew for another alignment
-        corrections = torch.stack([1 - beta1**steps_P, 1 - beta2**steps_P], dim=1)
-        lr, eps, decay = group["lr"], group["eps"], 1 - group["lr"] * group["weight_decay"]
-        pairs = (pair.unbind() for pair in corrections.unbind())
-        return [Update(1 - beta1, 1 - beta2, of_mean, of_square, lr, decay, eps) for of_mean, of_square in pairs]
-
-    def _update(self, parameter: Tensor, update: Update) -> None:
-        state = self.state[parameter]
-        local = {name: local_tensor(tensor) for name, tensor in state.items()}
-        weight, grad = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
-        if takes_kernel(weight, grad, *local.values()):
-            self._fused_update(parameter, weight, grad, local, update)
-            return
-        weight_RD, grad_RD = weight.float(), grad.float()
-        mean_RD, square_RD = self._moments(state)
-        mean_RD = mean_RD.lerp(grad_RD, update.mean_share)
-        square_RD = square_RD.lerp(grad_RD.square(), update.square_share)
-        root_RD = (square_RD / update.square_correction).sqrt_().add_(update.eps)
-        change_RD = (mean_RD / update.mean_correction).div_(root_RD)
-        weight_RD = (weight_RD * update.decay).sub_(change_RD, alpha=update.lr)
-        self._store(parameter, state, weight_RD, mean_RD, square_RD)
-
-    def _fused_update(
-        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
-    ) -> None:
-        """One update by a kernel of `training.optim.low_bit_triton`: of this rank's part of the parameter, its gradient
-        and its state."""
-        raise NotImplementedError
+        of_mean_P, of_square_P = 1 - beta1**steps_P, 1 - beta2**steps_P
+        numbers: Any = (1 - beta1, 1 - beta2, group["lr"], 1 - group["lr"] * group["weight_decay"], group["eps"])
+        if takes_triton(steps[0]):
+            numbers = torch.tensor(numbers, dtype=torch.float32).to(steps[0].device).unbind()
+        mean_share, square_share, lr, decay, eps = numbers
+        return [
+            Update(mean_share, square_share, of_mean, of_square, lr, decay, eps)
+            for of_mean, of_square in zip(of_mean_P, of_square_P, strict=True)
+        ]
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """State of a parameter before its first step: zeros."""
         raise NotImplementedError
 
-    def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """This rank's part of the first and second moment in fp32."""
+    def _update(
+        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
+    ) -> None:
+        """Update this rank's part of a parameter and of its state, in place."""
         raise NotImplementedError
 
-    def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Keep this rank's part of the updated weight and moments, given in fp32."""
-        raise NotImplementedError
-
-
-def takes_kernel(*tensors: Tensor) -> bool:
-    """Whether a kernel of `training.optim.low_bit_triton` can update these."""
-    return all(takes_triton(t) and t.is_contiguous() for t in tensors)
+    def _update_fp32(self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update) -> None:
+        mean, square = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+        update_fp32(weight.view(-1), grad.reshape(-1), mean, square, update)
 
 
 class AdamW8bit(_AdamW):
@@ -133,55 +228,23 @@ class AdamW8bit(_AdamW):
             codes[f"{name}_scales"] = zeros_by_rows(parameter, (num_blocks,), torch.float32)
         return codes
 
-    def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        if "exp_avg" in state:
-            return local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
-        mean = _from_8bit(state["exp_avg_codes"], state["exp_avg_scales"], signed=True)
-        return mean, _from_8bit(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], signed=False)
-
-    def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
-        local_tensor(parameter).copy_(weight)
-        for name, moment, signed in (("exp_avg", mean, True), ("exp_avg_sq", square, False)):
-            if name in state:
-                local_tensor(state[name]).copy_(moment)
-            else:
-                _to_8bit(moment, state[f"{name}_codes"], state[f"{name}_scales"], signed)
-
-    def _fused_update(
+    def _update(
         self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
     ) -> None:
-        from .low_bit_triton import step_8bit, step_fp32
-
-        if "exp_avg" in state:
-            step_fp32(weight, grad, state["exp_avg"], state["exp_avg_sq"], update)
+        block = block_size(parameter.shape)
+        if block is None:
+            self._update_fp32(weight, grad, state, update)
             return
-        step_8bit(
-            weight,
-            grad,
-            state["exp_avg_codes"],
-            state["exp_avg_scales"],
-            state["exp_avg_sq_codes"],
-            state["exp_avg_sq_scales"],
-            dynamic_map(True, weight.device),
-            dynamic_map(False, weight.device),
-            update,
-        )
-
-
-def _from_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    codes_RD, scales_RB = local_tensor(codes), local_tensor(scales)
-    values, _ = dynamic_map(signed, codes_RD.device)
-    return (values[codes_RD.int()].unflatten(1, (scales_RB.shape[1], -1)) * scales_RB.unsqueeze(-1)).flatten(1)
-
-
-def _to_8bit(moment_RD: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
-    """Each value becomes the nearest of the map's, times its block's largest magnitude."""
-    blocks = moment_RD.unflatten(1, (scales.shape[1], -1))
-    scales_RB = blocks.abs().amax(dim=-1).clip_(1e-12)
-    _, borders = dynamic_map(signed, moment_RD.device)
-    codes_RD = torch.bucketize(blocks / scales_RB.unsqueeze(-1), borders, out_int32=True, right=True).flatten(1)
-    local_tensor(codes).copy_(codes_RD)
-    local_tensor(scales).copy_(scales_RB)
+        # blocks lie within rows, one after the other
+        tensors = [weight.view(-1, block), grad.reshape(-1, block)]
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensors += [state[f"{name}_codes"].view(-1, block), state[f"{name}_scales"].view(-1)]
+        if takes_triton(weight):
+            for tensor in tensors:
+                if tensor.dim() == 2:
+                    # of a known size, a block is summed up in registers and read once
+                    torch_private.mark_static(tensor, 1)
+        update_8bit(*tensors, dynamic_map(True, weight.device), dynamic_map(False, weight.device), update)
 
 
 @cache
@@ -223,58 +286,37 @@ class AdamWBf16(_AdamW):
         seed: int,
     ):
         super().__init__(groups, lr, betas, eps)
-        self.rows = rows
-        self.seed = seed
+        self.places: dict[Tensor, Tensor] = {}
+        for parameter, (number, here) in rows.items():
+            own = random_bits(torch.tensor(number - 2**31, dtype=torch.int32))
+            self.places[parameter] = torch.stack([own, torch.full_like(own, here.start)]).to(parameter.device)
+        self.seed = seed % 2**31
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         row = parameter.shape[1:]
         return {name: zeros_by_rows(parameter, row, parameter.dtype) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return local_tensor(state["exp_avg"]).float(), local_tensor(state["exp_avg_sq"]).float()
-
-    def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
-        if parameter.dtype == torch.float32:
-            for tensor, values in ((parameter, weight), (state["exp_avg"], mean), (state["exp_avg_sq"], square)):
-                local_tensor(tensor).copy_(values)
-            return
-        number, rows, seed = self._random_numbers(parameter)
-        of_parameter = random_bits(torch.full_like(state["step"], number, dtype=torch.int32))
-        key = random_bits(state["step"].int() + of_parameter)
-        bits = position_bits(key + seed, rows, weight)
-        local_tensor(parameter).copy_(round_to_bf16(weight, bits & 0xFFFF))
-        local_tensor(state["exp_avg_sq"]).copy_(round_to_bf16(square, (bits >> 16) & 0xFFFF))
-        # a tenth of the first moment is new each step: rounding to nearest loses nothing of note
-        local_tensor(state["exp_avg"]).copy_(mean)
-
-    def _fused_update(
+    def _update(
         self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
     ) -> None:
-        from .low_bit_triton import step_bf16, step_fp32
-
-        moments = (state["exp_avg"], state["exp_avg_sq"])
         if parameter.dtype == torch.float32:
-            step_fp32(weight, grad, *moments, update)
+            self._update_fp32(weight, grad, state, update)
             return
-        number, rows, seed = self._random_numbers(parameter)
-        step_bf16(weight, grad, *moments, state["step"], rows.start, number, seed, update)
-
-    def _random_numbers(self, parameter: Tensor) -> tuple[int, range, int]:
-        """What a parameter's random bits begin with: its number and the seed, int32, and its rows on this rank."""
-        number, rows = self.rows[parameter]
-        return number - 2**31, rows, self.seed % 2**31
+        shape = weight.shape if weight.dim() == 1 else (len(weight), -1)
+        mean, square = state["exp_avg"].view(shape), state["exp_avg_sq"].view(shape)
+        place = self.places[parameter]
+        update_bf16(weight.view(shape), grad.reshape(shape), mean, square, state["step"], place, self.seed, update)
 
 
-def position_bits(key: Tensor, rows: range, like: Tensor) -> Tensor:
-    """32 random bits, int32, for each element of `like`, which holds `rows` of a parameter; the same for an element
-    wherever it lies. `key`: int32 scalar tensor."""
-    row_R = random_bits(torch.arange(rows.start, rows.stop, dtype=torch.int32, device=like.device) ^ key)
+def position_bits(key: Tensor, first_row: Tensor | int, like: Tensor) -> Tensor:
+    """32 random bits, int32, for each element of `like`, (R, D) or a vector, which holds a parameter's rows from
+    `first_row` on; the same for an element wherever it lies. `key`: int32 scalar tensor."""
+    row_R = random_bits((torch.arange(len(like), dtype=torch.int32, device=like.device) + first_row) ^ key)
     if like.dim() == 1:
         return random_bits(row_R)
     # hashed twice, or row a, column b would have the bits of row b, column a
-    num_columns = prod(like.shape[1:])
-    column_D = random_bits(random_bits(torch.arange(num_columns, dtype=torch.int32, device=like.device)))
-    return random_bits(row_R.unsqueeze(1) ^ column_D).view(like.shape)
+    column_D = random_bits(random_bits(torch.arange(like.shape[1], dtype=torch.int32, device=like.device)))
+    return random_bits(row_R.unsqueeze(1) ^ column_D)
 
 
 def random_bits(x: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class StepModule:
 
     part: that its operators belong to; None, as for helpers: that of the module's caller. lasting: qualified names of
     its functions that make what outlives a step, such as optimizer state, or compute nothing: what they and their
-    callees do is part of no step. kernels: what its Triton kernels write, by the names of their functions.
+    callees do is part of no step. kernels: what its kernels write, Triton's and each `Compiled`, by the names of their
+    functions.
     """
 
     part: StepPart | None
@@ -167,16 +168,14 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.micro_batch": StepModule("the step"),
     "expertmesh.training.model_setup.dense_precision": StepModule(None),
     "expertmesh.training.optim.low_bit": StepModule(
-        "optimizer step", lasting=("_AdamW._no_moments", "AdamW8bit._no_moments", "AdamWBf16._no_moments")
-    ),
-    "expertmesh.training.optim.low_bit_triton": StepModule(
         "optimizer step",
+        lasting=("_AdamW._no_moments", "AdamW8bit._no_moments", "AdamWBf16._no_moments"),
         kernels={
-            "_fp32_kernel": writes(updates=("weight_ptr", "mean_ptr", "square_ptr")),
-            "_8bit_kernel": writes(
-                updates=("weight_ptr", "mean_codes_ptr", "mean_scales_ptr", "square_codes_ptr", "square_scales_ptr")
+            "update_fp32": writes(updates=("weight_N", "mean_N", "square_N")),
+            "update_8bit": writes(
+                updates=("weight_Bn", "mean_codes_Bn", "mean_scales_B", "square_codes_Bn", "square_scales_B")
             ),
-            "_bf16_kernel": writes(updates=("weight_ptr", "mean_ptr", "square_ptr")),
+            "update_bf16": writes(updates=("weight", "mean", "square")),
         },
     ),
     "expertmesh.training.optim.matrices": StepModule("optimizer step"),
@@ -232,6 +231,6 @@ def is_lasting(function: Callable[..., Any]) -> bool:
 
 
 def written_by(kernel: Any) -> Writes:
-    """What a Triton kernel writes; nothing for one that is not in the table, whose tensors then all count as read."""
+    """What a kernel writes; nothing for one that is not in the table, whose tensors then all count as read."""
     code = STEP_PARTS.get(kernel.fn.__module__)
     return Writes() if code is None else code.kernels.get(kernel.fn.__qualname__, Writes())

@@ -630,9 +630,9 @@ def sharing_occasional(recorder: Recorder, functions: Mapping[Callable[..., Any]
 
 @contextmanager
 def recording_triton(recorder: Recorder) -> Iterator[None]:
-    """Have Triton kernels leave an event with `recorder` in place of being run."""
+    """Have Triton kernels, and what is compiled to one, leave an event with `recorder` in place of being run."""
 
-    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
         tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
         of_kernel = written_by(kernel)

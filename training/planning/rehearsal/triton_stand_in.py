@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .... import moe, training
+from ...optim.low_bit import Compiled
 
 
 class Kernel:
@@ -36,12 +37,12 @@ class Constant:
 def kinds_of_kernels() -> tuple[type, ...]:
     """The classes of kernels, whose `run` launches them."""
     if find_spec("triton") is None:
-        return (Kernel,)
+        return Compiled, Kernel
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     # the second is what a kernel is where Triton's interpreter is on
-    return JITFunction, InterpretedFunction
+    return Compiled, JITFunction, InterpretedFunction
 
 
 @cache

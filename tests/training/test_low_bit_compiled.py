@@ -1,0 +1,92 @@
+"""Updates of low-bit AdamW compiled against the same by torch's operators, by inductor on a CPU."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertmesh.moe.torch_private import counters
+from expertmesh.training.optim import low_bit
+from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16
+
+EXACT: dict[str, Any] = {"lr": 2.0**-10, "betas": (0.75, 0.5), "eps": 1e-8}
+"""Powers of two: whether a product and a sum are rounded once, as by torch's operators, makes no difference."""
+USUAL: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+PARAMETERS: dict[str, list[tuple[int, ...]]] = {
+    "8bit": [(6, 512), (3, 2880), (0, 256), (256, 256), (6, 100), (37,), (3, 2, 5)],
+    "bf16": [(9, 520), (20, 24), (700,), (5, 2, 3), (0, 16)],
+}
+"""Rows that are blocks, of 256 or fewer values, and that are not."""
+
+
+def updated(kind: str, start: Tensor, grads: list[Tensor], settings: dict[str, Any], compiles: bool) -> dict[str, Any]:
+    """Weight and state after steps, each at a learning rate of its own."""
+    parameter = torch.nn.Parameter(start.clone())
+    # as FSDP does where it reduces in another dtype than the parameter's
+    parameter.grad_dtype = grads[0].dtype
+    groups: list[dict[str, Any]] = [{"params": [parameter], "weight_decay": 0.25}]
+    optimizer: Any = AdamW8bit(groups, **settings)
+    if kind == "bf16":
+        rows: Any = {parameter: (2**31 + 7, range(5, 5 + len(start)))}
+        optimizer = AdamWBf16(groups, **settings, rows=rows, seed=2**31 + 5)
+    with mock.patch.object(low_bit, "takes_triton", return_value=compiles):
+        for number, grad in enumerate(grads):
+            parameter.grad = grad.clone()
+            optimizer.param_groups[0]["lr"] = settings["lr"] * 2.0**-number
+            optimizer.step()
+    return {"weight": parameter.detach(), **optimizer.state[parameter]}
+
+
+def both(kind: str, size: tuple[int, ...], settings: dict[str, Any], device: str) -> tuple[dict[str, Any], ...]:
+    """Compiled, and by torch's operators; of gradients of all magnitudes, and one of zeros."""
+    generator, dtype = torch.Generator().manual_seed(5), torch.bfloat16 if kind == "bf16" else torch.float32
+    start, *grads = (torch.randn(size, generator=generator) * scale for scale in (1.0, 0.0, 0.1, 1.0, 10.0))
+    given = start.to(device, dtype), [grad.to(device, dtype) for grad in grads]
+    return updated(kind, *given, settings, True), updated(kind, *given, settings, False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same")
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_state_is_that_of_torchs_operators(kind: str) -> None:
+    """To the bit, the rounding's random numbers too; weights to the last one, as a compiled root or quotient may be one
+    off. Neither another size nor another learning rate takes another graph without end, and none is broken off."""
+    torch.compiler.reset()
+    before = dict(counters["stats"])
+    for size in PARAMETERS[kind]:
+        found, expected = both(kind, size, EXACT, "cpu")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            if name != "weight":
+                assert torch.equal(found[name], tensor), (size, name)
+            elif kind == "8bit":
+                torch.testing.assert_close(found[name], tensor, rtol=3e-7, atol=1e-6)
+            else:
+                # which rounding makes a bf16 weight's last place now and then
+                assert int((found[name] != tensor).sum()) <= tensor.numel() / 100
+                torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] - before.get("unique_graphs", 0) <= 7
+    assert not counters["graph_break"]
+    found, expected = both(kind, PARAMETERS[kind][0], USUAL, "cpu")
+    check_usual(found, expected)
+
+
+def check_usual(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """A moment's last place takes a value at a border across now and then."""
+    for name, tensor in expected.items():
+        if tensor.dtype in (torch.uint8, torch.bfloat16):
+            assert (found[name] != tensor).float().mean() < 1e-2, name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_block_that_is_not_finite() -> None:
+    """Its scale is NaN: nothing hides it. Its neighbours are untouched."""
+    grad = torch.ones(1, 512)
+    grad[0, 3] = torch.nan
+    state = updated("8bit", torch.ones(1, 512), [grad], EXACT, compiles=False)
+    assert state["exp_avg_scales"].isnan().tolist() == [[True, False]]
