@@ -10,7 +10,7 @@ from ..sharding.pipeline.pipeline import pipeline_of
 from ..sharding.pipeline.timeline import bubble
 from ..sharding.replicas import replicated_state
 from ..sharding.topology import Topology
-from .attention.context_parallel_attention import complete_sequences_line
+from .attention.complete_sequences import complete_sequences_line
 from .attention.packed_attention import OWN, inner_attention
 from .config.train_config import TrainConfig
 from .data.preview import describe, warnings_of

@@ -21,7 +21,7 @@ from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss
 from ..moe.hf_model.counts import seen_pairs
 from ..moe.util.gpu import computing_values
 from ..sharding.pipeline.pipeline import pipeline_of, stage_group
-from .attention.run_model import run_model
+from .attention.packed_attention import run_model
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head

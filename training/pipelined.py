@@ -37,7 +37,7 @@ from ..sharding.pipeline.schedule import (
 from ..sharding.pipeline.survey import Size
 from ..sharding.stages import Stages
 from ..sharding.state import parameters_of
-from .attention.run_model import run_model
+from .attention.packed_attention import run_model
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head

@@ -41,7 +41,8 @@ from ..moe.util.errors import ExpertMeshError
 from ..sharding.collectives.tensor_parallel import TPGroup
 from ..sharding.parallelize.vocabulary import divided_vocabulary
 from ..sharding.topology import divisors, either
-from .attention.complete_sequences import mixers_of, rearranges
+from .attention.complete_sequences import rearranges
+from .attention.layer_kinds import mixers_of
 from .attention.packed_attention import tells_window
 from .data.batch import SplitSequences
 from .kept_positions import KeptPositions, is_kept_otherwise

@@ -14,8 +14,8 @@ from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.attention.by_sample import apply_packing
-from expertmesh.training.attention.complete_sequences import CompleteSequences
-from expertmesh.training.attention.context_parallel_attention import apply_context_parallel, complete_sequences_line
+from expertmesh.training.attention.complete_sequences import CompleteSequences, complete_sequences_line
+from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample

@@ -1,5 +1,6 @@
 """Modules that run sample by sample: where positions go, which modules these are, and what is refused."""
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -84,6 +85,7 @@ def test_a_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer that its config calls by no name."""
     own = MixtralAttention.forward
 
+    @wraps(own)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(self, hidden_states.cumsum(dim=1), *args, **kwargs)
 
@@ -101,12 +103,16 @@ def test_a_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, mixing: Any, says: str) -> None:
-    """What mixes tokens in no module that could run sample by sample."""
+    """What mixes tokens in no module that could run sample by sample: none that takes a cache, or one with experts."""
     own = mixing.forward
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def of_layer(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(self, hidden_states.cumsum(dim=1), *args, **kwargs)
 
+    def of_block(self: Any, hidden_states: Tensor, past_key_values: Any = None) -> Any:
+        return own(self, hidden_states.cumsum(dim=1))
+
+    forward = of_layer if mixing is MixtralDecoderLayer else of_block
     monkeypatch.setattr(mixing, "forward", forward)
     model = build_model(tiny_config(), OWN)
     with pytest.raises(ExpertMeshError, match=f"--packing: {says}.*; leave it out, --group-by-length saves padding"):

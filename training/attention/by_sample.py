@@ -3,15 +3,14 @@ its own, padded on the right.
 
 So a state, a convolution, a block of tokens or a choice of tokens begins anew with each sample, by the family's own
 code: these modules are causal, and padding behind a sample changes nothing within it. All else of a layer, experts
-above all, computes packed sequences. Which modules these are is found by trying.
+above all, computes packed sequences. Which modules these are is said by `layer_kinds`, and tried.
 
 Shape suffixes: B sequences, S positions, N = B·S positions of all sequences, M positions of all samples with their
 padding, n samples of like length, L positions of the longest of them, Q queries and K keys of a sequence.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,12 @@ from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
-from .layer_kinds import kinds_by_layer, seen_by_mask
-from .packed_attention import tells_window
-from .run_model import run_model
+from .layer_kinds import attends, kinds_by_layer, mixers_of
+from .packed_attention import run_model, tells_window
 
 _ALIKE = 0.75
 """Samples that are at least this fraction as long as the longest are padded to its length."""
 
-_CPU = torch.device("cpu")
 _TRIED = [[5, 1, 7, 3], [9, 3, 2]]
 """Lengths of samples of the sequences that a model is tried with."""
 _DIFFERENCE = 1e-3
@@ -77,10 +74,6 @@ def lay_out(segments: Sequence[int], device: torch.device) -> SampleLayout:
     )
 
 
-class _UnknownError(Exception):
-    """A module takes something that cannot be rearranged sample by sample."""
-
-
 class BySample:
     """The forward of a module, with each sample of packed sequences as a sequence of its own; the module's own forward
     where the current `Forward` has one sample per sequence.
@@ -95,35 +88,24 @@ class BySample:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = current_forward()
-        segments = None if forward is None else forward.segments
-        if forward is None or segments is None:
+        if forward is None or forward.segments is None:
             return self.forward(*args, **kwargs)
         assert forward.split is None, "it is given complete sequences"
+        # each sequence is a sample now
+        kwargs.pop("segments", None)
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
         if forward.layout is None:
-            forward.layout = lay_out(segments, next(x.device for x in tree_leaves((args, kwargs)) if _is_tensor(x)))
-        return by_sample(self.forward, forward.layout, *args, **kwargs)
-
-
-def by_sample(forward: Callable[..., Any], layout: SampleLayout, *args: Any, **kwargs: Any) -> Any:
-    """Call a module's forward once for each batch of a layout, with the arguments of packed sequences, and return its
-    results for these."""
-    # each sequence is a sample now
-    kwargs = {name: value for name, value in kwargs.items() if name != "segments"}
-    leaves, structure = tree_flatten((args, kwargs))
-    sizes = (leaf.shape[:2] for leaf in leaves if _is_tensor(leaf) and leaf.dim() > 1)
-    shape = next(size for size in sizes if size.numel() == len(layout.back_N))
-    cut = [_cut(leaf, shape, layout) for leaf in leaves]
-    results = []
-    for index in range(len(layout.sizes)):
-        own_args, own_kwargs = tree_unflatten([leaf[index] for leaf in cut], structure)
-        results.append(tree_flatten(forward(*own_args, **own_kwargs)))
-    structure = results[0][1]
-    together = zip(*(leaves for leaves, _ in results), strict=True)
-    return tree_unflatten([_put_back(parts, shape, layout) for parts in together], structure)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+            forward.layout = lay_out(forward.segments, tensors[0].device)
+        layout: SampleLayout = forward.layout
+        shape = next(x.shape[:2] for x in tensors if x.shape[:2].numel() == len(layout.back_N))
+        cut = [_cut(leaf, shape, layout) for leaf in leaves]
+        results = []
+        for index in range(len(layout.sizes)):
+            own_args, own_kwargs = tree_unflatten([leaf[index] for leaf in cut], structure)
+            results.append(tree_flatten(self.forward(*own_args, **own_kwargs)))
+        together = zip(*(leaves for leaves, _ in results), strict=True)
+        return tree_unflatten([_put_back(parts, shape, layout) for parts in together], results[0][1])
 
 
 def _cut(leaf: Any, shape: torch.Size, layout: SampleLayout) -> Sequence[Any]:
@@ -150,7 +132,10 @@ def _cut_mask(mask: Tensor, shape: torch.Size, layout: SampleLayout) -> Sequence
     rows, length = shape
     if mask.shape[-2:] != (length, length):
         if not tells_window(mask):
-            raise _UnknownError(f"an argument of shape {tuple(mask.shape)}, in sequences of {tuple(shape)}")
+            raise ExpertMeshError(
+                f"--packing: a mask of shape {tuple(mask.shape)}, in sequences of {tuple(shape)}, cannot be cut into "
+                "samples; leave it out"
+            )
         return [mask if mask.shape[-1] < longest else None for _, longest in layout.sizes]
     mask_BHQK = mask.expand(rows, *mask.shape[1:])
     cut = []
@@ -180,13 +165,11 @@ def _put_back(parts: Sequence[Any], shape: torch.Size, layout: SampleLayout) -> 
 
 
 def apply_packing(model: Any) -> None:
-    """Have a model keep the samples of packed sequences apart, in place: modules in which they would see one another
-    run sample by sample.
+    """Have a model keep the samples of packed sequences apart, in place: what mixes tokens in layers of a kind that
+    sees more than a mask shows (see `training.attention.layer_kinds`) runs sample by sample.
 
-    Which ones is tried at once, with stand-ins for weights: modules of layers whose results differ if each sample is a
-    sequence of its own, and those that mix tokens in layers of a kind that sees more than a mask shows, such as a
-    choice among more tokens than the trial has. Then it is tried whether the complete model gives the same for packed
-    samples as for each alone.
+    Then it is tried at once, with stand-ins for weights, whether each layer gives the same for packed samples as for
+    each alone. A layer that does not, as one whose attention knows no mask, runs sample by sample too, if that helps.
 
     Args:
         model: from `build_model`, on the meta device.
@@ -197,24 +180,33 @@ def apply_packing(model: Any) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     packed = collate([[_sample(length, place, vocabulary) for length in row] for place, row in enumerate(_TRIED)])
     alone = collate([[_sample(length, place, vocabulary)] for place, row in enumerate(_TRIED) for length in row])
-    layers = decoder_layers(model)
-    try:
-        found = _seeing_others(model, packed)
-        for layer, form in zip(layers, _forms(model), strict=True):
-            for name, child in layer.named_children():
-                if (form, name) in found:
-                    child.forward = BySample(child.forward)
-        results = zip(_layers_results(model, packed), _layers_results(model, alone), strict=True)
-    except Exception as error:
-        raise _refused(model, f"do not run with packed samples ({type(error).__name__}: {error})") from error
-    for (of_packed_NX, of_alone_NX), layer in zip_longest(results, layers):
-        if _differ(of_packed_NX, of_alone_NX):
-            raise _refused(
-                model, f"({type(layer or model).__name__}) give others for packed samples than for each alone"
-            )
-    for child in (child for layer in layers for child in layer.children()):
-        if isinstance(child.forward, BySample) and any(isinstance(part, DMoE) for part in child.modules()):
-            raise _refused(model, f"({type(child).__name__}) mix tokens beside experts")
+    layers, kinds = decoder_layers(model), kinds_by_layer(model)
+    forms = [_form(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+    for layer, kind in zip(layers, kinds, strict=True):
+        if not attends(kind):
+            _run_by_sample(model, layer)
+    while True:
+        try:
+            results = zip(*(_layers_results(model, forms, batch) for batch in (packed, alone)), strict=True)
+        except Exception as error:
+            raise _refused(model, f"do not run with packed samples ({type(error).__name__}: {error})") from error
+        unlike = next((place for place, (ours, theirs) in enumerate(results) if _differ(ours, theirs)), None)
+        if unlike is None:
+            return
+        same = [layer for layer, form in zip(layers, forms, strict=True) if form == [*forms, None][unlike]]
+        if not [_run_by_sample(model, layer) for layer in same].count(True):
+            name = type([*layers, model][unlike]).__name__
+            raise _refused(model, f"({name}) give others for packed samples than for each alone")
+
+
+def _run_by_sample(model: Any, layer: nn.Module) -> bool:
+    """Have what mixes tokens in a layer run sample by sample, in place; whether anything does that did not before."""
+    found = [part for part in mixers_of(layer) if not isinstance(part.forward, BySample)]
+    for part in found:
+        if any(isinstance(module, DMoE) for module in part.modules()):
+            raise _refused(model, f"({type(part).__name__}) mix tokens beside experts")
+        part.forward = BySample(part.forward)
+    return bool(found)
 
 
 def _refused(model: Any, why: str) -> ExpertMeshError:
@@ -228,98 +220,40 @@ def _sample(length: int, place: int, vocabulary: int) -> Sample:
     return Sample.of_prompt([(3 + (11 * place + 5 * length + 3 * i * i) % 200) % vocabulary for i in range(length)], 1)
 
 
-def _forms(model: Any) -> list[Any]:
-    """What the decoder layers are made of, equal for layers that do the same."""
-    return [
-        (kind, *((path, type(part), _shapes(part), _switches(part)) for path, part in layer.named_modules()))
-        for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
-    ]
+def _form(layer: nn.Module, kind: str | None) -> Any:
+    """What a decoder layer is made of, equal for layers that do the same: its kind, the classes and shapes of its
+    modules, and what is true or false of them, as whether a later layer takes its keys and values."""
+    return kind, tuple(
+        (
+            *(path, type(part), tuple(None if p is None else p.shape for p in part._parameters.values())),
+            tuple((name, x) for name, x in vars(part).items() if isinstance(x, bool) and name != "training"),
+        )
+        for path, part in layer.named_modules()
+    )
 
 
-def _shapes(module: nn.Module) -> tuple[torch.Size | None, ...]:
-    return tuple(None if p is None else p.shape for p in module._parameters.values())
-
-
-def _switches(module: nn.Module) -> tuple[tuple[str, bool], ...]:
-    """What is true or false of a module, as whether a later layer takes its keys and values."""
-    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, bool) and name != "training")
-
-
-def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
-    """Modules of layers in which packed samples would see one another: the layer's form, and the module's name."""
-    assert batch.segments is not None
-    samples, tokens = lay_out(batch.segments, _CPU), lay_out([1] * sum(batch.segments), _CPU)
-    found: set[tuple[Any, str]] = set()
-
-    def trying(own: Callable[..., Any], is_masked: bool, key: tuple[Any, str]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            packed = own(*args, **kwargs)
-            leaves = tree_leaves((args, kwargs))
-            if not any(_is_tensor(x) and x.shape[:2] == batch.tokens_BS.shape for x in leaves):
-                return packed
-            if is_masked and any(isinstance(x, MutableMapping) and x for x in leaves):
-                # in which layers leave keys and values for one another: a try by sample would leave some of one sample.
-                # Whether it had to be is found out by the complete model's results
-                return packed
-            try:
-                apart = by_sample(own, samples, *args, **kwargs)
-            except _UnknownError:
-                # whether it had to be is found out by the complete model's results
-                return packed
-            if _differ(packed, apart) or not (
-                is_masked or not _differ(packed, by_sample(own, tokens, *args, **kwargs))
-            ):
-                found.add(key)
-            return apart
-
-        return forward
-
-    with standing_in_for_weights(model):
-        for layer, form in zip(decoder_layers(model), _forms(model), strict=True):
-            for name, child in layer.named_children():
-                child.forward = trying(child.forward, seen_by_mask(form[0]), (form, name))
-        _run(model, batch)
-    return found
-
-
-def _layers_results(model: Any, batch: Batch) -> list[Tensor]:
-    """What each layer and, last, the model gives, for all tokens of a batch, sample after sample."""
+def _layers_results(model: Any, forms: list[Any], batch: Batch) -> list[Tensor]:
+    """What each layer and, last, the model gives, for all tokens of a batch, sample after sample. Of layers of one form
+    the first is run; the others give what it gave."""
     results: list[Tensor] = []
-
-    def note(layer: nn.Module, args: Any, output: Any) -> None:
-        results.append(tree_leaves(output)[0])
-
-    hooks = [layer.register_forward_hook(note) for layer in decoder_layers(model)]
-    with standing_in_for_weights(model):
-        results.append(_run(model, batch))
-    for hook in hooks:
-        hook.remove()
-    return [x_BSX if batch.is_token_BS is None else x_BSX[batch.is_token_BS] for x_BSX in results]
-
-
-def _run(model: Any, batch: Batch) -> Tensor:
-    """The logits, (B, S, V). Of layers of one form the first is run; the others give what it gave."""
     given: dict[Any, Any] = {}
 
     def once(own: Callable[..., Any], form: Any) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if form not in given:
                 given[form] = own(*args, **kwargs)
+            results.append(tree_leaves(given[form])[0])
             return given[form]
 
         return forward
 
-    for layer, form in zip(decoder_layers(model), _forms(model), strict=True):
-        layer.forward = once(layer.forward, form)
-    logits_BSV: Tensor = run_model(model, batch, Forward(batch.is_token_BS, segments=batch.segments)).logits
-    return logits_BSV
+    with standing_in_for_weights(model):
+        for layer, form in zip(decoder_layers(model), forms, strict=True):
+            layer.forward = once(layer.forward, form)
+        results.append(run_model(model, batch, Forward(batch.is_token_BS, segments=batch.segments)).logits)
+    return [x_BSX if batch.is_token_BS is None else x_BSX[batch.is_token_BS] for x_BSX in results]
 
 
-def _differ(ours: Any, theirs: Any) -> bool:
-    """Whether results differ by more than rounding, in their values of floating-point numbers."""
-    pairs = zip(tree_leaves(ours), tree_leaves(theirs), strict=True)
-    return any(
-        (one.float() - other.float()).abs().max() > _DIFFERENCE * other.abs().max()
-        for one, other in pairs
-        if _is_tensor(other) and other.is_floating_point()
-    )
+def _differ(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether results differ by more than rounding."""
+    return bool((ours.float() - theirs.float()).abs().max() > _DIFFERENCE * theirs.abs().max())

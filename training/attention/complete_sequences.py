@@ -3,14 +3,13 @@ layers that carry a state, convolve, select or compress tokens.
 
 Such a part of a layer (a mixer) is given complete sequences: each rank of a CP group gets some of those that the group
 splits, computes these at all positions, and sends the results to the ranks of the positions. So nothing needs to be
-known of what it computes. A mixer is recognised by the cache that it takes: what sees other positions needs one in
-generation, and what takes none looks at each position by itself.
+known of what it computes. Mixers are recognised by the cache that they take (`layer_kinds.mixers_of`).
 
 Shape suffixes: B sequences, n of them complete on this rank, S positions, L = S/c of them on this rank.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,25 +22,11 @@ from ..data.batch import SplitSequences
 from .by_sample import BySample
 from .packed_attention import tells_window
 
-_CACHES = frozenset({"cache", "past_key_values", "past_key_value", "cache_params"})
-"""Names of the argument that transformers' modules take their cache by: `cache` since 5.24."""
-
 Place = Literal["positions", "axes", "sequences", "all"]
 """Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); the same
 with several positions per token ahead, (axes, B, L); all positions of all sequences, (B, ...); what is used as it is:
 what all sequences have in common, or indices of chosen tokens from a mixer of an
 earlier layer, (n, S, ...)."""
-
-
-def mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a decoder layer that may mix positions: the outermost modules that take a cache, or run sample by
-    sample."""
-    for part in layer.children():
-        takes_cache = not _CACHES.isdisjoint(inspect.signature(type(part).forward).parameters)
-        if takes_cache or isinstance(part.forward, BySample):
-            yield part
-        else:
-            yield from mixers_of(part)
 
 
 class CompleteSequences:
@@ -75,6 +60,24 @@ class CompleteSequences:
             output = self.forward(*args, **kwargs)
         forward.layout = complete.layout
         return _ranges(output, split)
+
+
+def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | None:
+    """How context parallelism computes what mixes positions otherwise than by attention, in words; None: there is no
+    such part of a layer.
+
+    Args:
+        sequences: per micro-batch and CP group.
+    """
+    counts = Counter(type(part).__name__ for part in model.modules() if isinstance(part.forward, CompleteSequences))
+    if not counts:
+        return None
+    mixers = ", ".join(f"{number} {name}" for name, number in counts.items())
+    line = f"context parallelism: {mixers} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
+    if sequences < cp_size:
+        ranks = cp_size // sequences
+        line += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
+    return line
 
 
 def rearranges(mixer: Callable[..., Any], forward: Forward) -> bool:

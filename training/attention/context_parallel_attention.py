@@ -9,7 +9,6 @@ on this rank, A head width.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -32,10 +31,9 @@ from ...sharding.topology import divisors, either
 from ..data.batch import SplitSequences, collate
 from ..data.samples import Sample
 from .by_sample import BySample
-from .complete_sequences import CompleteSequences, mixers_of
-from .layer_kinds import kinds_by_layer, seen_by_mask, seen_in
-from .packed_attention import CP_PREFIX, OWN, window_told
-from .run_model import run_model
+from .complete_sequences import CompleteSequences
+from .layer_kinds import attends, kinds_by_layer, mixers_of, seen_in
+from .packed_attention import CP_PREFIX, OWN, run_model, window_told
 
 _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
@@ -62,7 +60,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
     inner = model.config._attn_implementation
     for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True):
         is_by_sample = any(isinstance(part.forward, BySample) for part in layer.children())
-        if is_by_sample or _convolves(layer) or not seen_by_mask(kind):
+        if is_by_sample or _convolves(layer) or not attends(kind):
             _mix_complete(model, inner, layer, kind or type(layer).__name__)
     AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
@@ -84,24 +82,6 @@ def _shape_of_group(cp_size: int, tp_size: int) -> CPGroup:
         return CPGroup(cp_size, 0, None)
     within = CPGroup(cp_size, 0, None) if cp_size > 1 else None
     return CPGroup(cp_size * tp_size, 0, None, TPGroup(tp_size, 0, None), within)
-
-
-def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | None:
-    """How context parallelism computes what mixes positions otherwise than by attention, in words; None: there is no
-    such part of a layer.
-
-    Args:
-        sequences: per micro-batch and CP group.
-    """
-    counts = Counter(type(part).__name__ for part in model.modules() if isinstance(part.forward, CompleteSequences))
-    if not counts:
-        return None
-    mixers = ", ".join(f"{number} {name}" for name, number in counts.items())
-    line = f"context parallelism: {mixers} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
-    if sequences < cp_size:
-        ranks = cp_size // sequences
-        line += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
-    return line
 
 
 def _convolves(part: nn.Module) -> bool:
@@ -213,7 +193,7 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
     return [
         layer
         for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
-        if (kind is None or seen_in(kind) != "itself")
+        if seen_in(kind) != "itself"
         and not any(part in modules or isinstance(part.forward, CompleteSequences) for part in layer.modules())
     ]
 

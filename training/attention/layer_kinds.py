@@ -1,20 +1,51 @@
-"""Kinds of decoder layers, by the names that configs have for them: which other tokens a token sees in such a layer.
+"""How decoder layers attend: one table, by what a token sees of other tokens in a layer, and the kinds of layers that
+configs name.
 
-A kind that is not here sees more than a mask shows: packed, its layers run sample by sample, and under context
+A kind that is not here may see more than a mask shows: packed, its layers run sample by sample, and under context
 parallelism with complete sequences, which is right for any, and slower. A kind of your own is one call of
 `register_layer_kind`, before a model is built; README.md has an example.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.util.entry_checks import check_fields
 
 Sees = Literal["itself", "past", "window", "mask", "state"]
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How layers in which a token sees this much are computed.
+
+    Attributes:
+        words: what a token sees of others.
+        by_attention: whether it sees them by attention alone that goes through transformers' interface. Then packed
+            samples are kept apart by what attention is told, and a CP group's ranks each compute some heads. Else each
+            sample is a sequence of its own (`by_sample`), and ranks compute complete sequences (`complete_sequences`).
+        by_ours: whether our own attention (`packed_attention`) computes it, which needs no mask and is flash attention
+            on a GPU. None: there is no attention to compute.
+    """
+
+    words: str
+    by_attention: bool
+    by_ours: bool | None
+
+
+ATTENDING: dict[Sees | None, Attending] = {
+    "itself": Attending("itself alone", by_attention=True, by_ours=None),
+    "past": Attending("all before it", by_attention=True, by_ours=True),
+    "window": Attending("a window", by_attention=True, by_ours=True),
+    "mask": Attending("what another mask leaves", by_attention=True, by_ours=False),
+    "state": Attending("all before it, by a state or a convolution", by_attention=False, by_ours=None),
+    None: Attending("more than a mask shows, perhaps", by_attention=False, by_ours=False),
+}
 
 
 @dataclass(frozen=True)
@@ -76,39 +107,54 @@ def register_layer_kind(added: LayerKind) -> None:
     LAYER_KINDS[added.name] = added
 
 
-def kinds_of_layers(text_config: Any) -> set[str]:
-    """As a config names them; empty where all are alike."""
-    names = ("layer_types", "layers_block_type")
-    return {str(kind) for name in names for kind in getattr(text_config, name, None) or ()}
+def kinds_of_layers(text_config: Any) -> list[str]:
+    """The kind of each layer as a config names it; empty where all are alike."""
+    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
+    return [str(kind) for kind in kinds]
 
 
 def kinds_by_layer(model: Any) -> list[str | None]:
     """The kind of each of a model's layers as its config names it; None where all are alike."""
-    text_config, num_layers = model.config.get_text_config(), len(decoder_layers(model))
-    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
-    return [str(kind) for kind in kinds[:num_layers]] if kinds else [None] * num_layers
+    kinds, num_layers = kinds_of_layers(model.config.get_text_config()), len(decoder_layers(model))
+    return [*kinds[:num_layers]] if kinds else [None] * num_layers
 
 
-def seen_in(kind: str) -> Sees | None:
-    """What is seen in layers of a kind; None: more than a mask shows."""
+def seen_in(kind: str | None) -> Sees | None:
+    """What is seen in layers of a kind; None: perhaps more than a mask shows. Where all layers are alike they attend to
+    the past, or a window of it."""
+    if kind is None:
+        return "past"
     return LAYER_KINDS[kind].sees if kind in LAYER_KINDS else None
 
 
-def seen_by_mask(kind: str | None) -> bool:
-    """Whether all that a token sees in layers of this kind, beside itself, it sees by attention under a mask."""
-    return kind is None or seen_in(kind) in ("itself", "past", "window", "mask")
+def attends(kind: str | None) -> bool:
+    """Whether all that a token sees in layers of this kind, beside itself, it sees by attention."""
+    return ATTENDING[seen_in(kind)].by_attention
+
+
+_CACHES = frozenset({"cache", "past_key_values", "past_key_value", "cache_params"})
+"""Names of the argument that transformers' modules take their cache by: `cache` since 5.24."""
+
+
+def mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a decoder layer that may mix positions: the outermost modules that take a cache. What sees other
+    positions needs one in generation, and what takes none looks at each position by itself."""
+    for part in layer.children():
+        if _CACHES.isdisjoint(inspect.signature(type(part).forward).parameters):
+            yield from mixers_of(part)
+        else:
+            yield part
 
 
 def table_of_layer_kinds() -> str:
     """The table in README.md."""
-    words_for = {
-        "itself": "itself alone",
-        "past": "all before it",
-        "window": "a window",
-        "mask": "what a mask leaves",
-        "state": "by a state or a convolution",
-    }
-    rows = [("a token sees", "kinds of layers"), ("---",) * 2]
-    for sees, words in words_for.items():
-        rows.append((words, ", ".join(f"`{kind.name}`" for kind in LAYER_KINDS.values() if kind.sees == sees)))
-    return "".join(f"| {words} | {names} |\n" for words, names in rows)
+    rows = [("a token sees", "kinds of layers", "packed", "with `--cp-size`", "our attention"), ("---",) * 5]
+    for sees, how in ATTENDING.items():
+        kinds = ", ".join(f"`{kind.name}`" for kind in LAYER_KINDS.values() if kind.sees == sees) or "all others"
+        by_what = "in segments" if how.by_ours else "under a mask"
+        packed, cp = (by_what, "by heads") if how.by_attention else ("sample by sample", "complete sequences")
+        if sees == "itself":
+            packed = cp = "as ever"
+        ours = {True: "yes", False: "no", None: "-"}[how.by_ours]
+        rows.append((how.words, kinds, packed, cp, ours))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -19,13 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
+from ...moe.experts.forward import Forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
-from .layer_kinds import LAYER_KINDS, kinds_of_layers, seen_by_mask, seen_in
+from .layer_kinds import ATTENDING, LAYER_KINDS, attends, kinds_of_layers, seen_in
 
 OWN = "expertmesh"
 """Name of this attention among those of transformers."""
@@ -56,27 +57,20 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
             "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
         )
     settled = settled_attention(config, attn_implementation)
-    has_windows = _has_windows(config.get_text_config())
+    text_config = config.get_text_config()
+    seen = [seen_in(kind) for kind in kinds_of_layers(text_config)]
+    sees_less = any(what not in ("itself", "past") for what in seen)
+    has_windows = sees_less if seen else getattr(text_config, "sliding_window", None) is not None
     if packing and settled == "sdpa" and not has_windows:
         return OWN
-    is_needed = packing or has_windows or settled == "eager"
-    return OWN if attn_implementation == "auto" and is_needed and _suits_own(config, packing) else settled
-
-
-def _has_windows(text_config: Any) -> bool:
-    """Whether any layer sees less than a token's full past."""
-    kinds = kinds_of_layers(text_config)
-    sees_less = not all(seen_in(kind) in ("itself", "past") for kind in kinds)
-    return sees_less if kinds else getattr(text_config, "sliding_window", None) is not None
-
-
-def _suits_own(config: Any, packing: bool) -> bool:
-    """Whether what its layers see of a sequence is the past or a window of it, and their attention is told all else by
-    arguments: as that of a family must be that has sdpa, or flash attention. Packed, layers without attention run
-    sample by sample."""
+    if attn_implementation != "auto" or not (packing or has_windows or settled == "eager"):
+        return settled
+    # their attention is told all but the mask by arguments: as that of a family must be that has sdpa, or flash
+    # attention. Packed, layers without attention run sample by sample
     is_told = model_class(config)._supports_sdpa or model_class(config)._supports_flash_attn
-    suited = ("itself", "past", "window", *(["state"] if packing else []))
-    return bool(is_told) and all(seen_in(kind) in suited for kind in kinds_of_layers(config.get_text_config()))
+    how = [ATTENDING[what] for what in seen]
+    suits = is_told and all(each.by_ours is not False and (packing or each.by_attention) for each in how)
+    return OWN if suits else settled
 
 
 def inner_attention(model: Any) -> str:
@@ -85,13 +79,27 @@ def inner_attention(model: Any) -> str:
     return name.removeprefix(CP_PREFIX)
 
 
-def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
+def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
+    """What a call of the model gives for a batch, in steps and in trials of its attention. forward: what it is told
+    beside its arguments."""
+    # masks are made before the model is called
+    with forward, told_whether_packed(model, batch):
+        return model(
+            **_attention_arguments(model, batch),
+            input_ids=batch.tokens_BS,
+            position_ids=batch.positions_BS,
+            use_cache=False,
+        )
+
+
+def _attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
-    kinds = kinds_of_layers(model.config.get_text_config())
+    text_config = model.config.get_text_config()
+    kinds = kinds_of_layers(text_config)
     if batch.segments is None:
         # Causal attention hides padding behind sequences by itself, and a mask would only cost memory; layers that
         # carry a state need one.
-        if batch.is_token_BS is None or batch.split is not None or all(map(seen_by_mask, kinds)):
+        if batch.is_token_BS is None or batch.split is not None or all(map(attends, kinds)):
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:
@@ -100,7 +108,12 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     if facts_of(model).masks_by_position or None in masks.values():
         # without a mask they run sample by sample, see `training.attention.by_sample`
         return {}
-    return {"attention_mask": _masks(model, batch, masks)}
+    # transformers' own masks, made from the positions as the model itself does not: one for each kind of layer
+    like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
+    # by their places: releases of transformers call the cache, which is the fourth, by other names
+    arguments = (text_config, like_BSD, None, None, batch.positions_BS)
+    made = {kind: make(*arguments) for kind, make in masks.items() if make is not None}
+    return {"attention_mask": made if made else create_causal_mask(*arguments)}
 
 
 @contextmanager
@@ -113,16 +126,6 @@ def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
         return
     with replacing_sample_search(lambda position_ids: None, model):
         yield
-
-
-def _masks(model: Any, batch: Batch, of_kinds: dict[str, Any]) -> Any:
-    """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
-    like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
-    # by their places: releases of transformers call the cache, which is the fourth, by other names
-    arguments = (model.config.get_text_config(), like_BSD, None, None, batch.positions_BS)
-    if not of_kinds:
-        return create_causal_mask(*arguments)
-    return {kind: make(*arguments) for kind, make in of_kinds.items()}
 
 
 def own_attention(

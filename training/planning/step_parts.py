@@ -144,7 +144,6 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.attention.context_parallel_attention": StepModule(None),
     "expertmesh.training.attention.flash": StepModule(None),
     "expertmesh.training.attention.packed_attention": StepModule(None),
-    "expertmesh.training.attention.run_model": StepModule("the step"),
     "expertmesh.training.fused.fused_norm": StepModule("norms"),
     "expertmesh.training.fused.fused_norm_triton": StepModule(
         "norms",
