@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.expert_products import even
-from ..util.recompute_cache import is_replaying, kept
+from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from .dispatcher_entries import PLAIN_ENTRY
 from .dispatcher_registry import DISPATCHERS, DispatchOptions, Part, Sent
 from .exchange import Exchange
@@ -105,7 +105,8 @@ class _ExchangedPart:
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         if self.by_source_R is not None:
-            rows_RD = PermuteRows.apply(rows_RD, self.by_source_R, self.by_expert_R, not is_replaying())
+            with for_backward_alone(is_replaying()):
+                rows_RD = PermuteRows.apply(rows_RD, self.by_source_R, self.by_expert_R)
         return self.exchange.give_back(self.number, rows_RD)
 
 
@@ -152,7 +153,8 @@ class AllToAllDispatcher:
         """As `Dispatcher.send`."""
         receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
         order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
-        rows_nD = TokensToRows.apply(x_TD, order, not is_replaying())
+        with for_backward_alone(is_replaying()):
+            rows_nD = TokensToRows.apply(x_TD, order)
 
         wait_for_counts(counts_E.device)
         sent_PS, received_PS = splits_2PS.tolist()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
-from ..util.recompute_cache import placeholder
+from ..util.recompute_cache import result_of
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ def first_rows(order: ExpertOrder, num_kept: int) -> ExpertOrder:
 class TokensToRows(torch.autograd.Function):
     """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows.
 
-    On a GPU, rows that are not kept are undefined. Without `needs_output` no row is made (see `recompute_cache`).
+    On a GPU, rows that are not kept are undefined.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, needs_output: bool = True) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder) -> Tensor:
         ctx.order = order
-        return spread(x_TD, order) if needs_output else placeholder(x_TD, order.source_n.numel(), x_TD.shape[1])
+        return result_of(lambda: spread(x_TD, order), x_TD, order.source_n.numel(), x_TD.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None]:
-        return gather_sum(grad_nD, ctx.order, None), None, None
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None]:
+        return gather_sum(grad_nD, ctx.order, None), None
 
 
 class RowsToTokens(torch.autograd.Function):
@@ -91,18 +91,17 @@ class RowsToTokens(torch.autograd.Function):
 
 class PermuteRows(torch.autograd.Function):
     """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward. Either way each row is
-    read once and written once, which torch's own operator does as well as any. Without `needs_output` no row is moved
-    (see `moe.util.recompute_cache`)."""
+    read once and written once, which torch's own operator does as well as any."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor, needs_output: bool = True) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.inverse_R = inverse_R
-        return rows_RD.index_select(0, index_R) if needs_output else placeholder(rows_RD, *rows_RD.shape)
+        return result_of(lambda: rows_RD.index_select(0, index_R), rows_RD, *rows_RD.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad_RD.index_select(0, ctx.inverse_R), None, None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_RD.index_select(0, ctx.inverse_R), None, None
 
 
 def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:

@@ -1,6 +1,10 @@
 """What `moe.dispatch.permute` does, in one Triton kernel each, a token's K rows in one program. Importing this needs
 triton.
 
+Why our own: torch has no operator that sums a token's weighted rows, and what it has in several passes moves about
+860 MB where one moves 96 (Mixtral 8x7B, 4,096 tokens per GPU; reckoned from sizes, 40 to 60 ms of a micro-batch's
+1.1 s on an H100).
+
 A program writes what no other writes, and sums in a fixed order: the same bits on every run, without atomics. Routers'
 weights are applied to rows that are in registers anyway, so that they cost no memory traffic but their own.
 

@@ -24,7 +24,7 @@ from ..kernels.weight_gradients import ExpertsCall, deferrable
 from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
-from ..util.recompute_cache import keeping_products
+from ..util.recompute_cache import for_backward_alone, keeping_products
 from .activation import Activation
 from .bf16_copies import WorkingWeights, local_part
 from .forward import current_forward
@@ -160,12 +160,13 @@ class ExpertMLP(nn.Module):
     ) -> list[Tensor]:
         """Pass each chunk's rows through its experts, once they have arrived, and send them back.
 
-        Runs even without rows: an expert that sits out would leave the other ranks' collectives waiting. Without
-        `needs_output` no result is computed, only what backward needs (see `moe.util.recompute_cache`).
+        Runs even without rows: an expert that sits out would leave the other ranks' collectives waiting.
 
         Args:
             sent: rows of each chunk, perhaps still being sent. Separate tensors, by which FSDP finds out when backward
                 is done with this module.
+            needs_output: whether results are read; if not, only what backward needs is computed (see
+                `moe.util.recompute_cache`).
             finish: applied to the experts' results.
         """
         returned = []
@@ -187,19 +188,21 @@ class ExpertMLP(nn.Module):
         return ExpertsCall(forward.weight_gradients, self, dict(self.named_parameters(recurse=False)))
 
     def _compute(self, rows_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], needs_output: bool) -> Tensor:
+        kernel = self.kernel
         if self._is_fused:
-            assert self.kernel.fused is not None
             with keeping_products(self.keeps_products):
                 if (gate_up_eGD := weights.get(_JOINED)) is not None:
-                    assert self.kernel.joined is not None
-                    return self.kernel.joined(rows_RD, counts_e, gate_up_eGD, weights["w2"], needs_output=needs_output)
+                    assert kernel.joined is not None
+                    return kernel.joined(rows_RD, counts_e, gate_up_eGD, weights["w2"], needs_output=needs_output)
+                assert kernel.fused is not None
                 w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
-                return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
-        places = places_of_few(rows_RD, counts_e, weights, storages_of(self))
-        gate_RF = self._product("w1", rows_RD, counts_e, weights, places)
-        up_RF = self._product("v1", rows_RD, counts_e, weights, places) if self.layout.shape.has_gate else None
+                return kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
+        chunk = _Chunk(counts_e, weights, places_of_few(rows_RD, counts_e, weights, storages_of(self)))
+        gate_RF = self._matmul("w1", rows_RD, chunk)
+        up_RF = self._matmul("v1", rows_RD, chunk) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
-        return self._product("w2", hidden_RF, counts_e, weights, places, is_transposed=True, needs_output=needs_output)
+        with for_backward_alone(not needs_output):
+            return self._matmul("w2", hidden_RF, chunk)
 
     @property
     def _is_fused(self) -> bool:
@@ -215,37 +218,35 @@ class ExpertMLP(nn.Module):
             return False
         return all(weight.dtype != rows_RD.dtype for weight in (self.w1, self.v1))
 
-    def _product(
-        self,
-        name: str,
-        x_RI: Tensor,
-        counts_e: Tensor,
-        weights: Mapping[str, Tensor],
-        places: Sequence[slice],
-        is_transposed: bool = False,
-        needs_output: bool = True,
-    ) -> Tensor:
-        assert self.kernel.product is not None, self.kernel.name
-        # the last product's result is not needed again
+    def _matmul(self, name: str, x_RI: Tensor, chunk: "_Chunk") -> Tensor:
+        """Each expert's rows by one of its matrices, with its adapter and bias where it has them."""
+        # the result of the last one is not needed again
         with keeping_products(self.keeps_products and name != "w2"):
-            if (storage := storages_of(self).get(name)) is not None:
-                codes, scales = weights[name], weights[name + SCALES]
-                how = (storage, self.kernel.product, is_transposed, needs_output, places)
-                out_RO = stored_product(x_RI, counts_e, codes, scales, *how)
-            else:
-                weight_eOI = _by_expert(weights[name], counts_e)
-                weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
-                out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
+            out_RO = self._multiply(name, x_RI, chunk)
         if self.low_rank is not None:
-            a_erI, b_eOr = (_by_expert(weights[f"{name}_lora_{matrix}"], counts_e).to(x_RI.dtype) for matrix in "AB")
-            product = self.kernel.low_rank or self.kernel.product
-            low_Rr = product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
-            update_RO = product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
-            out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
+            out_RO = torch.add(out_RO, self._delta(name, x_RI, chunk, self.low_rank), alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
-            bias_eO = weights[f"{name}_bias"].view(counts_e.numel(), -1)
-            out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
+            bias_eO = chunk.weights[f"{name}_bias"].view(chunk.counts_e.numel(), -1)
+            out_RO = AddBias.apply(out_RO, chunk.counts_e, bias_eO)
         return out_RO
+
+    def _multiply(self, name: str, x_RI: Tensor, chunk: "_Chunk") -> Tensor:
+        product, is_transposed = self.kernel.product, name == "w2"
+        assert product is not None, self.kernel.name
+        if (storage := storages_of(self).get(name)) is not None:
+            codes, scales = chunk.weights[name], chunk.weights[name + SCALES]
+            return stored_product(x_RI, chunk.counts_e, codes, scales, storage, product, is_transposed, chunk.places)
+        weight_eOI = chunk.by_expert(name)
+        return product(x_RI, chunk.counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+
+    def _delta(self, name: str, x_RI: Tensor, chunk: "_Chunk", low_rank: LowRank) -> Tensor:
+        product = self.kernel.low_rank or self.kernel.product
+        assert product is not None, self.kernel.name
+        a_erI, b_eOr = (chunk.by_expert(f"{name}_lora_{matrix}").to(x_RI.dtype) for matrix in "AB")
+        # of it the gradient of B is made
+        with for_backward_alone(False):
+            low_Rr = product(F.dropout(x_RI, low_rank.dropout, self.training), chunk.counts_e, a_erI)
+        return product(low_Rr, chunk.counts_e, b_eOr)
 
     def _weights(
         self, dtype: torch.dtype, sizes: list[int], are_deferrable: bool, are_joined: bool
@@ -275,8 +276,17 @@ class ExpertMLP(nn.Module):
         return by_part
 
 
-def _by_expert(weight: Tensor, counts_e: Tensor) -> Tensor:
-    return weight.view(counts_e.numel(), -1, weight.shape[1])
+@dataclass(frozen=True)
+class _Chunk:
+    """The weights of a chunk's experts, by name, with each expert's number of rows, and what `places_of_few` gives."""
+
+    counts_e: Tensor
+    weights: Mapping[str, Tensor]
+    places: Sequence[slice]
+
+    def by_expert(self, name: str) -> Tensor:
+        weight = self.weights[name]
+        return weight.view(self.counts_e.numel(), -1, weight.shape[1])
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -161,11 +161,11 @@ def torch_grouped_joined(
     return grouped_joined_mlp(rows_RD, gate_up_eGD, w2, _grouped_mm(counts_e), needs_output)
 
 
-def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """A single product by `grouped_mm` (see `torch_grouped`)."""
     _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
     _check_rows(x_RI, weight_eOI.shape[1], "--expert-kernel torch-grouped", ", or --expert-kernel loop")
-    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e), needs_output)
+    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
 
 
 def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
@@ -199,10 +199,10 @@ def fp8_grouped(
     return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, fp8_products(counts_e, num_rows), needs_output)
 
 
-def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """A single product in fp8 (see `fp8_grouped`)."""
     _check_rows(x_RI, weight_eOI.shape[1], _FP8)
-    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]), needs_output)
+    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]))
 
 
 def _check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") -> None:

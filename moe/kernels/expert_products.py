@@ -1,10 +1,10 @@
 """One matmul of all experts, each with its own rows ("product"): experts other than plain SwiGLU are composed of these.
 
-    product(x_RI, counts_e, weight_eOI, needs_output=True) -> x_RO
+    product(x_RI, counts_e, weight_eOI) -> x_RO
 
 Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
-of one stored as (e, I, O); its gradient then has the same strides. Without `needs_output` nothing is multiplied, and
-the result serves only for its shape and its backward (see `moe.util.recompute_cache`).
+of one stored as (e, I, O); its gradient then has the same strides. Nothing need be multiplied within
+`for_backward_alone` (see `moe.util.recompute_cache`).
 
 Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
 """
@@ -22,37 +22,35 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
-from ..util.recompute_cache import kept_product, placeholder
+from ..util.recompute_cache import result_of
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
 
 
 class Product(Protocol):
-    def __call__(self, x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor: ...
+    def __call__(self, x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor: ...
 
 
-def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """One matmul per expert."""
-    out_RO: Tensor = _LoopedProduct.apply(x_RI, host_counts(counts_e, x_RI.shape[0]), weight_eOI, needs_output)
+    out_RO: Tensor = _LoopedProduct.apply(x_RI, host_counts(counts_e, x_RI.shape[0]), weight_eOI)
     return out_RO
 
 
 class _LoopedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor, needs_output: bool) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
         # a frozen weight has no gradient that the input would be needed for
         ctx.save_for_backward(x_RI if ctx.needs_input_grad[2] else None, weight_eOI)
         ctx.counts, ctx.input_shape, ctx.deferral = counts, x_RI.shape, deferral_of(weight_eOI)
-        if not needs_output:
-            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
-        out_RO: Tensor = kept_product(lambda: _expert_by_expert(x_RI, counts, weight_eOI))
-        return out_RO
+        shape = x_RI.shape[0], weight_eOI.shape[1]
+        return result_of(lambda: _expert_by_expert(x_RI, counts, weight_eOI), x_RI, *shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x_RI, weight_eOI = ctx.saved_tensors
-        x_needs, _, weight_needs, _ = ctx.needs_input_grad
+        x_needs, _, weight_needs = ctx.needs_input_grad
         grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
         grad_weight_eOI = None
         grads = _input_gradients(ctx.counts, grad_RO, weight_eOI, grad_x_RI)
@@ -62,7 +60,7 @@ class _LoopedProduct(torch.autograd.Function):
         else:
             for _ in grads:
                 pass
-        return grad_x_RI, None, grad_weight_eOI, None
+        return grad_x_RI, None, grad_weight_eOI
 
 
 def _input_gradients(
@@ -113,31 +111,30 @@ def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
         matmul(x_RI.t(), grad_RO, place_OI.t())
 
 
-def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
+def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
     """All experts in one call of `gmm` (see `moe.kernels.grouped`), two more in backward."""
-    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, for_any_rows(gmm, weight_eOI.shape[0]), needs_output)
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, for_any_rows(gmm, weight_eOI.shape[0]))
     return out_RO
 
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
         ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_eOI)
         ctx.gmm, ctx.deferral = gmm, deferral_of(weight_eOI)
-        if not needs_output:
-            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
         is_as_it_lies = weight_eOI.is_contiguous()
         b = weight_eOI if is_as_it_lies else weight_eOI.transpose(1, 2)
-        return kept_product(lambda: gmm(x_RI, b, trans_b=is_as_it_lies))
+        shape = x_RI.shape[0], weight_eOI.shape[1]
+        return result_of(lambda: gmm(x_RI, b, trans_b=is_as_it_lies), x_RI, *shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RI, weight_eOI = ctx.saved_tensors
         gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
         grad_RO = grad_RO.contiguous()
-        x_needs, weight_needs, *_ = ctx.needs_input_grad
+        x_needs, weight_needs, _ = ctx.needs_input_grad
         is_as_it_lies = weight_eOI.is_contiguous()
         grad_x_RI = grad_weight_eOI = None
         if x_needs:
@@ -146,7 +143,7 @@ class _GroupedProduct(torch.autograd.Function):
         if weight_needs:
             weight_gradient = partial(_grouped_weight_gradient, gmm, is_as_it_lies)
             (grad_weight_eOI,) = now_or_later(ctx.deferral, weight_gradient, grad_RO, x_RI)
-        return grad_x_RI, grad_weight_eOI, None, None
+        return grad_x_RI, grad_weight_eOI, None
 
 
 def _grouped_weight_gradient(gmm: GroupedMatmul, is_as_it_lies: bool, grad_RO: Tensor, x_RI: Tensor) -> tuple[Tensor]:
@@ -159,15 +156,14 @@ def padded(product: Product) -> Product:
     """`product` for matrices of any widths: the kernel's operands begin each row at a multiple of 16 bytes, for which
     zeros are added to a width, as to an adapter's rank; they change no result."""
 
-    def multiply(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+    def multiply(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
         step = 16 // x_RI.element_size()
         num_out, num_in = weight_eOI.shape[1:]
         more_out, more_in = -num_out % step, -num_in % step
         if not (more_out or more_in):
-            return product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
+            return product(x_RI, counts_e, weight_eOI)
         weight_eOI = F.pad(weight_eOI, (0, more_in, 0, more_out))
-        out_RO = product(F.pad(x_RI, (0, more_in)), counts_e, weight_eOI, needs_output=needs_output)
-        return out_RO[:, :num_out]
+        return product(F.pad(x_RI, (0, more_in)), counts_e, weight_eOI)[:, :num_out]
 
     return multiply
 
@@ -177,25 +173,27 @@ class AddBias(torch.autograd.Function):
     run."""
 
     @staticmethod
-    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor, needs_output: bool = True) -> Tensor:
+    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor) -> Tensor:
         ctx.save_for_backward(counts_e)
         ctx.bias_dtype = bias_eO.dtype
-        if not needs_output:
-            return placeholder(x_RO, *x_RO.shape)
-        return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
+
+        def added() -> Tensor:
+            return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
+
+        return result_of(added, x_RO, *x_RO.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None]:
         (counts_e,) = ctx.saved_tensors
         if not ctx.needs_input_grad[2]:
-            return grad_RO, None, None, None
+            return grad_RO, None, None
         if grad_RO.shape[0] == 0:
             zeros_eO = grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
-            return grad_RO, None, zeros_eO, None
+            return grad_RO, None, zeros_eO
         grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))
         sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
-        return grad_RO, None, sums_eO.to(ctx.bias_dtype), None
+        return grad_RO, None, sums_eO.to(ctx.bias_dtype)
 
 
 def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:

@@ -1,6 +1,10 @@
 """Casts of matrices to fp8 with one scale per row or column, in Triton kernels. Importing this needs triton; see
 `moe.kernels.fp8`.
 
+Why our own: the rows of each expert are cast in columns and padded to the 16 bytes that grouped GEMMs ask for, by
+counts that stay on the device; in torch's own operations the host has to wait for them. And ranks that divide a matrix
+can agree on a scale first.
+
 Shape suffixes: R rows, P rows with padding, e experts on this rank, K and N widths.
 """
 

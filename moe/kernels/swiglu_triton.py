@@ -1,5 +1,9 @@
 """SwiGLU in one Triton kernel forward and one backward. Importing this needs triton; see `moe.kernels.swiglu`.
 
+Why our own: backward also gives silu(gate) * up, of which the gradient of the next matrix is made, in the pass that it
+makes anyway, so that a layer keeps two of its four tensors (R, F); and gate and up may be the halves of one tensor, as
+one GEMM of both leaves them. liger's kernel gives gradients alone, and wants both contiguous.
+
 Shape suffixes: R rows, F expert width, G = 2·F.
 """
 

@@ -1,6 +1,9 @@
 """Dequantization of weights in 8 or 4 bits, in one Triton kernel each. Importing this needs triton; see
 `moe.linear.quantized`.
 
+Why our own: each row has its own scales and padding, so that rows may be sharded anywhere; and torch's own operations
+take several times the memory of the values for what they compute in between.
+
 Shape suffixes: R rows, C bytes of codes per row, G scales per row, O values per row.
 """
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..kernels.expert_products import host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
-from ..util.recompute_cache import kept, kept_product, placeholder
+from ..util.recompute_cache import kept, result_of
 
 Kind = Literal["fp8", "nf4"]
 
@@ -194,7 +194,6 @@ def stored_product(
     storage: Storage,
     product: Product,
     is_transposed: bool,
-    needs_output: bool = True,
     places: Sequence[slice] = (),
 ) -> Tensor:
     """`product` (see `moe.kernels.expert_products`) of experts whose weights (e · rows, columns) are quantized.
@@ -203,7 +202,7 @@ def stored_product(
         is_transposed: whether an expert multiplies by the transpose of its rows.
         places: what `places_of_few` gives.
     """
-    how = (storage, product, is_transposed, needs_output, places)
+    how = (storage, product, is_transposed, places)
     out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, *how)
     return out_RO
 
@@ -241,15 +240,13 @@ class _StoredProduct(torch.autograd.Function):
         storage: Storage,
         product: Product,
         is_transposed: bool,
-        needs_output: bool,
         places: Sequence[slice],
     ) -> Tensor:
         ctx.save_for_backward(counts_e, codes, scales)
         ctx.storage, ctx.product, ctx.is_transposed, ctx.places = storage, product, is_transposed, places
-        if not needs_output:
-            width = storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
-            return placeholder(x_RI, x_RI.shape[0], width)
-        return kept_product(lambda: _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed, places))
+        shape = x_RI.shape[0], storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
+        how = (storage, product, is_transposed, places)
+        return result_of(lambda: _by_few(x_RI, counts_e, codes, scales, *how), x_RI, *shape)
 
     @staticmethod
     @once_differentiable
@@ -258,7 +255,7 @@ class _StoredProduct(torch.autograd.Function):
         # with interleaved gate and up it is not contiguous, which grouped_mm does not take
         grad_RO = grad_RO.contiguous()
         how = (ctx.storage, ctx.product, not ctx.is_transposed, ctx.places)
-        return _by_few(grad_RO, counts_e, codes, scales, *how), *(None,) * 8
+        return _by_few(grad_RO, counts_e, codes, scales, *how), *(None,) * 7
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Recomputation of a forward for its backward, some results of which selective checkpointing has kept.
 
-Results that would be sent are then not needed: the code for them makes autograd's node, keeps what backward needs, and
-skips the computation.
+Results that would be sent are then not needed: within `for_backward_alone` the code for them makes autograd's node,
+keeps what backward needs, and skips the computation.
 
 What is kept belongs to one layer of one forward: checkpointing makes a `Keeper` for each call of a layer, which the
 call's graph holds, and makes it current only in that call and its recomputation. So it needs no place in the `Forward`
@@ -84,6 +84,26 @@ def kept_product(compute: Callable[[], Any]) -> Any:
             return compute()
 
     return kept("product", product) if _PRODUCTS_ARE_KEPT.get() else compute()
+
+
+_FOR_BACKWARD_ALONE: ContextVar[bool] = ContextVar("_FOR_BACKWARD_ALONE", default=False)
+
+
+@contextmanager
+def for_backward_alone(is_so: bool) -> Iterator[None]:
+    """Sets whether nobody reads what autograd functions return within it: they serve for their shapes and their
+    backwards. An operation that is composed of several of them may be within it only with its last."""
+    token = _FOR_BACKWARD_ALONE.set(is_so)
+    try:
+        yield
+    finally:
+        _FOR_BACKWARD_ALONE.reset(token)
+
+
+def result_of(compute: Callable[[], Tensor], like: Tensor, *shape: int) -> Tensor:
+    """As `kept_product`, of a result of that shape, in the dtype of `like`; within `for_backward_alone` a
+    placeholder."""
+    return placeholder(like, *shape) if _FOR_BACKWARD_ALONE.get() else kept_product(compute)
 
 
 def placeholder(like: Tensor, *shape: int) -> Tensor:

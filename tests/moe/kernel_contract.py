@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.moe.kernels.expert_products import Product
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel
+from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.tiny import relative_error
 
 COUNTS = {
@@ -58,12 +60,13 @@ def forms_of(kernel: ExpertKernel, width: int, expert_width: int) -> dict[str, F
         found["joined"] = Form(partial(_side_by_side, kernel.joined), _swiglu, swiglu, 2)
     if kernel.product is not None:
         there, back = (width, [(expert_width, width)]), (width, [(width, expert_width)])
-        transposed = partial(_transposed, kernel.product)
-        found["product"] = Form(kernel.product, _times, there, 1, keeps_layout=True)
+        product, transposed = (partial(how, kernel.product) for how in (_single, _transposed))
+        found["product"] = Form(product, _times, there, 1, keeps_layout=True)
         found["product, transposed"] = Form(transposed, torch.matmul, back, 1, keeps_layout=True)
     if kernel.low_rank is not None:
-        found["low rank, A"] = Form(kernel.low_rank, _times, (width, [(RANK, width)]), 1)
-        found["low rank, B"] = Form(kernel.low_rank, _times, (RANK, [(width, RANK)]), 1)
+        low_rank = partial(_single, kernel.low_rank)
+        found["low rank, A"] = Form(low_rank, _times, (width, [(RANK, width)]), 1)
+        found["low rank, B"] = Form(low_rank, _times, (RANK, [(width, RANK)]), 1)
     return found
 
 
@@ -85,8 +88,13 @@ def _side_by_side(
     return joined(x, counts_e, torch.cat([w1, v1], dim=1), w2.flatten(0, 1), **options)
 
 
-def _transposed(product: Callable[..., Tensor], x: Tensor, counts_e: Tensor, weight: Tensor, **options: bool) -> Tensor:
-    return product(x, counts_e, weight.transpose(1, 2), **options)
+def _single(product: Product, x: Tensor, counts_e: Tensor, weight: Tensor, needs_output: bool = True) -> Tensor:
+    with for_backward_alone(not needs_output):
+        return product(x, counts_e, weight)
+
+
+def _transposed(product: Product, x: Tensor, counts_e: Tensor, weight: Tensor, **options: bool) -> Tensor:
+    return _single(product, x, counts_e, weight.transpose(1, 2), **options)
 
 
 class Calls(TorchDispatchMode):
@@ -126,8 +134,9 @@ def check_kernel(
     - Output and gradients are those of plain matmuls in fp64, but for a relative `tolerance`; of an expert without rows
       nothing but zeros; in `dtype`. So they are where the output's gradient lies in memory as one number.
     - What is frozen gets none, and the others keep every bit.
-    - Without its output (`needs_output`) gradients keep every bit. A frugal kernel makes one GEMM less then, without
-      memory for an output; and a product's gradient of a weight lies in memory as the weight does.
+    - Where nobody reads its output (`needs_output`; of a product `for_backward_alone`) gradients keep every bit. A
+      frugal kernel makes one GEMM less then, without memory for an output; and a product's gradient of a weight lies in
+      memory as the weight does.
     """
     for name, form in forms_of(kernel, *widths).items():
         _check_form(f"{kernel.name}, {name}, rows {list(counts)}", form, counts, dtype, tolerance, device, is_frugal)

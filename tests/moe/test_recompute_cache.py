@@ -11,15 +11,16 @@ from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, expert_or
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Storage, quantize, stored_product
+from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.moe.kernel_contract import Calls
 
 
-def check(operator: str, calls: int, run: Callable[[bool], Tensor], inputs: list[Tensor]) -> None:
+def check(operator: str, calls: int, run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
     """That `run` calls an operator so often with its result, and not at all without."""
     found = []
     for needs_output in (True, False):
-        with Calls() as counted:
-            out = run(needs_output)
+        with Calls() as counted, for_backward_alone(not needs_output):
+            out = run()
         assert counted.count[operator] == (calls if needs_output else 0)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
         found.append((out.shape, torch.autograd.grad(out, inputs, grad)))
@@ -35,22 +36,18 @@ def test_stored_product(is_transposed: bool) -> None:
     x_RI = torch.randn(7, 24 if is_transposed else 16, requires_grad=True)
     product, counts_e = KERNELS.get("loop").product, torch.tensor([4, 0, 3])
     assert product is not None
-    check(
-        "aten::mm",
-        2,
-        lambda needed: stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needed),
-        [x_RI],
-    )
+    how = (storage, product, is_transposed)
+    check("aten::mm", 2, lambda: stored_product(x_RI, counts_e, codes, scales, *how), [x_RI])
 
 
 def test_bias() -> None:
     x_RO, bias_eO = torch.randn(5, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
     counts_e = torch.tensor([2, 3])
-    check("aten::add.Tensor", 1, lambda needed: AddBias.apply(x_RO, counts_e, bias_eO, needed), [x_RO, bias_eO])
+    check("aten::add.Tensor", 1, lambda: AddBias.apply(x_RO, counts_e, bias_eO), [x_RO, bias_eO])
 
 
 def test_permutations() -> None:
     x_TD, index = torch.randn(5, 8, requires_grad=True), torch.tensor([3, 0, 4, 1, 2])
     order = expert_order(torch.randint(4, (5, 2), generator=torch.Generator().manual_seed(0)), 4, has_padding=False)
-    check("aten::index_select", 1, lambda needed: TokensToRows.apply(x_TD, order, needed), [x_TD])
-    check("aten::index_select", 1, lambda needed: PermuteRows.apply(x_TD, index, index.argsort(), needed), [x_TD])
+    check("aten::index_select", 1, lambda: TokensToRows.apply(x_TD, order), [x_TD])
+    check("aten::index_select", 1, lambda: PermuteRows.apply(x_TD, index, index.argsort()), [x_TD])
