@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from ..moe.experts.expert_mlp import ExpertMLP, ExpertParameter
 from ..moe.experts.lora import is_adapter
 from ..moe.hf_model.build import fp32_parameters
+from ..moe.linear.linear import is_transposed
 from ..moe.linear.quantized import SCALES, Storage, fill, storages_of
-from ..moe.linear.rowwise import RowwiseLinear
 from .stages import stages_of
 from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, Topology, rows_of
 
@@ -94,7 +94,7 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         layout, is_here = EXPERT if expert is not None else DIVIDED if name in divided else DENSE, True
         if stages is not None:
             layout, is_here = layout.on(stages.pp_ranks(name)), stages.is_here(name)
-        transposed = isinstance(owners[owner], RowwiseLinear) and own_name == "weight"
+        transposed = is_transposed(owners[owner]) and own_name == "weight"
         part = StateTensor(name, parameter, layout, expert, True, True, is_here, is_adapter(own_name), transposed)
         if own_name in storages:
             scales = owners[owner].get_parameter(own_name + SCALES)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from ..moe.cpu.matmul import Linear
 from ..moe.experts.forward import Forward, current_forward
 from ..moe.experts.lora import A, B
 from ..moe.experts.model_layers import decoder_layers
@@ -34,9 +33,9 @@ from ..moe.hf_model.family_exceptions import UNDIVIDED
 from ..moe.hf_model.tensor_plan import Region, regions_of
 from ..moe.hf_model.trial import counts_tokens
 from ..moe.kernels.fp8_casts import MULTIPLE
-from ..moe.linear.fp8 import Division, FP8Layer
+from ..moe.linear.fp8 import Division
+from ..moe.linear.linear import Linear, is_fp8, only_multiplies
 from ..moe.linear.quantized import SCALES
-from ..moe.linear.rowwise import RowwiseLinear
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.collectives.tensor_parallel import TPGroup
 from ..sharding.parallelize.vocabulary import divided_vocabulary
@@ -190,8 +189,8 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
             raise ExpertMeshError(
                 f"--tp-size {parallel.group.size} does not divide the {rows} rows of {name}; use a divisor of them"
             )
-        part, is_fp8 = rows // parallel.group.size, isinstance(model.get_submodule(name.rpartition(".")[0]), FP8Layer)
-        if is_fp8 and part % MULTIPLE:
+        part = rows // parallel.group.size
+        if is_fp8(model.get_submodule(name.rpartition(".")[0])) and part % MULTIPLE:
             raise ExpertMeshError(
                 f"--dense-precision fp8: its matmuls take widths that are multiples of {MULTIPLE}, and --tp-size "
                 f"{parallel.group.size} leaves each rank {part} of the {rows} rows of {name}; use a smaller one, or "
@@ -207,7 +206,7 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
         _run_on_part(model.get_submodule(path), hooks)
         entry.last[model.get_submodule(path)] = hooks
     for path, part in module.named_modules():
-        if isinstance(part, FP8Layer) and f"{region.path}.{path}" not in owned:
+        if is_fp8(part) and f"{region.path}.{path}" not in owned:
             part.register_forward_pre_hook(_Alike(parallel, entry).enter)
     if region.gathers:
         widths = {model.get_submodule(path).out_features for path in region.colwise}
@@ -257,7 +256,7 @@ class _Colwise:
         if (lora_B := own.get(B)) is not None:
             shown[B] = group.mine(lora_B)
         _show(module, shown)
-        if isinstance(module, FP8Layer):
+        if isinstance(module, Linear) and module.is_fp8:
             module.division = Division("outputs", group)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -270,7 +269,7 @@ class _Alike:
     def __init__(self, parallel: TensorParallel, region: "_Region"):
         self.parallel, self.region = parallel, region
 
-    def enter(self, module: FP8Layer, args: Any) -> None:
+    def enter(self, module: Linear, args: Any) -> None:
         group, tokens, (x, *_) = self.parallel.group, self.region.tokens, args
         # of heads, which ranks have different ones of, gradients would be no summands
         if group.ranks is None and tokens and x.shape[:-1].numel() != tokens:
@@ -295,7 +294,7 @@ class _Rowwise:
         if (lora_A := own.get(A)) is not None:
             shown[A] = group.mine(lora_A, dim=1)
         _show(module, shown)
-        if isinstance(module, FP8Layer):
+        if isinstance(module, Linear) and module.is_fp8:
             module.division = Division("inputs", group)
 
     def overlapped(self, layer: Any, x: Tensor) -> Tensor:
@@ -384,7 +383,7 @@ class _Region:
     def overlapping_ends(self, quantized: Collection[nn.Module]) -> tuple[bool, bool]:
         """Whether matmuls at its beginning, and at its end, can run beside its exchanges."""
         begins, ends = (
-            any(_is_plain(layer) and layer not in quantized for layer in layers)
+            any(only_multiplies(layer) and layer not in quantized for layer in layers)
             for layers in (self.first_layers, self.last)
         )
         return begins, ends
@@ -392,7 +391,7 @@ class _Region:
     def gather(self, name: str, x: Tensor, dim: int) -> Tensor:
         """All ranks' positions of what the region is given, and at once the outputs of layers that take it."""
         # which of them have been quantized since, shows only now
-        parallel, layers = self.parallel, [layer for layer in self.first.get(name, ()) if _is_plain(layer)]
+        parallel, layers = self.parallel, [layer for layer in self.first.get(name, ()) if only_multiplies(layer)]
         if self.kept is None and not is_kept_otherwise():
             self.kept = KeptPositions()
             self.kept.__enter__()
@@ -413,7 +412,7 @@ class _Region:
         tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
         self.tokens = 0 if rearranged else tokens
         for last, hooks in self.last.items():
-            if self.parallel.operators is not None and _is_plain(last) and not rearranged:
+            if self.parallel.operators is not None and only_multiplies(last) and not rearranged:
                 vars(last)["forward"] = partial(hooks.overlapped, last)
 
     def _note(self, x: Tensor, dim: int, gathered: Tensor) -> None:
@@ -428,11 +427,6 @@ class _Region:
         self.given.clear()
         for layer in (*self.last, *self.first_layers):
             vars(layer).pop("forward", None)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a linear layer does nothing but multiply: it has no adapter, and its weight is not quantized."""
-    return type(layer) in (nn.Linear, Linear, RowwiseLinear)
 
 
 def _known(layer: Any, output: Tensor, x: Tensor) -> Tensor:

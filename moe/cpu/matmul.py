@@ -10,12 +10,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from ..util.gpu import computes_on_cpu
 from .padding import padded_rows
@@ -159,38 +158,3 @@ def _seconds(multiply: Callable[[], Tensor]) -> float:
         multiply()
         best = min(best, time.thread_time() - begin)
     return best
-
-
-class Linear(nn.Linear):
-    """An nn.Linear whose matmuls on a CPU are done by `matmul`, forward and backward; one with a bias is as torch's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None or not computes_on_cpu(x) or torch.compiler.is_compiling():
-            return super().forward(x)
-        out_MN: Tensor = _LinearFunction.apply(x.flatten(0, -2), self.weight)
-        return out_MN.unflatten(0, x.shape[:-1])
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        # of a frozen weight there is no gradient
-        ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight_NK)
-        return padded_matmul(x_MK, weight_NK.t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_MK, weight_NK = ctx.saved_tensors
-        x_needs, weight_needs = ctx.needs_input_grad
-        padded_MN = pad_rows(grad_MN)
-        grad_x_MK = matmul(padded_MN, weight_NK)[: len(grad_MN)] if x_needs else None
-        grad_weight_NK = matmul(padded_MN.t(), pad_rows(x_MK)) if weight_needs else None
-        return grad_x_MK, grad_weight_NK
-
-
-def use_linear(module: nn.Module) -> None:
-    """Make every nn.Linear without bias in `module` a `Linear`, in place: parameters and their names stay."""
-    for child in module.modules():
-        if type(child) is nn.Linear and child.bias is None:
-            child.__class__ = Linear

@@ -21,6 +21,7 @@ from ..kernels.expert_kernels import LOOP
 from ..kernels.expert_products import AddBias
 from ..kernels.kernel_registry import ExpertKernel
 from ..kernels.weight_gradients import ExpertsCall, deferrable
+from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
@@ -112,15 +113,6 @@ def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
             parameters.append(ExpertParameter("v1_bias", width, (), Place(f"{into}_bias", 1, first, step)))
         parameters.append(ExpertParameter("w2_bias", model_width, (), Place(f"{out}_bias", 1)))
     return ExpertLayout(shape, tuple(parameters), tensors)
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """An adapter's rank, the factor of its delta, and its dropout (see `moe.experts.lora`)."""
-
-    rank: int
-    scale: float
-    dropout: float
 
 
 class ExpertMLP(nn.Module):

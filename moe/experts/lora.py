@@ -17,14 +17,12 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cpu.matmul import Linear
-from ..linear.fp8 import FP8Linear, FP8RowwiseLinear
-from ..linear.quantized import SCALES, Kind, storages_of, store, stored_linear
-from ..linear.rowwise import RowwiseLinear
-from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
+from ..linear.linear import Linear, is_linear, only_multiplies, quantize_weight
+from ..linear.low_rank import LowRank
+from ..linear.quantized import Kind, store
+from .expert_mlp import ExpertMLP, ExpertParameter
 from .layer import DMoE
 from .model_facts import facts_of
 from .model_layers import layer_prefixes, router_prefixes
@@ -76,74 +74,14 @@ def add_adapters(
             _adapt_experts(module.mlp, lora)
 
 
-class _Frozen(nn.Linear):
-    """What a linear layer needs for its weight to be quantized, each row by itself as it is held."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        storage = storages_of(self).get("weight")
-        if storage is None:
-            return super().forward(x)
-        scales: Tensor = getattr(self, "weight" + SCALES)
-        out = stored_linear(x, self.weight, scales, storage, is_transposed=isinstance(self, RowwiseLinear))
-        return out if self.bias is None else out + self.bias
-
-
-class _FrozenLinear(_Frozen, Linear):
-    """A linear layer whose weight may be quantized; the class that the layer's module is changed to."""
-
-
-class _FrozenRowwise(_Frozen, RowwiseLinear):
-    """The same of one whose weight is held transposed."""
-
-
-class _Adapted(nn.Linear):
-    """What an adapter adds to a linear layer."""
-
-    low_rank: LowRank
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        low = F.linear(F.dropout(x, self.low_rank.dropout, self.training), self.lora_A.to(x.dtype))
-        return torch.add(out, F.linear(low, self.lora_B.to(x.dtype)), alpha=self.low_rank.scale)
-
-
-class _LoraLinear(_Adapted, _FrozenLinear):
-    """A linear layer with an adapter; the class that the layer's module is changed to."""
-
-
-class _LoraRowwise(_Adapted, _FrozenRowwise):
-    """The same of one whose weight is held transposed; A (r, in) and B (out, r) are not."""
-
-
-class _FP8LoraLinear(_Adapted, FP8Linear):
-    """A linear layer with an adapter, whose own weight is multiplied in fp8, and A and B as ever."""
-
-
-class _FP8LoraRowwise(_Adapted, FP8RowwiseLinear):
-    """The same of one whose weight is held transposed."""
-
-
-def use_fp8(module: nn.Module) -> None:
-    """Have a linear layer, which may have an adapter, multiply by its weight in fp8, in place."""
-    if isinstance(module, RowwiseLinear):
-        module.__class__ = _FP8LoraRowwise if isinstance(module, _Adapted) else FP8RowwiseLinear
-    else:
-        module.__class__ = _FP8LoraLinear if isinstance(module, _Adapted) else FP8Linear
-
-
-_LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, Linear, RowwiseLinear)
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Linear layers of a model that nothing has been done to yet, by path."""
-    return {path: module for path, module in model.named_modules() if type(module) in _LINEAR}
+    return {path: module for path, module in model.named_modules() if only_multiplies(module)}
 
 
 def _adapt_linear(module: Any, lora: Lora) -> None:
-    assert type(module) in _LINEAR, type(module)
-    module.__class__ = _LoraRowwise if isinstance(module, RowwiseLinear) else _LoraLinear
+    assert only_multiplies(module), type(module)
+    module.__class__ = Linear
     _register(module, lora, module.out_features, module.in_features)
 
 
@@ -157,9 +95,7 @@ def store_frozen(model: Any, kind: Kind) -> None:
                 if part.row:
                     store(module, part.name, kind)
     for module in to_quantize(model).values():
-        if not isinstance(module, _Frozen):
-            module.__class__ = _FrozenRowwise if isinstance(module, RowwiseLinear) else _FrozenLinear
-        store(module, "weight", kind)
+        quantize_weight(module, kind)
 
 
 def to_quantize(model: Any) -> dict[str, nn.Module]:
@@ -181,9 +117,7 @@ def layers_linear(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if (type(module) in _LINEAR or isinstance(module, _Frozen))
-        and path.startswith(layers)
-        and not f"{path}.".startswith(routers)
+        if is_linear(module) and path.startswith(layers) and not f"{path}.".startswith(routers)
     }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cpu.matmul import use_linear
 from ..experts.activation import Activation
 from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
 from ..experts.forward import Beside, current_forward, give_forwards
@@ -24,7 +23,7 @@ from ..experts.layer import DMoE
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..kernels.kernel_registry import ExpertKernel, Needs
-from ..linear.rowwise import hold_transposed
+from ..linear.linear import hold_transposed, use_linear
 from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import keep, key_of, recall

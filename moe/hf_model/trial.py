@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..cpu.matmul import Linear
 from ..experts.model_layers import moe_layers
-from ..linear.rowwise import RowwiseLinear
+from ..linear.linear import Linear
 from ..util.gpu import computing_values
 from .probe import leaving_no_trace
 
@@ -42,7 +41,7 @@ def standing_in_for_weights(model: Any) -> Iterator[None]:
                 name: None if p is None else _values(p.shape) for name, p in module._parameters.items()
             }
             module._buffers = {name: None if x is None else _known(x) for name, x in module._buffers.items()}
-            if type(module).forward in (nn.Linear.forward, Linear.forward, RowwiseLinear.forward):
+            if type(module).forward in (nn.Linear.forward, Linear.forward):
                 module.forward = partial(_some_features, module.out_features)
         for layer in moe_layers(model):
             layer.forward = lambda x_TD, experts_TK, weights_TK: x_TD  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Linear layers whose matmuls run in fp8, forward and backward, rounded as the experts' are (see `moe.kernels.fp8`).
+"""Matmuls of linear layers in fp8, forward and backward, rounded as the experts' are (see `moe.kernels.fp8`).
 
 On a GPU by `torch._scaled_mm` with a scale for each row of either operand, from compute capability 9 on; on a CPU the
 same values are multiplied in fp32.
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.fp8_casts import (
@@ -31,7 +31,6 @@ from ..kernels.fp8_casts import (
     plain_multiply,
 )
 from ..util.gpu import computes_on_cpu
-from .rowwise import RowwiseLinear
 
 
 class Ranks(Protocol):
@@ -60,38 +59,15 @@ class Division:
     ranks: Ranks
 
 
-class FP8Layer(nn.Linear):
-    """A linear layer that multiplies bf16 inputs and weights in fp8; of other dtypes, as it did.
-
-    Attributes:
-        division: what of it ranks divide, to be set before it is called; None: nothing.
-    """
-
-    division: Division | None = None
+def fp8_product(x: Tensor, weight: Tensor, is_transposed: bool, division: Division | None) -> Tensor:
+    """x · Wᵀ of bf16 tensors in fp8; x · W of a weight that is held transposed."""
+    out_MN: Tensor = _FP8Product.apply(x.flatten(0, -2), weight, is_transposed, division)
+    return out_MN.unflatten(0, x.shape[:-1])
 
 
-class FP8Linear(FP8Layer):
-    """An nn.Linear in fp8."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _multiplied(self, x, is_transposed=False) if _is_rounded(x) else super().forward(x)
-
-
-class FP8RowwiseLinear(FP8Layer, RowwiseLinear):
-    """The same of one whose weight is held transposed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _multiplied(self, x, is_transposed=True) if _is_rounded(x) else super().forward(x)
-
-
-def _is_rounded(x: Tensor) -> bool:
+def suits_rows(x: Tensor) -> bool:
+    """Whether an input is one that is multiplied in fp8."""
     return x.dtype == torch.bfloat16 and x.numel() > 0
-
-
-def _multiplied(layer: FP8Layer, x: Tensor, is_transposed: bool) -> Tensor:
-    out_MN: Tensor = _FP8Linear.apply(x.flatten(0, -2), layer.weight, is_transposed, layer.division)
-    out = out_MN.unflatten(0, x.shape[:-1])
-    return out if layer.bias is None else out + layer.bias
 
 
 def suits_fp8(weight: Tensor) -> bool:
@@ -99,7 +75,7 @@ def suits_fp8(weight: Tensor) -> bool:
     return all(width % MULTIPLE == 0 and width <= WIDEST for width in weight.shape)
 
 
-class _FP8Linear(torch.autograd.Function):
+class _FP8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight: Tensor, is_transposed: bool, division: Division | None) -> Tensor:
         ctx.save_for_backward(x_MK, weight)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.experts.lora import Lora, add_adapters, use_fp8
+from expertmesh.moe.experts.lora import Lora, add_adapters
 from expertmesh.moe.linear import fp8 as fp8_linear
-from expertmesh.moe.linear.fp8 import Division, FP8Linear, FP8RowwiseLinear, suits_fp8
-from expertmesh.moe.linear.rowwise import hold_transposed
+from expertmesh.moe.linear.fp8 import Division, suits_fp8
+from expertmesh.moe.linear.linear import hold_transposed, use_fp8
 from tests.tiny import relative_error
 
 
@@ -23,7 +23,8 @@ def rounded(x: Tensor, dim: int) -> Tensor:
 def in_fp8(num_in: int, num_out: int, bias: bool, rowwise: bool = False) -> Any:
     torch.manual_seed(0)
     layer: Any = nn.Linear(num_in, num_out, bias=bias).bfloat16()
-    layer.__class__ = FP8RowwiseLinear if rowwise else FP8Linear
+    use_fp8(layer)
+    layer.is_transposed = rowwise
     if rowwise:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
     return layer
@@ -128,7 +129,8 @@ def test_divided_by_ranks_the_same_is_rounded(size: int, rowwise: bool, monkeypa
 
     def of_rank(index: int) -> list[Any]:
         part: Any = nn.Linear(1, 1, bias=False)
-        part.__class__ = type(layer)
+        use_fp8(part)
+        part.is_transposed = rowwise
         part.weight = nn.Parameter(layer.weight.detach().chunk(size)[index])
         part.division = Division("inputs" if rowwise else "outputs", group)
         given = (x.chunk(size, 1)[index], grad) if rowwise else (x, grad.chunk(size, 1)[index])

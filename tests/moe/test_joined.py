@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.experts import expert_mlp
-from expertmesh.moe.experts.expert_mlp import LowRank
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.kernels.weight_gradients import WeightGradients
+from expertmesh.moe.linear.low_rank import LowRank
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from tests.interpreter import interpreted

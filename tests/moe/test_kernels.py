@@ -16,6 +16,7 @@ from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, _leaves_empty_group
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, Needs
+from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.moe.kernel_contract import COUNTS, check_kernel, outcome
 
@@ -155,8 +156,8 @@ def test_linear(library: matmul.Library, shape: tuple[int, ...]) -> None:
     layer, with_bias = torch.nn.Linear(D, WIDTH, bias=False), torch.nn.Linear(D, WIDTH)
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], WIDTH)
     expected = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
-    matmul.use_linear(torch.nn.Sequential(layer, with_bias))
-    assert (type(layer), type(with_bias)) == (matmul.Linear, torch.nn.Linear)
+    use_linear(torch.nn.Sequential(layer, with_bias))
+    assert (type(layer), type(with_bias)) == (Linear, torch.nn.Linear)
     assert list(layer.state_dict()) == ["weight"]
     with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
         found = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))

@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from expertmesh.moe.cpu.matmul import Linear
 from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model import build
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.tensor_plan import regions_of
-from expertmesh.moe.linear.fp8 import FP8Linear
+from expertmesh.moe.linear.linear import Linear, is_transposed, use_fp8, use_linear
 from expertmesh.moe.linear.quantized import Storage, quantize, stored_linear
-from expertmesh.moe.linear.rowwise import RowwiseLinear
 from expertmesh.sharding.state import state_of
 from tests.families.configs import is_older, tiny_config
 from tests.tiny import relative_error
@@ -41,7 +39,7 @@ def transposed(model: Any) -> set[str]:
 def test_computes_what_a_linear_layer_does(dtype: torch.dtype, bias: bool, frozen: str, tolerance: float) -> None:
     torch.manual_seed(0)
     plain, ours = (nn.Linear(160, 128, bias=bias, dtype=dtype) for _ in range(2))
-    ours.__class__ = RowwiseLinear
+    transpose(ours)
     ours.weight, ours.bias = nn.Parameter(plain.weight.detach().t().contiguous()), plain.bias
     # so many rows that oneDNN takes part, where there is one
     x, grad = torch.randn(3, 70, 160).to(dtype).requires_grad_(frozen != "input"), torch.randn(3, 70, 128).to(dtype)
@@ -57,17 +55,21 @@ def test_computes_what_a_linear_layer_does(dtype: torch.dtype, bias: bool, froze
         assert relative_error(mine, expected) < tolerance
 
 
+def transpose(layer: Any) -> None:
+    layer.__class__, layer.is_transposed = Linear, True
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+
+
 def clamping(kind: str) -> Any:
     """A linear layer of a model in each of its forms, of 64 inputs and 48 outputs."""
     torch.manual_seed(0)
     layer: Any = nn.Linear(64, 48, bias=False)
     if kind == "rowwise":
-        layer.__class__, layer.weight = RowwiseLinear, nn.Parameter(layer.weight.detach().t().contiguous())
+        transpose(layer)
     elif kind == "Linear":
-        layer.__class__ = Linear
+        use_linear(layer)
     elif kind == "fp8 matmuls":
-        layer.__class__ = FP8Linear
-        layer.bfloat16()
+        use_fp8(layer.bfloat16())
     else:
         storage = Storage(kind, 64)  # type: ignore[arg-type]
         codes, scales = quantize(layer.weight.detach(), storage)
@@ -134,7 +136,7 @@ def test_not_where_other_code_reads_a_weight(read: str, monkeypatch: pytest.Monk
     assert transposed(model) == {
         f"{O_PROJ.replace('0', str(layer))}.weight" for layer in range(1, model.config.num_hidden_layers)
     }
-    assert not isinstance(model.get_submodule(O_PROJ), RowwiseLinear)
+    assert not is_transposed(model.get_submodule(O_PROJ))
 
 
 @pytest.mark.parametrize(

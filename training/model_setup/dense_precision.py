@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from ...moe.experts.lora import layers_linear, unquantized, use_fp8
+from ...moe.experts.lora import layers_linear, unquantized
 from ...moe.linear.fp8 import suits_fp8
+from ...moe.linear.linear import use_fp8
 from ...moe.util.errors import ExpertMeshError
 
 

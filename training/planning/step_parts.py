@@ -120,8 +120,9 @@ STEP_PARTS: dict[str, StepModule] = {
         "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}
     ),
     "expertmesh.moe.linear.fp8": StepModule(None),
+    "expertmesh.moe.linear.linear": StepModule(None),
+    "expertmesh.moe.linear.low_rank": StepModule("adapters"),
     "expertmesh.moe.linear.quantized": StepModule("dequantization"),
-    "expertmesh.moe.linear.rowwise": StepModule(None),
     "expertmesh.moe.util.recompute_cache": StepModule(None),
     "expertmesh.sharding.clipping": StepModule("clipping"),
     "expertmesh.sharding.collectives.context_parallel": StepModule(None),

@@ -1,0 +1,140 @@
+"""The linear layers of a model's decoder layers: transformers' own, of which the class is changed to `Linear`. Their
+parameters' names stay.
+
+A layer's attributes say how it multiplies. Its weight may be held transposed, as of those that tensor parallelism
+divides by their inputs: so every parameter, of whatever layer, is divided along its dim 0, over whatever axes of ranks.
+They lie so without tensor parallelism too: checkpoints, and what optimizers compute of blocks of rows, are then the
+same with any layout.
+
+Shape suffixes: M rows of the input, K the layer's input width, N its output width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..cpu.matmul import matmul, pad_rows, padded_matmul
+from ..util.gpu import computes_on_cpu
+from .fp8 import Division, fp8_product, suits_rows
+from .low_rank import LowRank, delta
+from .quantized import SCALES, Kind, storages_of, store, stored_linear
+
+
+class Linear(nn.Linear):
+    """A linear layer; by default it computes what torch's does, on a CPU by `moe.cpu.matmul`.
+
+    Attributes:
+        is_transposed: whether its weight is (in, out).
+        is_fp8: whether bf16 inputs and weights are multiplied in fp8; others as ever.
+        division: what of a layer in fp8 ranks divide, to be set before it is called; None: nothing.
+        low_rank: of its adapter, `lora_A` (r, in) and `lora_B` (out, r), transposed or not; None: it has none.
+    """
+
+    is_transposed: bool = False
+    is_fp8: bool = False
+    division: Division | None = None
+    low_rank: LowRank | None = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self._multiplied(x)
+        if self.low_rank is None:
+            return out
+        update = delta(x, self.lora_A, self.lora_B, self.low_rank, self.training)
+        return torch.add(out, update, alpha=self.low_rank.scale)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        storage = storages_of(self).get("weight")
+        if storage is not None:
+            scales: Tensor = getattr(self, "weight" + SCALES)
+            out = stored_linear(x, self.weight, scales, storage, self.is_transposed)
+        elif self.is_fp8 and suits_rows(x):
+            out = fp8_product(x, self.weight, self.is_transposed, self.division)
+        elif self.is_transposed or self.bias is None:
+            out = multiply(x, self.weight, self.is_transposed)
+        else:
+            return F.linear(x, self.weight, self.bias)
+        return out if self.bias is None else out + self.bias
+
+
+def multiply(x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+    """x (..., K) · weight_NKᵀ, or · weight_KN of one that is held transposed."""
+    if not computes_on_cpu(x) or torch.compiler.is_compiling():
+        return x @ weight if is_transposed else F.linear(x, weight)
+    out_MN: Tensor = _Product.apply(x.flatten(0, -2), weight, is_transposed)
+    return out_MN.unflatten(0, x.shape[:-1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+        # of a frozen weight there is no gradient
+        ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight)
+        ctx.is_transposed = is_transposed
+        return padded_matmul(x_MK, weight if is_transposed else weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_MK, weight = ctx.saved_tensors
+        x_needs, weight_needs, _ = ctx.needs_input_grad
+        padded_MN = pad_rows(grad_MN)
+        grad_x_MK = grad_weight = None
+        if x_needs:
+            grad_x_MK = matmul(padded_MN, weight.t() if ctx.is_transposed else weight)[: len(grad_MN)]
+        if weight_needs:
+            a, b = (pad_rows(x_MK), padded_MN) if ctx.is_transposed else (padded_MN, pad_rows(x_MK))
+            grad_weight = matmul(a.t(), b)
+        return grad_x_MK, grad_weight, None
+
+
+def use_linear(module: nn.Module) -> None:
+    """Make every nn.Linear without bias in `module` a `Linear`, in place."""
+    for child in module.modules():
+        if type(child) is nn.Linear and child.bias is None:
+            child.__class__ = Linear
+
+
+def hold_transposed(linear: Any) -> None:
+    """Have an nn.Linear on the meta device hold its weight transposed, in place."""
+    weight_NK = linear.weight
+    assert weight_NK.is_meta
+    linear.__class__ = Linear
+    linear.is_transposed = True
+    linear.weight = nn.Parameter(weight_NK.detach().t().contiguous(), requires_grad=weight_NK.requires_grad)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.is_transposed
+
+
+def use_fp8(linear: Any) -> None:
+    """Have a linear layer, which may have an adapter, multiply by its weight in fp8, in place."""
+    linear.__class__ = Linear
+    linear.is_fp8 = True
+
+
+def is_fp8(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.is_fp8
+
+
+def quantize_weight(linear: Any, kind: Kind) -> None:
+    """Have a linear layer, which may have an adapter, store its frozen weight in fewer bits, uninitialised, in place;
+    before it is sharded."""
+    linear.__class__ = Linear
+    store(linear, "weight", kind)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer as torch has it, or one of these."""
+    return type(module) in (nn.Linear, Linear)
+
+
+def only_multiplies(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, in the dtype of its inputs and without an adapter."""
+    is_changed = isinstance(module, Linear) and (module.is_fp8 or module.low_rank is not None)
+    return is_linear(module) and not is_changed and "weight" not in storages_of(module)
