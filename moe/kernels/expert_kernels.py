@@ -29,7 +29,7 @@ from .expert_products import (
 )
 from .fp8 import fp8_products
 from .fp8_casts import MULTIPLE, WIDEST
-from .grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
+from .grouped import GroupedMatmul, grouped_mlp
 from .kernel_entries import (
     LOOP_ENTRY,
     TORCH_GROUPED_ENTRY,
@@ -142,10 +142,8 @@ def torch_grouped(
             R times D or F reaches 2^31.
     """
     num_experts = counts_e.numel()
-    width = w1.shape[0] // num_experts
-    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], width)
-    _check_rows(rows_RD, width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
-    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
+    _check_torch_grouped(rows_RD, w1.shape[0] // num_experts)
+    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, _grouped_mm(counts_e), needs_output)
 
 
 def torch_grouped_joined(
@@ -153,19 +151,20 @@ def torch_grouped_joined(
 ) -> Tensor:
     """`torch_grouped` with gate and up in one GEMM; in two, and with the same limit, where one is too large."""
     num_rows, both = rows_RD.shape[0], gate_up_eGD.shape[1]
-    if num_rows * both >= _MOST_ELEMENTS:
-        w1, v1 = (half_eFD.flatten(0, 1) for half_eFD in gate_up_eGD.chunk(2, dim=1))
-        return torch_grouped(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
-    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], both // 2)
-    _check_rows(rows_RD, both // 2, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
-    return grouped_joined_mlp(rows_RD, gate_up_eGD, w2, _grouped_mm(counts_e), needs_output)
+    _check_torch_grouped(rows_RD, both // 2)
+    firsts = gate_up_eGD.chunk(2, dim=1) if num_rows * both >= _MOST_ELEMENTS else (gate_up_eGD,)
+    return grouped_mlp(rows_RD, counts_e.numel(), firsts, w2, _grouped_mm(counts_e), needs_output)
 
 
 def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """A single product by `grouped_mm` (see `torch_grouped`)."""
-    _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
-    _check_rows(x_RI, weight_eOI.shape[1], "--expert-kernel torch-grouped", ", or --expert-kernel loop")
+    _check_torch_grouped(x_RI, weight_eOI.shape[1])
     return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
+
+
+def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
+    _check_grouped_mm(rows_RI.dtype, rows_RI.shape[1], other_width)
+    _check_rows(rows_RI, other_width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
 
 
 def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
@@ -196,7 +195,7 @@ def fp8_grouped(
     """
     num_rows, num_experts = rows_RD.shape[0], counts_e.numel()
     _check_rows(rows_RD, w1.shape[0] // num_experts, _FP8)
-    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, fp8_products(counts_e, num_rows), needs_output)
+    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, fp8_products(counts_e, num_rows), needs_output)
 
 
 def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:

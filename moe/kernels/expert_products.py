@@ -9,11 +9,11 @@ of one stored as (e, I, O); its gradient then has the same strides. Nothing need
 Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,89 +26,42 @@ from ..util.recompute_cache import result_of
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
 
-
-class Product(Protocol):
-    def __call__(self, x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor: ...
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """One matmul per expert."""
-    out_RO: Tensor = _LoopedProduct.apply(x_RI, host_counts(counts_e, x_RI.shape[0]), weight_eOI)
-    return out_RO
+    return grouped_product(x_RI, weight_eOI, _looped(host_counts(counts_e, x_RI.shape[0])))
 
 
-class _LoopedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
-        # a frozen weight has no gradient that the input would be needed for
-        ctx.save_for_backward(x_RI if ctx.needs_input_grad[2] else None, weight_eOI)
-        ctx.counts, ctx.input_shape, ctx.deferral = counts, x_RI.shape, deferral_of(weight_eOI)
-        shape = x_RI.shape[0], weight_eOI.shape[1]
-        return result_of(lambda: _expert_by_expert(x_RI, counts, weight_eOI), x_RI, *shape)
+def _looped(counts: list[int]) -> GroupedMatmul:
+    """Expert by expert, in the dtype of `compute_dtype`."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        x_RI, weight_eOI = ctx.saved_tensors
-        x_needs, _, weight_needs = ctx.needs_input_grad
-        grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
-        grad_weight_eOI = None
-        grads = _input_gradients(ctx.counts, grad_RO, weight_eOI, grad_x_RI)
-        if weight_needs:
-            weight_gradient = partial(_looped_weight_gradient, empty_as(weight_eOI), ctx.counts)
-            (grad_weight_eOI,) = now_or_later(ctx.deferral, weight_gradient, grads, x_RI)
-        else:
-            for _ in grads:
-                pass
-        return grad_x_RI, None, grad_weight_eOI
+    def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        dtype, places = compute_dtype(a), runs(counts)
+        if trans_a:
+            out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
+            for rows, out_KN in zip(places, out_eKN, strict=True):
+                if rows.stop > rows.start:
+                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
+                    matmul(a_rows.t(), b_rows, out_KN)
+                else:
+                    out_KN.zero_()
+            return out_eKN
+        out_RN = a.new_empty(a.shape[0], b.shape[1 if trans_b else 2])
+        for rows, matrix in zip(places, b, strict=True):
+            if rows.stop > rows.start:
+                b_KN = matrix.to(dtype)
+                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
+                out_RN[rows] = out[: rows.stop - rows.start]
+        return out_RN
 
-
-def _input_gradients(
-    counts: list[int], grad_RO: Tensor, weight_eOI: Tensor, grad_x_RI: Tensor | None
-) -> Iterator[Tensor]:
-    """Each expert's gradients of its results, as they are multiplied, after those of its input have been written."""
-    dtype = compute_dtype(grad_RO)
-    for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
-        num_rows = rows.stop - rows.start
-        grad = pad_rows(grad_RO[rows].to(dtype))
-        if grad_x_RI is not None and num_rows:
-            grad_x_RI[rows] = matmul(grad, weight_OI.to(dtype))[:num_rows]
-        yield grad
-
-
-def _looped_weight_gradient(
-    empty: Callable[[], Tensor], counts: list[int], grads: Iterable[Tensor], x_RI: Tensor
-) -> tuple[Tensor]:
-    grad_weight_eOI = empty()
-    for rows, grad, place_OI in zip(runs(counts), grads, grad_weight_eOI, strict=True):
-        if rows.stop > rows.start:
-            _weight_gradient(grad, pad_rows(x_RI[rows].to(grad.dtype)), place_OI)
-        else:
-            place_OI.zero_()
-    return (grad_weight_eOI,)
+    return GroupedMatmul(multiply)
 
 
 def empty_as(weight: Tensor) -> Callable[[], Tensor]:
     """Makes an uninitialised tensor of this one's shape, strides, dtype and device, without holding its memory."""
     return partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-
-
-def _expert_by_expert(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
-    dtype = compute_dtype(x_RI)
-    out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
-    for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
-        if rows.stop > rows.start:
-            out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
-            out_RO[rows] = out[: rows.stop - rows.start]
-    return out_RO
-
-
-def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
-    """Write gradᵀ · x into `place_OI`, in the order of its memory."""
-    if place_OI.is_contiguous():
-        matmul(grad_RO.t(), x_RI, place_OI)
-    else:
-        matmul(x_RI.t(), grad_RO, place_OI.t())
 
 
 def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:

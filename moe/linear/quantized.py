@@ -11,7 +11,7 @@ experts, a few at a time.
 Shape suffixes: M tokens, O and I the output and input widths of a matrix, e experts on this rank, R rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows, padded_matmul
-from ..kernels.expert_products import host_counts, runs
+from ..kernels.expert_products import Product, host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, result_of
 
@@ -181,9 +181,6 @@ class _StoredLinear(torch.autograd.Function):
         weight = dequantize(codes, scales, ctx.storage, grad_MO.dtype)
         product = matmul(pad_rows(grad_MO), weight.t() if ctx.is_transposed else weight)
         return product[: len(grad_MO)], *(None,) * 4
-
-
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def stored_product(
