@@ -68,23 +68,18 @@ def _dequantizing(dtype: torch.dtype) -> None:
 def _casts_to_fp8(dtype: torch.dtype) -> None:
     """Rows of what is multiplied, rows of a weight with each width, and columns of both; and where ranks divide what is
     summed over, the largest values first."""
-    from expertmesh.moe.kernels.fp8_triton import (
-        fused_columns,
-        fused_largest_of_columns,
-        fused_largest_of_rows,
-        fused_rows,
-        fused_runs,
-    )
+    from expertmesh.moe.kernels.fp8_casts import largest_of_rows
+    from expertmesh.moe.kernels.fp8_triton import fused_columns, fused_rows, fused_runs
 
     ends = _empty(torch.int32, 1)
     for width in (D, F):
         rows = _empty(dtype, ROWS, width)
         fused_rows(rows)
-        fused_rows(rows, fused_largest_of_rows(rows))
+        fused_rows(rows, largest_of_rows(rows))
         fused_runs(rows, ends, ends, ROWS + 16)
     weight = _empty(dtype, 1, F, D)
     fused_columns(weight)
-    fused_columns(weight, fused_largest_of_columns(weight))
+    fused_columns(weight, largest_of_rows(weight.transpose(1, 2)))
 
 
 def _cross_entropy(dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ Scales are powers of two, by which nothing is rounded (see `moe.kernels.fp8`).
 Shape suffixes: R rows, P rows with padding, e experts on this rank, K the width summed over, N the other width.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,8 @@ def cast_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> Scaled
     """Cast each expert's matrix, to be summed over K: (e, N, K).
 
     Args:
-        largest_eN: of each column, as `largest_of_columns` has it, where K is a part of what is summed over.
+        largest_eN: of each column, as `largest_of_rows` has it of the transpose, where K is a part of what is summed
+            over.
     """
     if takes_triton(weight_eKN):
         from .fp8_triton import fused_columns
@@ -83,20 +85,8 @@ def cast_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> Scaled
 def largest_of_rows(x: Tensor) -> Tensor:
     """The largest absolute value of each row of (..., n, k), by which it is scaled, as the bits of an fp32 value: int32
     (..., n), of the values' order; greater than all others where a value is NaN."""
-    if takes_triton(x):
-        from .fp8_triton import fused_largest_of_rows
-
-        return fused_largest_of_rows(x.flatten(0, -2).contiguous()).view(x.shape[:-1])
-    return plain_largest(x)
-
-
-def largest_of_columns(weight_eKN: Tensor) -> Tensor:
-    """The same of each column of each expert's matrix: (e, N)."""
-    if takes_triton(weight_eKN):
-        from .fp8_triton import fused_largest_of_columns
-
-        return fused_largest_of_columns(weight_eKN.contiguous())
-    return plain_largest(weight_eKN.transpose(1, 2))
+    # one pass over what may be a transposed view; NaN comes with any sign
+    return torch.linalg.vector_norm(x, math.inf, dim=-1).float().abs().view(torch.int32)
 
 
 def cast_runs(x_RN: Tensor, padded: Runs) -> Scaled:
@@ -108,15 +98,10 @@ def cast_runs(x_RN: Tensor, padded: Runs) -> Scaled:
     return plain_runs(x_RN, padded)
 
 
-def plain_largest(x: Tensor) -> Tensor:
-    """`largest_of_rows` in torch's own operations."""
-    return x.abs().amax(dim=-1).float().view(torch.int32)
-
-
 def plain_rows(x: Tensor, largest: Tensor | None = None) -> Scaled:
     """Cast (..., n, k) with a scale for each of n: the least power of two that brings all values within fp8's range."""
     if largest is None:
-        largest = plain_largest(x)
+        largest = largest_of_rows(x)
     # the exponent, one more if the fraction is above that of 448 = 1.75 · 2^8, less 8
     exponent = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=1)
     scales = (exponent << 23).view(torch.float32)

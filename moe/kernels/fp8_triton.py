@@ -38,17 +38,6 @@ def fused_rows(x_NK: Tensor, largest_N: Tensor | None = None) -> tuple[Tensor, T
     return codes_NK, scales_N
 
 
-def fused_largest_of_rows(x_NK: Tensor) -> Tensor:
-    """As `moe.kernels.fp8_casts.plain_largest`: (N,)."""
-    assert x_NK.is_contiguous()
-    num_rows, width = x_NK.shape
-    largest_N = torch.empty(num_rows, dtype=torch.int32, device=x_NK.device)
-    if num_rows > 0:
-        kernel: Any = _largest_of_rows_kernel[(num_rows,)]
-        kernel(x_NK, largest_N, width, **_of_rows(width))
-    return largest_N
-
-
 def _of_rows(width: int) -> dict[str, Any]:
     """With what a kernel is launched that holds a row in a program's registers."""
     block = triton.next_power_of_2(width)
@@ -68,13 +57,6 @@ def fused_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> tuple
     strides = (num_rows * width, num_rows)
     scales_eN = _cast_columns(weight_eKN, largest, codes_eNK, None, None, num_experts, num_rows, *strides)
     return codes_eNK, scales_eN
-
-
-def fused_largest_of_columns(weight_eKN: Tensor) -> Tensor:
-    """The largest absolute value of each column of each expert's matrix, as bits: (e, N)."""
-    assert weight_eKN.is_contiguous()
-    num_experts, num_rows, _ = weight_eKN.shape
-    return _largest_of_columns(weight_eKN, None, num_experts, num_rows).amax(dim=0)
 
 
 def fused_runs(x_RN: Tensor, ends_e: Tensor, padded_ends_e: Tensor, num_padded: int) -> tuple[Tensor, Tensor]:
@@ -140,32 +122,19 @@ def _exponent(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row(x_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's row, and its place."""
-    # rows times width of all experts pass 2^31
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-    return row, column, x
-
-
-@triton.jit
 def _largest(x):  # type: ignore[no-untyped-def]
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-
-
-@triton.jit
-def _largest_of_rows_kernel(x_ptr, largest_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, _, x = _row(x_ptr, width, BLOCK)
-    tl.store(largest_ptr + row, _largest(x))
 
 
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, largest_ptr, width, IS_KNOWN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row, column, x = _row(x_ptr, width, BLOCK)
+    # rows times width of all experts pass 2^31
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     exponent = _exponent(tl.load(largest_ptr + row) if IS_KNOWN else _largest(x))
     one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(codes_ptr + row * width + column, (x * one_over).to(codes_ptr.dtype.element_ty), mask=inside)

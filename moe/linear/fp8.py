@@ -26,7 +26,6 @@ from ..kernels.fp8_casts import (
     cast_columns,
     cast_rows,
     cast_runs,
-    largest_of_columns,
     largest_of_rows,
     plain_multiply,
 )
@@ -126,7 +125,7 @@ def _multiply_parts(x_MR: Tensor, weight_RC: Tensor, ranks: Ranks) -> Tensor:
     """This rank's summand of a matmul that sums over R, which is divided: both operands are rounded by the largest
     value that any rank has in a row or column. What is divided of a weight is its dim 0, however it is held."""
     columns_1RC = weight_RC.unsqueeze(0)
-    largest = torch.cat([largest_of_columns(columns_1RC)[0], largest_of_rows(x_MR)])
+    largest = torch.cat([largest_of_rows(weight_RC.t()), largest_of_rows(x_MR)])
     of_columns_C, of_rows_M = ranks.all_reduce_max(largest).split([weight_RC.shape[1], len(x_MR)])
     columns = cast_columns(columns_1RC, of_columns_C.unsqueeze(0))
     return _multiply(cast_rows(x_MR, of_rows_M), Scaled(columns.codes[0], columns.scales[0]))

@@ -16,8 +16,8 @@ from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,
     Scaled,
+    largest_of_rows,
     padded_runs,
-    plain_largest,
     plain_rows,
     plain_runs,
 )
@@ -135,13 +135,7 @@ def test_runs_are_padded_with_zeros(counts: list[int]) -> None:
 def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     round_to_nearest(monkeypatch)
     from expertmesh.moe.kernels import fp8_triton
-    from expertmesh.moe.kernels.fp8_triton import (
-        fused_columns,
-        fused_largest_of_columns,
-        fused_largest_of_rows,
-        fused_rows,
-        fused_runs,
-    )
+    from expertmesh.moe.kernels.fp8_triton import fused_columns, fused_rows, fused_runs
 
     # several programs a column, each of which takes several tiles
     monkeypatch.setattr(fp8_triton, "ROWS_A_PROGRAM", 5)
@@ -155,10 +149,8 @@ def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatc
     used = int(padded.padded_ends_e[-1])
     pairs = [(fused_rows(x), plain_rows(x)), (fused_columns(weight), plain_rows(weight.transpose(1, 2)))]
     by_columns = weight.transpose(1, 2)
-    assert torch.equal(fused_largest_of_rows(x), plain_largest(x))
-    assert torch.equal(fused_largest_of_columns(weight), plain_largest(by_columns))
     # of which this rank has a part: another one has larger values in some
-    of_rows, of_columns = plain_largest(x) + (1 << 24), plain_largest(by_columns).clamp(min=1 << 30)
+    of_rows, of_columns = largest_of_rows(x) + (1 << 24), largest_of_rows(by_columns).clamp(min=1 << 30)
     pairs.append((fused_rows(x, of_rows), plain_rows(x, of_rows)))
     pairs.append((fused_columns(weight, of_columns), plain_rows(by_columns, of_columns)))
     if len(x):  # without rows nothing is multiplied

@@ -99,7 +99,6 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.moe.kernels.fp8_triton": StepModule(
         None,
         kernels={
-            "_largest_of_rows_kernel": writes("largest_ptr"),
             "_rows_kernel": writes("codes_ptr", "scales_ptr"),
             "_largest_kernel": writes("largest_ptr"),
             "_columns_kernel": writes("codes_ptr", "scales_ptr"),
