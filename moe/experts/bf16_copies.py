@@ -29,22 +29,14 @@ class WorkingWeights:
         """To be called after each update: torch's fused optimizers change weights without changing their versions."""
         self._kept = {name: ([], working) for name, (_, working) in self._kept.items()}
 
-    def take(self, name: str, parameter: Tensor, dtype: torch.dtype, rows: list[int]) -> Sequence[Tensor]:
-        """This rank's part of a parameter, in `dtype`, in pieces of `rows` rows. Their gradients go to the
-        parameter's."""
-        working = local_part(parameter).detach()
-        if working.dtype != dtype:
-            working = self._rounded(name, [working.unsqueeze(0)], dtype).squeeze(0)
-        return _recorded([parameter], working.split(rows))
-
-    def take_joined(
-        self, name: str, parameters: Sequence[Tensor], dtype: torch.dtype, sizes: list[int]
-    ) -> Sequence[Tensor]:
-        """This rank's part of parameters (e·F, D) of which each expert has as many rows, in `dtype`, in one tensor: of
-        each expert the rows of the first, then of the second, (e, n·F, D); in pieces of `sizes` experts. Their
+    def take(self, name: str, parameters: Sequence[Tensor], dtype: torch.dtype, sizes: list[int]) -> Sequence[Tensor]:
+        """This rank's part of parameters (e·F, ...), of which each expert has as many rows, in `dtype`: in one tensor
+        (e, n·F, ...), of each expert the rows of the first, then of the second; in pieces of `sizes` experts. Their
         gradients go to the parameters'."""
-        locals_eFD = [_by_expert(local_part(parameter).detach(), sum(sizes)) for parameter in parameters]
-        return _recorded(parameters, self._rounded(name, locals_eFD, dtype).split(sizes))
+        sources = [_by_expert(local_part(parameter).detach(), sum(sizes)) for parameter in parameters]
+        is_as_it_lies = len(sources) == 1 and sources[0].dtype == dtype
+        working = sources[0] if is_as_it_lies else self._rounded(name, sources, dtype)
+        return _recorded(parameters, working.split(sizes))
 
     def _rounded(self, name: str, sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Tensors in `dtype`, concatenated along dim 1."""
@@ -90,19 +82,16 @@ class _Working(torch.autograd.Function):
         assert len(given) in (0, len(grads)), "a layer's GEMMs are all computed at once, or all later"
         for number, parameter in enumerate(parameters):
             if given and ctx.needs_input_grad[1 + number]:
-                is_joined = len(parameters) > 1
-                own = [grad.chunk(len(parameters), dim=1)[number] for grad in given] if is_joined else given
-                _add_gradient(parameter, own)
+                _add_gradient(parameter, [grad.chunk(len(parameters), dim=1)[number] for grad in given])
         return (None,) * (1 + len(parameters) + len(grads))
 
 
 def _add_gradient(parameter: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Add to a parameter's gradient what is given in pieces of rows, or in pieces (e, F, D) of experts."""
+    """Add to a parameter's gradient what is given in pieces (e, F, ...) of experts."""
     is_first = parameter.grad is None
     local = torch.empty_like(local_part(parameter)) if parameter.grad is None else local_part(parameter.grad)
     sizes = [len(piece) for piece in pieces]
-    by_size = _by_expert(local, sum(sizes)) if pieces[0].dim() > local.dim() else local
-    for place, piece in zip(by_size.split(sizes), pieces, strict=True):
+    for place, piece in zip(_by_expert(local, sum(sizes)).split(sizes), pieces, strict=True):
         place.copy_(piece) if is_first else place.add_(piece)
     if is_first:
         parameter.grad = distributed_like(parameter, local)

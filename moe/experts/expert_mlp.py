@@ -27,7 +27,7 @@ from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import for_backward_alone, keeping_products
 from .activation import Activation
-from .bf16_copies import WorkingWeights, local_part
+from .bf16_copies import WorkingWeights
 from .forward import current_forward
 from .shape import MoEShape
 
@@ -248,23 +248,23 @@ class ExpertMLP(nn.Module):
         gradients may be computed later than backward. `are_joined`: whether gate and up are one tensor (e, 2·F, D)."""
         stored, computed_with = storages_of(self), {part.name for part in self.layout.parameters}
         by_part: list[dict[str, Tensor]] = [{} for _ in sizes]
-        apart = dict(self.named_parameters(recurse=False))
+        together = {name: [weight] for name, weight in self.named_parameters(recurse=False)}
         if are_joined:
-            pieces = self.working.take_joined(_JOINED, [apart.pop("w1"), apart.pop("v1")], dtype, sizes)
-            for weights, piece in zip(by_part, pieces, strict=True):
-                weights[_JOINED] = piece
-        for name, weight in apart.items():
-            num_rows = local_part(weight).shape[0]
-            rows = [num_rows * size // sum(sizes) for size in sizes]
+            together[_JOINED] = together.pop("w1") + together.pop("v1")
+        for name, weights in together.items():
             # autograd makes zeros of the gradients that a DTensor does not get; working weights take what is there
-            if name in computed_with - stored.keys() and (weight.dtype != dtype or are_deferrable):
-                pieces = self.working.take(name, weight, dtype, rows)
+            is_taken = name in computed_with - stored.keys() and (weights[0].dtype != dtype or are_deferrable)
+            if is_taken or name == _JOINED:
+                pieces = self.working.take(name, weights, dtype, sizes)
+                pieces = pieces if name == _JOINED else [piece.flatten(0, 1) for piece in pieces]
             else:
+                (weight,) = weights
                 # experts that have been distributed are DTensors; a kernel computes on this rank's part
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
+                rows = [local.shape[0] * size // sum(sizes) for size in sizes]
                 pieces = [local] if len(rows) == 1 else local.split(rows)
-            for weights, piece in zip(by_part, pieces, strict=True):
-                weights[name] = piece
+            for part, piece in zip(by_part, pieces, strict=True):
+                part[name] = piece
         return by_part
 
 

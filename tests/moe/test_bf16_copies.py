@@ -18,9 +18,7 @@ def parameters(number: int) -> tuple[nn.Parameter, ...]:
 
 def take(weights: WorkingWeights, held: tuple[nn.Parameter, ...], sizes: list[int]) -> list[Tensor]:
     """The working weight of one or two parameters, in pieces of so many experts, (e, rows, 16)."""
-    if len(held) == 2:
-        return list(weights.take_joined("w", (held[0], held[1]), BF16, sizes))
-    return [piece.view(-1, ROWS, 16) for piece in weights.take("w", held[0], BF16, [size * ROWS for size in sizes])]
+    return list(weights.take("w", held, BF16, sizes))
 
 
 def by_expert(held: tuple[nn.Parameter, ...]) -> Tensor:

@@ -46,7 +46,8 @@ def test_after_an_update_kept_copies_of_weights_are_rounded_anew() -> None:
         mlp.working.are_kept = True
 
     def kept() -> list[torch.Tensor]:
-        return [mlp.working.take("w1", mlp.w1, torch.bfloat16, [len(mlp.w1)])[0].detach().clone() for mlp in mlps]
+        taken = [mlp.working.take("w1", [mlp.w1], torch.bfloat16, [mlp.layout.shape.num_experts])[0] for mlp in mlps]
+        return [working.detach().flatten(0, 1).clone() for working in taken]
 
     before = kept()
     for mlp in mlps:
