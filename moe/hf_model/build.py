@@ -6,7 +6,7 @@ All else stays Hugging Face's: routers, shared experts and their gates, dense la
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -424,29 +424,13 @@ def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Need
 @contextmanager
 def without_computing(model: Any) -> Iterator[None]:
     """Within it, a forward of a model on the meta device gives the shapes of its results; experts are not called."""
-    was_training = model.training
-    with ExitStack() as stack:
-        stack.enter_context(answering_host())
-        stack.enter_context(leaving_no_trace(model))
+    with answering_host(), leaving_no_trace(model):
         for layer in moe_layers(model):
-            stack.enter_context(_as_wide_as_tokens(layer))
+            layer.forward = lambda x_TD, experts_TK, weights_TK: torch.empty_like(x_TD)  # type: ignore[method-assign]
         for module in model.modules():
             module._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
         model.eval()
-        try:
-            yield
-        finally:
-            model.train(was_training)
-
-
-@contextmanager
-def _as_wide_as_tokens(layer: DMoE) -> Iterator[None]:
-    """Have a layer return an output of the right shape."""
-    layer.forward = lambda x_TD, experts_TK, weights_TK: torch.empty_like(x_TD)  # type: ignore[method-assign]
-    try:
         yield
-    finally:
-        del layer.forward
 
 
 def count_parameters(model: Any) -> ParameterCounts:

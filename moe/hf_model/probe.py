@@ -7,9 +7,11 @@ than the layers' own, and how many tokens each layer's attention sees. How a rou
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,56 +35,50 @@ def probe(model: Any) -> ModelFacts:
     Raises:
         ExpertMeshError: it does not run, or calls its experts otherwise than as (tokens, choices, weights).
     """
-    returned: dict[str, Any] = {}
-    arguments: dict[str, tuple[Any, ...]] = {}
-    with_keywords: set[str] = set()
-    calls: dict[str, tuple[Tensor, Tensor]] = {}
-    name = type(model).__name__
-    was_training = model.training
-    with ExitStack() as stack:
-        for path, module in expert_modules(model):
-            stack.enter_context(_without_computing(module, path, calls, name))
-        stack.enter_context(answering_host())
-        stack.enter_context(leaving_no_trace(model))
-        read_weights, uncalled = stack.enter_context(_noting_reads(model))
-        tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
-        positions_BS = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
-        tokens = dict(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
-        try:
-            # kernels that are for training alone may take weights of several layers at once
-            with _NoteRandom() as random:
-                model.train()(**tokens)
-            for path, module in model.named_modules():
-                stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
-            looked_at_positions = stack.enter_context(_looks_at_positions(model))
-            widths = stack.enter_context(_noting_attention())
-            logits = model.eval()(**tokens).logits
-        except ExpertMeshError:
-            raise
-        except Exception as error:
-            raise ExpertMeshError(f"transformers' {name} does not run: {type(error).__name__}: {error}") from error
-        finally:
-            model.train(was_training)
+    from ..transformers_private import replacing_sample_search
+
+    positions_BS = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
+    random: list[Any] = []
+    looked_at: list[Tensor] = []
+
+    def note_random(operator: Any, args: Any, kwargs: Any) -> None:
+        # operators with a dropout draw numbers where it is above zero
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            names = [argument.name for argument in operator._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0:
+                random.append(operator)
+
+    with _on_meta(model) as calls, _noting_reads(model) as (read_weights, uncalled):
+        # kernels that are for training alone may take weights of several layers at once
+        with _BeforeOperators(note_random):
+            _run(model.train(), "does not run", position_ids=positions_BS)
+        with (
+            _noting_calls(model) as called,
+            replacing_sample_search(looked_at.append, model),
+            _noting_attention() as widths,
+        ):
+            logits = _run(model.eval(), "does not run", position_ids=positions_BS).logits
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
-    experts, kinds = {}, {}
+    experts: dict[str, SeenExperts] = {}
+    kinds: dict[type, RouterKind] = {}
     for path, (x_TD, experts_TK) in calls.items():
-        alone = {other: args for other, args in arguments.items() if len(args) == 1 and other not in with_keywords}
-        router, beside = _router(experts_TK, returned), _beside(path, x_TD, returned, alone)
+        router, beside = _router(experts_TK, called), _beside(path, x_TD, called)
         if router is None:
             experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN, beside)
             continue
-        num_logits, module = returned[router][0].shape[-1], model.get_submodule(router)
+        num_logits, module = called[router].output[0].shape[-1], model.get_submodule(router)
         if type(module) not in kinds:
-            kinds[type(module)] = try_router(module, arguments[router], num_logits, _groups(model.config))
+            kinds[type(module)] = try_router(module, called[router].args, num_logits, _groups(model.config))
         experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
     return ModelFacts(
         experts,
-        logits is returned.get(head),
-        bool(looked_at_positions),
+        head in called and logits is called[head].output,
+        bool(looked_at),
         frozenset(read_weights),
         frozenset(uncalled),
         tuple(Attention(window, width) for window, width in sorted(widths.items())),
-        random.are_drawn,
+        bool(random),
     )
 
 
@@ -99,119 +95,119 @@ def unmet_by_text(model: Any) -> list[str]:
     """
     if model.config.get_text_config() is model.config:
         return []
-    calls: dict[str, tuple[Tensor, Tensor]] = {}
-    with ExitStack() as stack:
-        for path, module in expert_modules(model):
-            stack.enter_context(_without_computing(module, path, calls, type(model).__name__))
-        stack.enter_context(answering_host())
-        stack.enter_context(leaving_no_trace(model))
-        used = stack.enter_context(_NoteUsed())
-        called = stack.enter_context(_noting_calls(model))
-        tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
-        try:
-            model.eval()(input_ids=tokens_BS, use_cache=False)
-        except ExpertMeshError:
-            raise
-        except Exception as error:
-            raise ExpertMeshError(
-                f"transformers' {type(model).__name__} does not run on text alone: {type(error).__name__}: {error}"
-            ) from error
-    met = {
+    used: dict[int, Tensor] = {}
+
+    def note_tensors(operator: Any, args: Any, kwargs: Any) -> None:
+        used.update((id(leaf), leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+    with _on_meta(model) as calls, _BeforeOperators(note_tensors), _noting_calls(model) as called:
+        _run(model.eval(), "does not run on text alone")
+    owners = {
         path
         for path, module in model.named_modules()
-        if module in called or any(id(tensor) in used.tensors for tensor in _own_tensors(module))
+        if any(id(tensor) in used for tensor in (*module._parameters.values(), *module._buffers.values()))
     }
-    with_experts = {path for path, _ in expert_modules(model)}
-    layers = {
-        f"{path}."
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(called.startswith(f"{path}.") for called in calls)
-    }
-    unmet: list[str] = []
-    for path, module in model.named_modules():
-        if any(other == path or other.startswith(f"{path}.") for other in met) or not path:
-            continue
-        if any(path.startswith(f"{other}.") for other in unmet) or not list(_tensors(module)):
-            continue
-        if path.startswith(tuple(layers)) and not any(e == path or e.startswith(f"{path}.") for e in with_experts):
-            continue
-        unmet.append(path)
-    return unmet
+    met = _with_parents({*called, *owners})
+    with_experts, with_layers = _with_parents(path for path, _ in expert_modules(model)), _with_parents(calls)
+
+    def unmet(path: str, module: nn.Module, in_layer: bool) -> Iterator[str]:
+        has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+        if path not in met and has_tensors and (not in_layer or path in with_experts):
+            yield path
+        elif path in met:
+            in_layer = in_layer or (isinstance(module, nn.ModuleList) and path in with_layers)
+            for name, child in module.named_children():
+                yield from unmet(f"{path}.{name}".removeprefix("."), child, in_layer)
+
+    return list(unmet("", model, in_layer=False))
 
 
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-class _NoteUsed(TorchDispatchMode):
-    """tensors: by id, all that operators were called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.tensors[id(leaf)] = leaf
-        return operator(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _noting_calls(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """The modules that are called within it."""
-    called: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, args: called.add(module)) for module in model.modules()]
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _with_parents(paths: Iterable[str]) -> set[str]:
+    """With the paths of all modules that hold them, the model's own among them."""
+    parts = [path.split(".") for path in paths]
+    return {"", *(".".join(names[: number + 1]) for names in parts for number in range(len(names)))}
 
 
 def runs(model: Any) -> bool:
     """Whether a model of transformers that is on the meta device computes in the dtypes that its parameters have."""
-    with ExitStack() as stack:
-        for path, module in expert_modules(model):
-            stack.enter_context(_without_computing(module, path, {}, type(model).__name__))
-        stack.enter_context(answering_host())
-        stack.enter_context(_CheckProducts())
+
+    def refuse_mixed(operator: Any, args: Any, kwargs: Any) -> None:
+        # as every device but meta does
+        dtypes = {factor.dtype for factor in args if isinstance(factor, Tensor)}
+        if operator.name() in _PRODUCTS and len(dtypes) > 1:
+            raise TypeError(f"{operator.name()} of {dtypes}")
+
+    with _on_meta(model), _BeforeOperators(refuse_mixed):
         try:
-            model.eval()(input_ids=torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta"), use_cache=False)
-        except Exception:
+            _run(model.eval(), "does not run")
+        except ExpertMeshError:
             # any other error is reported by `probe`, for the model that is trained
             return False
     return True
 
 
-class _CheckProducts(TorchDispatchMode):
-    """Refuses matmuls of tensors of different dtypes, as every device but meta does."""
+@contextmanager
+def _on_meta(model: Any) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Within it a model of transformers runs on the meta device, and experts compute nothing. Yields the tokens (T, D)
+    and choices (T, K) that they are called with, by path."""
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        dtypes = {factor.dtype for factor in args if isinstance(factor, Tensor)}
-        if operator.name() in _PRODUCTS and len(dtypes) > 1:
-            raise TypeError(f"{operator.name()} of {dtypes}")
-        return operator(*args, **(kwargs or {}))
+    def called_with(path: str, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in args):
+            raise ExpertMeshError(
+                f"transformers' {type(model).__name__} calls its experts in a way that is not supported"
+            )
+        calls[path] = args[:2]
+        return torch.empty_like(args[0])
+
+    with answering_host(), leaving_no_trace(model):
+        for path, experts in expert_modules(model):
+            experts.forward = partial(called_with, path)
+        yield calls
 
 
-class _NoteRandom(TorchDispatchMode):
-    """are_drawn: whether an operator was called that draws random numbers; of one with a dropout, above zero."""
+def _run(model: Any, what: str, **arguments: Any) -> Any:
+    tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
+    try:
+        return model(input_ids=tokens_BS, use_cache=False, **arguments)
+    except ExpertMeshError:
+        raise
+    except Exception as error:
+        name = type(model).__name__
+        raise ExpertMeshError(f"transformers' {name} {what}: {type(error).__name__}: {error}") from error
 
-    def __init__(self) -> None:
+
+class _BeforeOperators(TorchDispatchMode):
+    """Calls `look(operator, args, kwargs)` before each operator."""
+
+    def __init__(self, look: Callable[[Any, Any, Any], None]):
         super().__init__()
-        self.are_drawn = False
+        self.look = look
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in operator.tags:
-            names = [argument.name for argument in operator._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            self.are_drawn |= given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0
+        self.look(operator, args, kwargs or {})
         return operator(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Called:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def _noting_calls(model: nn.Module) -> Iterator[dict[str, _Called]]:
+    """The last call of each module within it, by path, in the order in which their first ones ended."""
+    called: dict[str, _Called] = {}
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+
+            def note(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+                called[path] = _Called(args, kwargs, output)
+
+            stack.enter_context(module.register_forward_hook(note, with_kwargs=True))
+        yield called
 
 
 @torch.no_grad()
@@ -284,46 +280,29 @@ def _groups(config: Any) -> tuple[int, int] | None:
     return (groups, a_token) if isinstance(groups, int) and isinstance(a_token, int) else None
 
 
-def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
+def _router(experts_TK: Tensor, called: dict[str, _Called]) -> str | None:
     """The innermost module that returned a choice, behind logits."""
     chose = [
         path
-        for path, output in returned.items()
-        if isinstance(output, tuple) and any(part is experts_TK for part in output) and isinstance(output[0], Tensor)
+        for path, call in called.items()
+        if isinstance(call.output, tuple)
+        and any(part is experts_TK for part in call.output)
+        and isinstance(call.output[0], Tensor)
     ]
     return max(chose, key=lambda path: path.count("."), default=None)
 
 
-def _beside(path: str, x_TD: Tensor, returned: dict[str, Any], alone: dict[str, tuple[Any, ...]]) -> str | None:
-    """The outermost module of the same decoder layer that was called after the experts, on their tokens alone.
-
-    Args:
-        alone: arguments of the modules that were called with a single one.
-    """
-    order = list(returned)
+def _beside(path: str, x_TD: Tensor, called: dict[str, _Called]) -> str | None:
+    """The outermost module of the same decoder layer that was called after the experts, on their tokens alone."""
+    order = list(called)
     for other in sorted(order[order.index(path) + 1 :], key=lambda other: other.count(".")):
+        args, kwargs, out = called[other].args, called[other].kwargs, called[other].output
         is_near = path.startswith(f"{other.rpartition('.')[0]}.") and not path.startswith(f"{other}.")
-        out = returned[other]
-        if is_near and other in alone and isinstance(out, Tensor) and out.numel() == x_TD.numel():
-            (x,) = alone[other]
+        if is_near and len(args) == 1 and not kwargs and isinstance(out, Tensor) and out.numel() == x_TD.numel():
+            x = args[0]
             if isinstance(x, Tensor) and x.untyped_storage()._cdata == x_TD.untyped_storage()._cdata:
                 return other
     return None
-
-
-@contextmanager
-def _looks_at_positions(model: Any) -> Iterator[list[Tensor]]:
-    """The positions in which transformers looks for several samples in a sequence when it makes a mask."""
-    from ..transformers_private import replacing_sample_search
-
-    seen: list[Tensor] = []
-
-    def remembered(position_ids: Tensor) -> Any:
-        seen.append(position_ids)
-        return find(position_ids)
-
-    with replacing_sample_search(remembered, model) as find:
-        yield seen
 
 
 @contextmanager
@@ -384,13 +363,12 @@ def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
     computing: set[nn.Module] = set()
     read, uncalled = set[str](), set(paths.values())
 
-    def weight(module: nn.Module) -> Tensor | None:
-        if module not in computing:
-            read.add(paths[module])
-        # of a layer without elements it is a buffer
-        return module._parameters["weight"] if "weight" in module._parameters else module._buffers["weight"]
-
     def noting(own: Any) -> Any:
+        def look_up(module: nn.Module, name: str) -> Any:
+            if name == "weight" and module not in computing:
+                read.add(paths[module])
+            return own.__getattr__(module, name)
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             uncalled.discard(paths[module])
             computing.add(module)
@@ -399,7 +377,7 @@ def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
             finally:
                 computing.discard(module)
 
-        return type(own.__name__, (own,), {"weight": property(weight), "forward": forward})
+        return type(own.__name__, (own,), {"__getattr__": look_up, "forward": forward})
 
     noting_classes = {own: noting(own) for own in set(own_classes.values())}
     for module, own in own_classes.items():
@@ -409,42 +387,6 @@ def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
     finally:
         for module, own in own_classes.items():
             module.__class__ = own
-
-
-@contextmanager
-def _returns(
-    module: nn.Module,
-    path: str,
-    returned: dict[str, Any],
-    arguments: dict[str, tuple[Any, ...]],
-    with_keywords: set[str],
-) -> Iterator[None]:
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        returned[path], arguments[path] = output, args
-        if kwargs:
-            with_keywords.add(path)
-
-    hook = module.register_forward_hook(remember, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _without_computing(experts: Any, path: str, calls: dict[str, tuple[Tensor, Tensor]], model: str) -> Iterator[None]:
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs or len(args) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in args):
-            raise ExpertMeshError(f"transformers' {model} calls its experts in a way that is not supported")
-        x_TD, experts_TK, _ = args
-        calls[path] = x_TD, experts_TK
-        return torch.empty_like(x_TD)
-
-    experts.forward = forward
-    try:
-        yield
-    finally:
-        del experts.forward
 
 
 @contextmanager
