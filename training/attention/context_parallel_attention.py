@@ -59,7 +59,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
     """
     inner = model.config._attn_implementation
     for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True):
-        is_by_sample = any(isinstance(part.forward, BySample) for part in layer.children())
+        is_by_sample = any(isinstance(part.forward, BySample) for part in layer.modules())
         if is_by_sample or _convolves(layer) or not attends(kind):
             _mix_complete(model, inner, layer, kind or type(layer).__name__)
     AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
