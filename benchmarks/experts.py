@@ -3,8 +3,9 @@
 One MoE layer of a model's sizes, on one device. Variants: every kernel of `--expert-kernel`, as the complete layer
 (router to combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the
 original layer of MegaBlocks; and as the ceiling one dense chain of matmuls with the experts' FLOPs, in the same
-dtype. A variant that cannot run here is listed with its reason. Before anything is timed, every variant's output and
-gradients are compared with `loop`; the benchmark aborts if one differs (exit code 1).
+dtype. A variant that cannot run here, or fails on the way, is listed with its reason, and the others go on. Before
+anything is timed, every variant's output and gradients are compared with `loop`; one that differs is not timed, and the
+exit code is 1.
 
 Routing, the same in every variant: `balanced`, every expert has the same number of tokens; `natural`, the top K of
 logits drawn from N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the
@@ -185,10 +186,6 @@ class Result:
         return self.flops / median_of(self.ms) / 1e9
 
 
-class VariantDiffersError(Exception):
-    """A variant does not compute what the reference computes."""
-
-
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
@@ -200,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     results: list[Result] = []
     missing: list[str] = []
+    differing: list[str] = []
     auto: dict[str, str] = {}
     for name in arguments.model:
         shape = MODELS[name].shape
@@ -212,18 +210,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         variants, reasons = build_variants(MODELS[name], [choice.name, *arguments.variants], device, dtype)
         missing += [f"{name}, {reason}" for reason in reasons]
         for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
-            try:
-                measured, reasons = measure(setting, variants, arguments.rounds, arguments.repetitions, arguments.clock)
-            except VariantDiffersError as error:
-                print(f"aborted: {setting}: {error}", file=sys.stderr)
-                return 1
+            checked = check(variants, make_inputs(setting, device, dtype))
+            measured, reasons = measure(
+                setting, variants, checked, arguments.rounds, arguments.repetitions, arguments.clock
+            )
             missing += [f"{setting}, {reason}" for reason in reasons]
+            differing += [f"{setting}, {variant}" for variant in checked.differing]
             results += measured
             print_table(setting, measured)
             print_auto(measured, choice.name)
     print()
     for line in missing:
         print(f"not measured: {line}")
+    for line in differing:
+        print(f"wrong, and not measured: {line}", file=sys.stderr)
     targets = judge(results, auto)
     print("\n".join(targets))
     print(f"load average {os.getloadavg()[0]:.1f} at the end")
@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dtype": arguments.dtype,
             "auto": auto,
             "not_measured": missing,
+            "wrong": differing,
             "targets": targets,
             "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
         }
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.picture is not None:
         with whole(arguments.picture) as partial:
             partial.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
-    return 0
+    return int(bool(differing))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -381,9 +382,12 @@ def build_variants(
             continue
         variants += kernel_variants(name, choice.kernel, ours)
     if any(name in HF_VARIANTS for name in names):
-        block = build_hf_block(model, device, dtype)
-        copy_weights(ours, block)
-        variants += [hf_variant(name, block) for name in HF_VARIANTS if name in names]
+        try:
+            block = build_hf_block(model, device, dtype)
+            copy_weights(ours, block)
+            variants += [hf_variant(name, block) for name in HF_VARIANTS if name in names]
+        except Exception as error:  # the others can still be measured
+            reasons += [f"{name}: {short(error)}" for name in HF_VARIANTS if name in names]
     if ORIGINAL_VARIANT in names:
         try:
             variants.append(original_variant(model, ours))
@@ -459,17 +463,17 @@ def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> I
 
 
 def measure(
-    setting: Setting, variants: Sequence[Variant], rounds: int, repetitions: int, clock: str
+    setting: Setting, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int, clock: str
 ) -> tuple[list[Result], list[str]]:
     """Results of every pass of every variant, and the reasons why a variant could not run in this setting.
 
-    Raises:
-        VariantDiffersError: a variant's output or gradient is not the reference's.
+    Args:
+        checked: of the variants in this setting.
     """
     weight = variants[0].weights[0]
     device, shape = weight.device, MODELS[setting.model].shape
     inputs = make_inputs(setting, device, weight.dtype)
-    errors, reasons = check(variants, inputs)
+    errors, reasons = checked.errors, [*checked.failed]
     flops = expert_flops(inputs.rows_RD.shape[0], shape)
 
     runs: list[tuple[Result, Callable[[], object]]] = []
@@ -482,25 +486,42 @@ def measure(
         runs.append((Result(setting, variant.part, variant.name, FORWARD, flops, clock, error), forward))
         runs.append((Result(setting, variant.part, variant.name, BOTH, 3 * flops, clock, error), both))
 
-    for result, run in runs:
-        result.peak_mb = peak_mb(run, device)
-    for number in range(-1, rounds):  # the first round only warms up
-        for result, run in runs:
-            ms, cpu_ms = timed(run, device, repetitions)
+    for number in range(-2, rounds):  # the first rounds take the peak, and warm up
+        for result, run in [*runs]:
+            try:
+                if number == -2:
+                    result.peak_mb = peak_mb(run, device)
+                    continue
+                ms, cpu_ms = timed(run, device, repetitions)
+            except Exception as error:
+                reasons.append(f"{result.variant}, {result.part}, {result.passes}: {short(error)}")
+                runs.remove((result, run))
+                continue
             if number >= 0:
                 result.wall_ms.append(ms)
                 result.cpu_ms.append(cpu_ms)
     return [result for result, _ in runs], reasons
 
 
-def check(variants: Sequence[Variant], inputs: Inputs) -> tuple[dict[tuple[str, str], float], list[str]]:
-    """The largest relative error of each (part, variant) against the reference, and why a variant could not run.
+@dataclass(frozen=True)
+class Checked:
+    """errors: the largest relative error of each (part, variant) that is right, against the reference. failed: why
+    others could not run. differing: what is wrong with the rest."""
 
-    Raises:
-        VariantDiffersError: an error is above TOLERANCE.
-    """
+    errors: dict[tuple[str, str], float]
+    failed: list[str]
+    differing: list[str]
+
+
+def short(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
+
+
+def check(variants: Sequence[Variant], inputs: Inputs) -> Checked:
+    """Compare outputs and gradients with the reference's, to TOLERANCE."""
     errors: dict[tuple[str, str], float] = {}
-    reasons = []
+    reasons, differing = [], []
     for part in (LAYER, EXPERTS):
         names = ("output", "gradient of the input", *(("router",) if part == LAYER else ()), "w1", "v1", "w2")
         reference: tuple[Tensor, ...] = ()
@@ -511,7 +532,7 @@ def check(variants: Sequence[Variant], inputs: Inputs) -> tuple[dict[tuple[str, 
                 if variant.name == REFERENCE:
                     raise
                 # memory that does not suffice, a kernel that does not compile: the other variants can still be measured
-                reasons.append(f"{variant.name}, {part}: {type(error).__name__}: {str(error).split(chr(10))[0]}")
+                reasons.append(f"{variant.name}, {part}: {short(error)}")
                 continue
             found = (out, grad, *variant.as_ours(gradients))
             reference = reference or found
@@ -519,11 +540,10 @@ def check(variants: Sequence[Variant], inputs: Inputs) -> tuple[dict[tuple[str, 
             worst = max(error_of, key=lambda name: error_of[name])
             # written so that a NaN fails
             if not all(e <= TOLERANCE[inputs.x_TD.dtype] for e in error_of.values()):
-                raise VariantDiffersError(
-                    f"{variant.name}, {part}: {worst} differs from {REFERENCE} by {error_of[worst]:.1e}"
-                )
+                differing.append(f"{variant.name}, {part}: {worst} differs from {REFERENCE} by {error_of[worst]:.1e}")
+                continue
             errors[part, variant.name] = error_of[worst]
-    return errors, reasons
+    return Checked(errors, reasons, differing)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

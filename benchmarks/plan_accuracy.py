@@ -186,6 +186,16 @@ def build_run(
     """A random model with balanced routing on the ranks of the process group, its optimizer, and the mesh."""
     kind: Any = device.type
     model = build_rehearsed(config, model_config, kind)
+    optimizer, mesh = shard_run(config, model, world_size, device)
+    balance_routing(model)
+    return model, optimizer, mesh
+
+
+def shard_run(
+    config: TrainConfig, model: Any, world_size: int, device: torch.device
+) -> tuple[torch.optim.Optimizer, Mesh]:
+    """Shard an assembled model over the ranks of the process group, with random weights; its optimizer, and the
+    mesh."""
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     mesh = build_mesh(device.type, topology_of(config, world_size))
@@ -194,8 +204,7 @@ def build_run(
     for parameter in model.parameters():
         local = local_tensor(parameter.detach())
         torch.nn.init.normal_(local, std=0.02) if local.is_floating_point() else local.zero_()
-    balance_routing(model)
-    return model, build_optimizer(model.train(), config, mesh), mesh
+    return build_optimizer(model.train(), config, mesh), mesh
 
 
 @ends_with_reader

@@ -8,7 +8,8 @@ weights and data. In every round each variant runs in processes of its own, made
 memory is nobody else's, and none finds what another has warmed. Variants take turns, so other load on the machine
 affects all; a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model
 is soon learning by heart: losses of all variants must fall, and agree at every step to --loss-tolerance, or the run
-aborts.
+aborts: 1e-4 in fp32, 5e-3 where variants round to bf16 in different places. With --profile each variant takes a step
+more in its first round, after those that are timed, and writes a trace of it.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -50,6 +51,7 @@ from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.sharding.runtime.allocator import let_segments_grow
 from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_process_group
 from expertmesh.sharding.torchrun import read_environment
 from expertmesh.training.config.settings import CpuMatmul
@@ -67,6 +69,9 @@ PRELOADED = [
     "benchmarks.variants",
 ]
 
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "pure-bf16": 5e-3}
+"""Relative difference between variants' losses that roundings explain, by --dtype."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -82,6 +87,8 @@ class Setting:
 def main() -> int:
     # torchrun ends its ranks by SIGTERM, and so does `timeout`; the scratch directory must go all the same
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # as train_ep.py has it; for variants, whose processes inherit it
+    let_segments_grow(os.environ)
     try:
         arguments = parse_arguments()
         ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
@@ -138,11 +145,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=1, help="untimed steps per variant and round")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per variant and round")
-    parser.add_argument("--loss-tolerance", type=float, default=1e-4, help="relative")
+    tolerances = ", ".join(f"{dtype} {tolerance:g}" for dtype, tolerance in TOLERANCE.items())
+    parser.add_argument("--loss-tolerance", type=float, help=f"relative (default: {tolerances})")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of a step of each variant here")
     parser.add_argument("--timeout", type=int, default=900, help="time limit per variant and round, in seconds")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--picture", type=Path, help="also draw them here, as SVG")
     arguments = parser.parse_args()
+    if arguments.loss_tolerance is None:
+        arguments.loss_tolerance = TOLERANCE[arguments.dtype]
     if bool(arguments.sweep) != bool(arguments.values):
         raise ExpertMeshError("--sweep and --values: give both, or none")
     if arguments.warm_up < 1 or arguments.steps < 1 or arguments.rounds < 1:
@@ -153,7 +164,10 @@ def parse_arguments() -> argparse.Namespace:
         if file is not None and not file.absolute().parent.is_dir():
             raise ExpertMeshError(f"{file}: there is no directory {file.absolute().parent} to write it to")
     # where the project's targets on a CPU are set
-    free = ("variants", "rounds", "warm_up", "steps", "timeout", "json", "picture", "use_cpu", "loss_tolerance")
+    free = (
+        *("variants", "rounds", "warm_up", "steps", "timeout", "json", "picture", "use_cpu", "loss_tolerance"),
+        "profile",
+    )
     is_default = all(v == parser.get_default(name) for name, v in vars(arguments).items() if name not in free)
     on_cpu = arguments.use_cpu or not torch.cuda.is_available()
     arguments.at_target = is_default and on_cpu and os.environ.get("WORLD_SIZE") == "4"
@@ -295,7 +309,7 @@ def run_rounds(settings: list[Setting], arguments: argparse.Namespace, ranks: Ra
         for setting, result in results:
             if any(figures.problem for figures in result.rounds):
                 continue
-            figures = run_variant(result.variant, setting.work, arguments)
+            figures = run_variant(result.variant, setting.work, arguments, arguments.profile if number == 0 else None)
             result.rounds.append(figures)
             if ranks.rank == 0:
                 where = f"{arguments.sweep} {setting.case.value}, " if arguments.sweep else ""
@@ -304,11 +318,11 @@ def run_rounds(settings: list[Setting], arguments: argparse.Namespace, ranks: Ra
     return [result for _, result in results]
 
 
-def run_variant(variant: str, work: Work, arguments: argparse.Namespace) -> Figures:
+def run_variant(variant: str, work: Work, arguments: argparse.Namespace, profile: Path | None) -> Figures:
     """Run in one process per rank, which is ended when that of another rank has failed."""
     ours, theirs = context().Pipe()
     process = context().Process(
-        target=measure, args=(theirs, variant, work, arguments.warm_up, arguments.steps, arguments.timeout)
+        target=measure, args=(theirs, variant, work, arguments.warm_up, arguments.steps, arguments.timeout, profile)
     )
     process.start()
     theirs.close()
@@ -343,14 +357,22 @@ def receive(connection: Connection, process: Any) -> Figures:
         return Figures(problem=f"the process ended with code {process.exitcode}{hint}")
 
 
-def measure(connection: Connection, name: str, work: Work, warm_up: int, num_steps: int, timeout: int) -> None:
+def measure(
+    connection: Connection,
+    name: str,
+    work: Work,
+    warm_up: int,
+    num_steps: int,
+    timeout: int,
+    profile: Path | None,
+) -> None:
     """What a process of one variant does; it sends `Figures`, the same on every rank."""
     try:
         end_with_parent()
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         ranks = start_process_group(work.cpu, timeout)
-        connection.send(take_figures(name, work, warm_up, num_steps, ranks))
+        connection.send(take_figures(name, work, warm_up, num_steps, ranks, profile))
         end_process_group()
     except torch.OutOfMemoryError:
         connection.send(Figures(problem="out of GPU memory"))
@@ -358,7 +380,9 @@ def measure(connection: Connection, name: str, work: Work, warm_up: int, num_ste
         connection.send(Figures(problem=traceback.format_exc()))
 
 
-def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ranks) -> Figures:
+def take_figures(
+    name: str, work: Work, warm_up: int, num_steps: int, ranks: Ranks, profile: Path | None = None
+) -> Figures:
     base = resident("VmRSS")
     variant = build_variant(name, work, ranks)
     vocabulary = variant.model.config.vocab_size
@@ -383,6 +407,8 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
         used.append(processor_use() - used_before)
     if work.compile and compilation().graphs == 0:
         raise ExpertMeshError(f"{name}: --compile compiled nothing")
+    if profile is not None:
+        write_trace(profile / f"{name}.rank-{ranks.rank}.json", lambda: variant.make_step(batch))
     peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident("VmHWM")
 
     highest = torch.tensor([peak, base], dtype=torch.float64)
@@ -406,6 +432,15 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
         dict(zip(KINDS, counted[:, 1].tolist(), strict=True)),
         device,
     )
+
+
+def write_trace(file: Path, step: Callable[[], object]) -> None:
+    """Profile one step, for Chrome's or Perfetto's viewer."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profiler:
+        step()
+    with whole(file) as partial:
+        profiler.export_chrome_trace(str(partial))
 
 
 def processor_use() -> torch.Tensor:

@@ -53,7 +53,9 @@ def test_routing(routing: str) -> None:
 @pytest.mark.parametrize("family", TINY)
 def test_variants_agree(family: str) -> None:
     variants, missing = experts.build_variants(TINY[family], experts.VARIANTS, CPU, torch.float32)
-    errors, failed = experts.check(variants, experts.make_inputs(Setting(family, 40, "natural"), CPU, torch.float32))
+    checked = experts.check(variants, experts.make_inputs(Setting(family, 40, "natural"), CPU, torch.float32))
+    errors, failed = checked.errors, checked.failed
+    assert not checked.differing
     found = {(LAYER, "HF grouped_mm"), (LAYER, "HF eager")}
     found |= {(part, name) for part in (LAYER, EXPERTS) for name in ("loop", "torch-grouped")}
     assert found <= set(errors)
@@ -101,7 +103,7 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(bars) == 2 * (len(names) - 1)
 
 
-def test_a_wrong_kernel_aborts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def forgets_v1(
         rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor:
@@ -111,7 +113,31 @@ def test_a_wrong_kernel_aborts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=forgets_v1))
     command = ["--device", "cpu", "--dtype", "float32", "--model", "mixtral", "--tokens", "32", "--rounds", "1"]
     assert experts.main(command) == 1
-    assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in told.err
+    assert "loop" in told.out, "the others go on"
+
+
+def test_a_variant_that_fails_while_it_is_timed_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calls = 0
+
+    def fails_late(
+        rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    ) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 8:
+            raise RuntimeError("an illegal instruction")
+        return fused("loop")(rows_RD, counts_e, w1, v1, w2)
+
+    monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=fails_late))
+    command = ["--device", "cpu", "--model", "mixtral", "--tokens", "32", "--rounds", "1", "--routing", "balanced"]
+    assert experts.main([*command, "--json", str(tmp_path / "figures.json")]) == 0
+    assert "torch-grouped, experts, forward: RuntimeError: an illegal instruction" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert {"loop", "HF eager"} <= {each["variant"] for each in figures["results"]}
 
 
 def result(part: str, variant: str, *ms: float) -> Result:

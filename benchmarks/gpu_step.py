@@ -1,0 +1,285 @@
+"""Training steps on one device, measured: `python -m benchmarks.gpu_step --model mixtral-8x7b --layers 4`.
+
+A model of published sizes, cut to `--layers` layers, with random weights that are never on a disk, assembled and
+sharded as `train_ep.py` does it, in a process group of one. Printed: seconds a step (median), tokens/s, MFU, the loss,
+peak memory beside the planner's forecast, seconds beside its forecast, how often the host waited for the device in a
+step, and from a profile of one more step the share of it in which no kernel ran, the longest times between two
+kernels, and which attention ran.
+
+On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out, and said to be.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from expertmesh.sharding.runtime.allocator import let_segments_grow
+
+if __name__ == "__main__":
+    # before torch is loaded, as in train_ep.py
+    import os
+
+    let_segments_grow(os.environ)
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from benchmarks.load_memory import resident, restart_peak
+from benchmarks.plan_accuracy import balance_routing, full_batch, shard_run
+from benchmarks.rehearsed import PUBLISHED
+from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.hf_model.build import build_model, count_parameters
+from expertmesh.moe.hf_model.counts import training_flops
+from expertmesh.moe.util.atomic_write import whole
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import assemble
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.monitoring.meter import peak_tflops
+from expertmesh.training.planning.planner.cost import step_time
+from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.rehearsal.run_setting import planned
+from expertmesh.training.step import StepResult, train_step
+
+NO_LOSSES = LossWeights(0.0, 0.0)
+ATTENTION = ("flash", "cudnn", "fmha", "efficient", "attention")
+"""Parts of the names of kernels that attend."""
+LONGEST = 3
+"""Times between kernels that are told."""
+
+
+@dataclass
+class Found:
+    """What one setting took. Of a GPU alone: `waits` (by line of source), `idle_share`, `gaps`, `attention`,
+    `busiest`."""
+
+    setting: str
+    seconds: list[float]
+    tokens_per_second: float
+    mfu: float | None
+    losses: list[float]
+    peak_bytes: float
+    forecast_bytes: float
+    forecast_seconds: float | None
+    moe_layers: int
+    waits: dict[str, int] | None = None
+    idle_share: float | None = None
+    gaps: list[str] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+    busiest: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        seconds = statistics.median(self.seconds)
+        forecast = "" if self.forecast_seconds is None else f", forecast {self.forecast_seconds * 1e3:,.1f} ms"
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        least, most = min(self.seconds) * 1e3, max(self.seconds) * 1e3
+        of_forecast = self.peak_bytes / self.forecast_bytes
+        found = [
+            self.setting,
+            f"step: {seconds * 1e3:,.1f} ms (median of {len(self.seconds)}, {least:,.1f} to {most:,.1f}){forecast}; "
+            f"{self.tokens_per_second:,.0f} tokens/s{mfu}",
+            f"loss: {' '.join(f'{loss:.4f}' for loss in self.losses)}",
+            f"peak memory: {self.peak_bytes / 2**30:,.2f} GiB, forecast {self.forecast_bytes / 2**30:,.2f} GiB "
+            f"({of_forecast:.3f} of it)",
+        ]
+        if self.waits is None:
+            return [*found, "no GPU: waits of the host and idle times are not measured"]
+        waits = "; ".join(f"{times} at {where}" for where, times in self.waits.items())
+        return [
+            *found,
+            f"host waits: {sum(self.waits.values())} in a step with {self.moe_layers} MoE layers ({waits})",
+            f"no kernel runs for {self.idle_share:.1%} of a step; longest: {'; '.join(self.gaps)}",
+            f"attention: {', '.join(self.attention) or 'no kernel with such a name'}",
+            f"most time in: {'; '.join(self.busiest)}",
+        ]
+
+
+@ends_with_reader
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mixtral-8x7b", help="a published config's name here, or a directory's path")
+    parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: all)")
+    parser.add_argument("--rows", type=int, default=2, help="sequences")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
+    parser.add_argument("--gradient-checkpointing", choices=("none", "selective", "full"), default="selective")
+    parser.add_argument("--optim", default="adamw_torch_fused")
+    parser.add_argument("--gpu", default="H100", help="preset that the forecast is of")
+    parser.add_argument("--tiny", action="store_true", help="the same family at widths that a CPU computes in seconds")
+    parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    arguments = parser.parse_args()
+    try:
+        found = measure(arguments)
+    except ExpertMeshError as error:
+        print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(found.lines()), flush=True)
+    if arguments.json:
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(asdict(found), indent=1))
+    return 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's config, in place of a directory with a checkpoint."""
+
+    config: Any
+
+    def build(self, attn_implementation: str) -> Any:
+        """As `ModelSource.build`."""
+        return build_model(self.config, attn_implementation)
+
+
+def sized(arguments: argparse.Namespace) -> Any:
+    """The model's config, with as many layers as were asked for."""
+    path = Path(arguments.model)
+    model_config = AutoConfig.from_pretrained(path if path.is_dir() else PUBLISHED / arguments.model)
+    if arguments.tiny:
+        tiny = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=4)
+        tiny |= dict(num_key_value_heads=2, head_dim=16, vocab_size=256)
+        content = model_config.to_dict() | {name: n for name, n in tiny.items() if hasattr(model_config, name)}
+        model_config = CONFIG_MAPPING[model_config.model_type].from_dict(content)
+    if arguments.layers:
+        model_config.num_hidden_layers = arguments.layers
+    return model_config
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Run the steps and take all figures."""
+    ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
+    device, model_config = ranks.device, sized(arguments)
+    is_gpu = device.type == "cuda"
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        bf16=is_gpu,
+        per_device_train_batch_size=arguments.rows,
+        max_seq_length=arguments.seq_length,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        optim=arguments.optim,
+    )
+    run = planned(config, model_config, 1, "cuda" if is_gpu else "cpu", is_kept=False)
+    forecast = peak(run).memory.total
+    if not is_gpu:
+        restart_peak()
+    before = resident("VmRSS")
+    assembled = assemble(config, Sizes(model_config), device.type)
+    model = assembled.model
+    optimizer, mesh = shard_run(config, model, 1, device)
+    balance_routing(model)
+    batch = full_batch(config, model_config.vocab_size, 0).to(device)
+    figures: list[StepResult] = []
+
+    def step() -> None:
+        figures.append(train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0))
+        if is_gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        step()
+    seconds = []
+    for _ in range(arguments.steps):
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    peak_bytes = float(torch.cuda.max_memory_allocated()) if is_gpu else resident("VmHWM") - before
+    counts, median = count_parameters(model), statistics.median(seconds)
+    last = figures[-1]
+    flops = training_flops(counts, model_config.get_text_config(), last.tokens, last.targets, last.pairs)
+    name = torch.cuda.get_device_name() if is_gpu else "CPU"
+    best = peak_tflops(name) if is_gpu else None
+    found = Found(
+        f"{arguments.model}{' (tiny)' * arguments.tiny}, {model_config.num_hidden_layers} layers, "
+        f"{counts.total / 1e9:.2f} B parameters, {arguments.rows} x {arguments.seq_length} tokens, "
+        f"{'bf16' if is_gpu else 'fp32'}, checkpointing {arguments.gradient_checkpointing}, {arguments.optim}, experts "
+        f"by {assembled.kernel.kernel.entry.name}; {name}, torch {torch.__version__}",
+        seconds,
+        last.tokens / median,
+        None if best is None else flops / median / 1e12 / best,
+        [result.loss for result in figures],
+        peak_bytes,
+        forecast,
+        step_time(run, preset(arguments.gpu, "infiniband-ndr"), 8).total if is_gpu else None,
+        len(moe_layers(model)),
+    )
+    if is_gpu:
+        found.waits = waits_of(step)
+        profile(step, found)
+    end_process_group()
+    return found
+
+
+def waits_of(step: Any) -> dict[str, int]:
+    """How often the host waits for a GPU in a step, by the line of source that has it wait."""
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    places = (f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in told)
+    mine = Path(__file__).name
+    return dict(Counter(place for place in places if mine not in place).most_common())
+
+
+def profile(step: Any, found: Found) -> None:
+    """What one step's kernels tell."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+    events: Any = profiler.events()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    ]
+    found.idle_share, found.gaps = idle(kernels)
+    names = Counter[str]()
+    for start, end, name in kernels:
+        names[name] += end - start
+    total = sum(names.values())
+    found.busiest = [f"{name[:60]} {time / total:.0%}" for name, time in names.most_common(6)]
+    found.attention = sorted({name[:80] for name in names if any(part in name.lower() for part in ATTENTION)})
+
+
+def idle(kernels: list[tuple[float, float, str]]) -> tuple[float, list[str]]:
+    """The share of the time from the first kernel to the last in which none ran, and the longest such times.
+
+    Args:
+        kernels: (start, end, name) in microseconds, in any order, of streams that may overlap.
+    """
+    ordered = sorted(kernels)
+    if not ordered:
+        return 0.0, []
+    covered: list[tuple[float, float, str, str]] = []  # spans in which kernels run, with their first and last names
+    for start, end, name in ordered:
+        if covered and start <= covered[-1][1]:
+            first, until, first_name, last_name = covered[-1]
+            covered[-1] = (first, max(until, end), first_name, name if end > until else last_name)
+        else:
+            covered.append((start, end, name, name))
+    gaps = [(b[0] - a[1], f"{a[3][:40]} -> {b[2][:40]}") for a, b in pairwise(covered)]
+    total = covered[-1][1] - covered[0][0]
+    longest = sorted(gaps, reverse=True)[:LONGEST]
+    return sum(gap for gap, _ in gaps) / total, [f"{gap / 1e3:.2f} ms, {between}" for gap, between in longest]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
