@@ -3,15 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from ..checkpoints.training_state.marker import recorded_order, whole_checkpoints
-from ..moe.dispatch.dispatcher_entries import dispatchers_of
 from ..moe.util.errors import ExpertMeshError
-from ..moe.util.parser import flag_of
-from ..sharding.parallelize.choices import ranks_of_equal_nodes
 from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.topology import Topology, check_sizes, divisors
 from .config.train_config import TrainConfig
@@ -23,7 +19,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
 
     `ep_size` becomes the largest that divides the experts and the ranks of a pp index and is no larger than was asked
     for. A larger one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered
-    for a layer falls with it), so if this one does not fit, none does. The other sizes stay as they were asked for. The
+    for a layer falls with it), so if this one does not fit, none does. All else stays as it was asked for. The
     global batch stays what the run began with, in as many micro-batches of `per_device_train_batch_size` sequences as
     it takes. (A balancing loss depends on how it is cut.)
 
@@ -38,8 +34,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         (size for size in divisors(ranks.world_size // config.pp_size) if _fits(size, config, num_experts)),
         default=config.ep_size,
     )
-    dispatch = _dispatch(config, ep_size, ranks.world_size)
-    layout = replace(config, ep_size=ep_size, **dispatch)
+    layout = replace(config, ep_size=ep_size)
     of_other_axes = (config.cp_size, config.pp_size, config.tp_size)
     with raise_together():
         check_sizes(Topology(ranks.world_size, ep_size, config.dense_shard, *of_other_axes), num_experts)
@@ -54,8 +49,6 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     changes = []
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
-    if dispatch:
-        changes.append(f"without {' and '.join(map(flag_of, dispatch))}")
     forwards, asked = fitting.micro_batches(ranks.world_size), layout.micro_batches(ranks.world_size)
     if forwards != asked:
         rows = fitting.sequences_per_step(ranks.world_size)
@@ -73,22 +66,6 @@ def _fits(ep_size: int, config: TrainConfig, num_experts: int) -> bool:
     """Whether a size that divides the ranks is one for the experts, and for what tp divides."""
     is_for_tp = config.dense_shard == "full" or ep_size % config.tp_size == 0
     return ep_size <= config.ep_size and num_experts % ep_size == 0 and is_for_tp
-
-
-def _dispatch(config: TrainConfig, ep_size: int, world_size: int) -> dict[str, Any]:
-    """Settings of how tokens travel, and between which ranks links are fast, where those that were asked for are for
-    other ep ranks."""
-    if ep_size == config.ep_size:
-        return {}
-    without: dict[str, Any] = {}
-    if ep_size == 1:
-        without |= {"dispatch": "auto", "dispatch_sums": "same", "overlap_chunks": 1}
-    goes_by_nodes = ep_size > 1 and any(entry.by_nodes for entry in dispatchers_of(config.dispatch))
-    if asked := config.ranks_per_node:
-        is_of_no_use = not goes_by_nodes and config.tp_size == 1
-        if is_of_no_use or (goes_by_nodes and ranks_of_equal_nodes(world_size, asked, ep_size) is None):
-            without |= {"ranks_per_node": None}
-    return {name: value for name, value in without.items() if getattr(config, name) != value}
 
 
 def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:

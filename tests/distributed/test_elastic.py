@@ -3,7 +3,6 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.topology import tp_sizes_on_nodes
 from expertmesh.training import elastic
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
+from expertmesh.training.elastic import recorded_sequences_per_step
 from tests.distributed.whole_runs import Runs, assert_equal_weights
 
 STEADY = (
@@ -76,29 +75,6 @@ def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.M
         assert any("for a global batch of 8 sequences as before" in line for line in changes) == (forwards == 2)
     config.global_batch_size = 12
     assert fit(2)[0].global_batch_size == 12
-
-
-@pytest.mark.parametrize(
-    ("given_ep", "world_size", "settings", "changes"),
-    [
-        (8, 16, dict(dispatch="rank"), {}),
-        (4, 8, dict(dispatch="rank"), {}),
-        (1, 8, dict(dispatch="rank"), {"dispatch": "auto"}),
-        (1, 8, dict(dispatch="plain", overlap_chunks=2), {"dispatch": "auto", "overlap_chunks": 1}),
-        (4, 8, dict(dispatch="node", ranks_per_node=2), {}),
-        (6, 12, dict(dispatch="node", ranks_per_node=4), {"ranks_per_node": None}),
-        # given for the sake of tensor parallelism
-        (1, 4, dict(ep_size=4, ranks_per_node=4, tp_size=4), {}),
-        (1, 1, dict(ep_size=4, ranks_per_node=4), {"ranks_per_node": None}),
-        (3, 3, dict(ep_size=4, ranks_per_node=4, dispatch="rank"), {"ranks_per_node": None}),
-    ],
-)
-def test_how_tokens_travel_to_fewer_ranks(
-    given_ep: int, world_size: int, settings: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    """What was chosen stays, but for what fewer ranks cannot have."""
-    values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8} | settings
-    assert _dispatch(TrainConfig(**values), given_ep, world_size) == changes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ where the same text stands there. Where the words beside them are is found by re
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,13 +226,12 @@ def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[in
         if messages[index]["role"] == "assistant":
             kinds[index > last_question, *_kind(messages, index)].append(index)
     many = [alike for alike in kinds.values() if len(alike) > _FEW]
-    words = _find_words(written, _words_of) if many else []
-    texts = {one.message: (one.begin, one.end) for one in (_find_words(written, _text_of) if many else [])}
+    words = _find_words(written) if many else []
     spans: dict[int, list[Span]] = {}
     for alike in many:
         gaps = {index: gap for index in alike if (gap := _gap(words, index, final))}
         if len(gaps) > _FEW:
-            spans.update(_take_over(written, gaps, texts, final))
+            spans.update(_take_over(written, gaps, final))
     return {index: spans[index] if index in spans else _spans(written, index, final) for index in indices}
 
 
@@ -242,14 +241,11 @@ def _spans(written: Written, index: int, final: bool) -> list[Span]:
     return written.without_results(index, written.final_span(index) if final else written.span(index))
 
 
-def _take_over(written: Written, gaps: dict[int, Span], texts: dict[int, Span], final: bool) -> dict[int, list[Span]]:
-    """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell.
-
-    Args:
-        texts: where the text beside tool calls stands, which may be behind their results.
-    """
+def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int, list[Span]]:
+    """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell. What is
+    written in parts is not taken over."""
     spans = {index: _spans(written, index, final) for index in (min(gaps), max(gaps))}
-    around = {_around(written.text, gaps[index], texts.get(index), of_one) for index, of_one in spans.items()}
+    around = {_around(written.text, gaps[index], of_one) for index, of_one in spans.items()}
     surroundings = next(iter(around))
     if len(around) > 1 or surroundings is None:
         by_name: dict[tuple[str, ...], dict[int, Span]] = defaultdict(dict)
@@ -257,38 +253,22 @@ def _take_over(written: Written, gaps: dict[int, Span], texts: dict[int, Span], 
             by_name[tuple(_names(written.messages[index]))][index] = gap
         for alike in by_name.values():
             if len(by_name) > 1 and len(alike) > _FEW:
-                spans.update(_take_over(written, alike, texts, final))
+                spans.update(_take_over(written, alike, final))
         return spans
-    before, after, behind = surroundings
+    before, after = surroundings
     for index, (start, stop) in gaps.items():
         begin, end = start + len(before), stop - len(after)
         is_there = written.text.startswith(before, start, stop) and written.text.endswith(after, start, stop)
-        if not (is_there and begin <= end):
-            continue
-        if behind is None:
-            if _holds(written.text[begin:end], written.messages[index]):
-                spans.setdefault(index, [(begin, end)])
-        elif (
-            index in texts
-            and stop <= texts[index][0]
-            and written.text.startswith(behind, texts[index][1])
-            and all(name in written.text[begin:end] for name in _names(written.messages[index]))
-        ):
-            spans.setdefault(index, [(begin, end), (texts[index][0], texts[index][1] + len(behind))])
+        if is_there and begin <= end and _holds(written.text[begin:end], written.messages[index]):
+            spans.setdefault(index, [(begin, end)])
     return spans
 
 
-def _around(text: str, gap: Span, own_text: Span | None, spans: list[Span]) -> tuple[str, str, str | None] | None:
-    """What stands in a gap before the message and behind it and, where it is in two parts, the second of which is its
-    own text, behind that; None if it stands otherwise."""
-    if not 1 <= len(spans) <= 2 or not gap[0] <= spans[0][0] <= spans[0][1] <= gap[1]:
+def _around(text: str, gap: Span, spans: list[Span]) -> tuple[str, str] | None:
+    """What stands in a gap before the message and behind it; None if it stands otherwise."""
+    if len(spans) != 1 or not gap[0] <= spans[0][0] <= spans[0][1] <= gap[1]:
         return None
-    behind = None
-    if len(spans) == 2:
-        if own_text is None or own_text[0] != spans[1][0] or own_text[1] > spans[1][1]:
-            return None
-        behind = text[own_text[1] : spans[1][1]]
-    return text[gap[0] : spans[0][0]], text[spans[0][1] : gap[1]], behind
+    return text[gap[0] : spans[0][0]], text[spans[0][1] : gap[1]]
 
 
 def _holds(text: str, message: dict[str, Any]) -> bool:
@@ -331,22 +311,19 @@ def _gap(words: list[_Words], index: int, final: bool) -> Span | None:
     return before[-1].end, words[behind].begin
 
 
-def _find_words(written: Written, words_of: Callable[[dict[str, Any]], str]) -> list[_Words]:
-    """The words that messages have of a kind (see `_words_of`, `_text_of`), in the order of the text; none if they
-    cannot be told.
+def _find_words(written: Written) -> list[_Words]:
+    """The words of `_words_of` in the order of the text; none if they cannot be told.
 
     With marks in place of all of them, the text shows what stands between; with marks in place of every second one, the
     others' words stand between what is known by then. All must add up to the text.
     """
-    marked = [i for i, message in enumerate(written.messages) if words_of(message).strip()]
+    marked = [i for i, message in enumerate(written.messages) if _words_of(message).strip()]
     if not marked or _MARK_PATTERN.search(written.text):
         return []
     try:
-        frame = _MARK_PATTERN.split(_write_marked(written, words_of, set(marked)))
+        frame = _MARK_PATTERN.split(_write_marked(written, set(marked)))
         order = [int(index) for index in frame[1::2]]
-        texts = [
-            _MARK_PATTERN.split(_write_marked(written, words_of, set(marked) - set(order[kept::2]))) for kept in (0, 1)
-        ]
+        texts = [_MARK_PATTERN.split(_write_marked(written, set(marked) - set(order[kept::2]))) for kept in (0, 1)]
     except Exception:  # it refuses other words, and is asked message by message
         return []
     words, at = [], 0
@@ -375,19 +352,14 @@ def _words_of(message: dict[str, Any]) -> str:
     return reasoning if isinstance(reasoning, str) else ""
 
 
-def _text_of(message: dict[str, Any]) -> str:
-    """The text beside tool calls."""
-    return message["content"] if message.get("tool_calls") else ""
-
-
-def _write_marked(written: Written, words_of: Callable[[dict[str, Any]], str], indices: set[int]) -> str:
+def _write_marked(written: Written, indices: set[int]) -> str:
     """The text with marks in place of messages' words."""
     messages = []
     for index, message in enumerate(written.messages):
         mark = _MARK.format(index)
         if index not in indices:
             messages.append(message)
-        elif words_of is _words_of and message["role"] == "assistant":
+        elif message["role"] == "assistant":
             messages.append(with_reasoning(message, mark))
         else:
             messages.append({**message, "content": mark})

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -302,54 +303,46 @@ def split_files(
     Raises:
         ExpertMeshError: no file can be read, there is no such split or config, or the card is malformed.
     """
-    from datasets.data_files import DEFAULT_PATTERNS_ALL, resolve_pattern
+    from datasets.data_files import DEFAULT_PATTERNS_ALL, _get_data_files_patterns, resolve_pattern
 
     base, patterns = directory.resolve(), _card_patterns(flag, directory, config)
+    find = partial(resolve_pattern, base_path=glob.escape(str(base)))
     # beside tables, a text is about them: a licence, notes
     for read in ([kind for kind in kinds if kind != ".txt"], [".txt"]):
-        find = partial(resolve_pattern, base_path=glob.escape(str(base)), allowed_extensions=read)
-        patterns_of = patterns or _named_patterns(find)
-        files = {name: _of_kinds(find, wanted, read) for name, wanted in patterns_of.items()}
+        find_read = partial(find, allowed_extensions=read)
+        if not (patterns_of := patterns):
+            with suppress(FileNotFoundError):
+                patterns_of = {str(name): wanted for name, wanted in _get_data_files_patterns(find_read).items()}
+        files = {name: _of_kinds(find_read, wanted, read) for name, wanted in patterns_of.items()}
         if any(files.values()):
-            every_file = sorted(map(Path, resolve_pattern("**", base_path=glob.escape(str(base)))))
-            hold_data = [file for file in every_file if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
-            unread = [directory / file.relative_to(base) for file in hold_data if file.suffix not in read]
             break
     else:
         listed = ", ".join(sorted(path.name for path in base.iterdir())[:8]) or "nothing"
         raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(kinds)}); found: {listed}")
-    if patterns_of == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()} and split in (
-        "train",
-        "test",
-    ):
-        return str(directory), [directory / file.relative_to(base) for file in files["train"]], unread
-    others = sorted(set(_of_kinds(find, ["**"], read)) - {file for of_split in files.values() for file in of_split})
-    unnamed = "" if not others else f"; in none: {', '.join(str(file.name) for file in others[:5])}"
+
+    def named(found: Iterable[Path]) -> list[Path]:
+        return [directory / file.relative_to(base) for file in found]
+
+    hold_data = [file for file in map(Path, find("**")) if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
+    unread = named(sorted(file for file in hold_data if file.suffix not in read))
+    is_unsplit = patterns_of == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()}
+    if is_unsplit and split in ("train", "test"):
+        return str(directory), named(files["train"]), unread
+    others = sorted({*_of_kinds(find_read, ["**"], read)}.difference(*files.values()))
+    unnamed = "" if not others else f"; in none: {', '.join(file.name for file in others[:5])}"
     if not files.get(split):
         raise ExpertMeshError(
             f"{flag} {directory}: has no split {split!r}; found: {', '.join(files)}{unnamed}; "
             f"{flag}-split names one, or name files instead of the directory"
         )
-    taken = [directory / file.relative_to(base) for file in files[split]]
-    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", taken, unread
-
-
-def _named_patterns(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    from datasets.data_files import _get_data_files_patterns
-
-    try:
-        return {str(split): patterns for split, patterns in _get_data_files_patterns(find).items()}
-    except FileNotFoundError:
-        return {}
+    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", named(files[split]), unread
 
 
 def _of_kinds(find: Callable[[str], list[str]], patterns: Iterable[str], kinds: Sequence[str]) -> list[Path]:
     files: set[Path] = set()
     for pattern in patterns:
-        try:
+        with suppress(FileNotFoundError):
             files |= {Path(name) for name in find(pattern) if Path(name).suffix in kinds}
-        except FileNotFoundError:
-            continue
     return sorted(files)
 
 

@@ -159,9 +159,9 @@ def _refuse_preferences(row: dict[str, Any]) -> None:
 def _named(columns: Columns) -> list[Format]:
     """The format that the user's own column names ask for."""
     if columns.messages:
-        return [_renamed("messages", (columns.messages,), _read_named_messages)]
+        return [_renamed("messages", (columns.messages,), _messages_in(columns.messages))]
     if columns.text:
-        return [_renamed("text", (columns.text,), lambda row, c: PlainText(_text(row, c.text)))]
+        return [_renamed("text", (columns.text,), _plain(columns.text))]
     if columns.prompt or columns.response:
         prompt, response = columns.prompt or "prompt", columns.response or "response"
         return [_renamed("prompt/response", (prompt, response), _pair(prompt, response))]
@@ -195,21 +195,20 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     return data_format.read(row, columns)
 
 
-def _read_named_messages(row: Mapping[str, Any], columns: Columns) -> Conversation:
-    return _read_messages(row, columns, columns.messages)
-
-
-def _read_messages(row: Mapping[str, Any], columns: Columns, column: str = "messages") -> Conversation:
+def _messages_in(column: str) -> _Read:
     """OpenAI's keys or sharegpt's, message by message."""
-    messages, is_trained = _messages(row[column], column)
-    return conversation(row, columns, messages, is_trained)
+
+    def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
+        return conversation(row, columns, *_messages(row[column], column))
+
+    return read
 
 
-def _read_sharegpt(row: Mapping[str, Any], columns: Columns) -> Conversation:
-    return _read_messages(row, columns, "conversations")
+def _plain(column: str) -> _Read:
+    return lambda row, columns: PlainText(_text(row, column))
 
 
-def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
+def _pair(prompt: str, response: str) -> _Read:
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
         if _holds_messages(row[prompt], row[response]):
             return _prompt_and_completion(row, columns, prompt, response)
@@ -242,11 +241,6 @@ def _holds_messages(*values: Any) -> bool:
     )
 
 
-def _query(row: Mapping[str, Any], columns: Columns) -> Conversation:
-    messages = [*_history(row), _message("user", _text(row, "query")), _message("assistant", _text(row, "response"))]
-    return conversation(row, columns, messages, [None] * len(messages))
-
-
 def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
     """trl's conversational form: two lists of messages, of which the second alone is trained on."""
     before, given = _messages(row[prompt], prompt)
@@ -259,13 +253,14 @@ def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str
     return conversation(row, columns, before + after, context + overrides)
 
 
-def _alpaca(further: str, output: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
+def _question(question: str, answer: str, further: str = "") -> _Read:
+    """A question, perhaps with more of it in a column of its own, and its answer; perhaps behind earlier turns."""
+
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        messages = _history(row)
-        question = _text(row, "instruction")
-        if row.get(further):
-            question += "\n" + _text(row, further)
-        messages += [_message("user", question), _message("assistant", _text(row, output))]
+        asked = _text(row, question)
+        if further and row.get(further):
+            asked += "\n" + _text(row, further)
+        messages = [*_history(row), _message("user", asked), _message("assistant", _text(row, answer))]
         return conversation(row, columns, messages, [None] * len(messages))
 
     return read
@@ -281,15 +276,11 @@ def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_text(row: Mapping[str, Any], columns: Columns) -> PlainText:
-    return PlainText(_text(row, "text"))
-
-
 FORMATS = [
     Format(
         "messages",
         ("messages",),
-        _read_messages,
+        _messages_in("messages"),
         unread=(),
         written="`messages`: `role`, `content` (a text or a list of text parts), perhaps `tool_calls`; "
         "a column `tools` (or `functions`)",
@@ -298,7 +289,7 @@ FORMATS = [
     Format(
         "sharegpt",
         ("conversations",),
-        _read_sharegpt,
+        _messages_in("conversations"),
         unread=(),
         written="`conversations`: `from`, `value`",
         known_from="sharegpt, LLaMA-Factory",
@@ -322,7 +313,7 @@ FORMATS = [
     Format(
         "query/response",
         ("query", "response"),
-        _query,
+        _question("query", "response"),
         unread=("input", "context", *_REASONING),
         written="`query`, `response`, perhaps `system`, `history`",
         known_from="ms-swift",
@@ -330,7 +321,7 @@ FORMATS = [
     Format(
         "alpaca",
         ("instruction", "output"),
-        _alpaca("input", "output"),
+        _question("instruction", "output", "input"),
         unread=("context", *_REASONING),
         written="`instruction`, `output`, perhaps `input`, `system`, `history`",
         known_from="alpaca",
@@ -338,7 +329,7 @@ FORMATS = [
     Format(
         "dolly",
         ("instruction", "response"),
-        _alpaca("context", "response"),
+        _question("instruction", "response", "context"),
         unread=("input", *_REASONING),
         written="`instruction`, `response`, perhaps `context`, `system`, `history`",
         known_from="dolly",
@@ -354,7 +345,7 @@ FORMATS = [
     Format(
         "text",
         ("text",),
-        _read_text,
+        _plain("text"),
         unread=(),
         written="`text`: plain text, all of it trained on",
         known_from="any corpus",
