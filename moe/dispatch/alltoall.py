@@ -18,7 +18,7 @@ from ..kernels.expert_products import even
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from .dispatcher_entries import PLAIN_ENTRY
 from .dispatcher_registry import DISPATCHERS, DispatchOptions, Part, Sent
-from .exchange import Exchange
+from .exchange import Arrive, Exchange, Home, Return, Send
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
 
 
@@ -98,7 +98,7 @@ class _ExchangedPart:
         return sum(self.exchange.received[self.number])
 
     def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
-        rows_RD = self.exchange.arrive(self.number, sent_RD)
+        rows_RD = Arrive.apply(sent_RD, self.exchange, self.number)
         if self.by_expert_R is not None:
             rows_RD = PermuteRows.apply(rows_RD, self.by_expert_R, self.by_source_R)
         return rows_RD, self.counts_e
@@ -107,7 +107,7 @@ class _ExchangedPart:
         if self.by_source_R is not None:
             with for_backward_alone(is_replaying()):
                 rows_RD = PermuteRows.apply(rows_RD, self.by_source_R, self.by_expert_R)
-        return self.exchange.give_back(self.number, rows_RD)
+        return Return.apply(rows_RD, self.exchange, self.number)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _ExchangedRows:
         return not is_replaying()
 
     def combine(self, returned: Sequence[Tensor]) -> Tensor:
-        return RowsToTokens.apply(self.exchange.home(returned), self.weights_TK, self.order)
+        return RowsToTokens.apply(Home.apply(self.exchange, *returned), self.weights_TK, self.order)
 
 
 class AllToAllDispatcher:
@@ -162,7 +162,7 @@ class AllToAllDispatcher:
             num_kept = sum(map(sum, sent_PS))
             order, rows_nD = first_rows(order, num_kept), rows_nD[:num_kept]
         exchange = Exchange(self.group, sent_PS, received_PS)
-        rows = exchange.send(rows_nD)
+        rows = Send.apply(rows_nD, exchange)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)

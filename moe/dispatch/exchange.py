@@ -63,26 +63,6 @@ class Exchange:
         self._going_home: dict[int, UnderWay] = {}
         self._home_nD: Tensor | None = None
 
-    def send(self, rows_nD: Tensor) -> tuple[Tensor, ...]:
-        """Begin to send each part's rows, which lie one part after the other, sorted by rank; returns, for each part,
-        the tensor of received rows, which may be read after `arrive`."""
-        return tuple(Send.apply(rows_nD, self))
-
-    def arrive(self, part: int, rows_RD: Tensor) -> Tensor:
-        """The received rows of a part, which may now be read."""
-        arrived_RD: Tensor = Arrive.apply(rows_RD, self, part)
-        return arrived_RD
-
-    def give_back(self, part: int, rows_RD: Tensor) -> Tensor:
-        """Begin to send a part's results to where its rows came from; the return value is for `home`."""
-        token: Tensor = Return.apply(rows_RD, self, part)
-        return token
-
-    def home(self, tokens: Sequence[Tensor]) -> Tensor:
-        """All parts' results, in the order of the rows that `send` was given."""
-        rows_nD: Tensor = Home.apply(self, *tokens)
-        return rows_nD
-
     def begin_sending(self, part: int, rows_nD: Tensor) -> Tensor:
         sent, received = self.sent[part], self.received[part]
         out_RD = rows_nD.new_empty(sum(received), rows_nD.shape[1])
@@ -107,6 +87,9 @@ class Exchange:
 
 
 class Send(torch.autograd.Function):
+    """Begin to send each part's rows, which lie one part after the other, sorted by rank; returns, for each part, the
+    tensor of received rows, which may be read after `Arrive`."""
+
     @staticmethod
     def forward(ctx: Any, rows_nD: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
@@ -121,6 +104,8 @@ class Send(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
+    """The received rows of a part, which may now be read."""
+
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, exchange: Exchange, part: int) -> Tensor:
         ctx.exchange, ctx.part = exchange, part
@@ -136,6 +121,8 @@ class Arrive(torch.autograd.Function):
 
 
 class Return(torch.autograd.Function):
+    """Begin to send a part's results to where its rows came from; the return value is for `Home`."""
+
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, exchange: Exchange, part: int) -> Tensor:
         ctx.exchange, ctx.part = exchange, part
@@ -150,6 +137,8 @@ class Return(torch.autograd.Function):
 
 
 class Home(torch.autograd.Function):
+    """All parts' results, in the order of the rows that `Send` was given."""
+
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tokens: Tensor) -> Tensor:
         ctx.exchange, ctx.num_tokens = exchange, len(tokens)

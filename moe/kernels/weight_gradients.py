@@ -10,7 +10,8 @@ are added to the parameters' in the order of `compute`: if that is the order of 
 
 Until then each layer's rows (R, D), the gradients of its results (R, D), the gradients of gate and up and the hidden
 activations (each (R, F)) stay in memory: R · (2·D + 3·F) elements per layer and micro-batch in the compute dtype,
-without a gate R · (2·D + 2·F); with the kernel `loop`, in the dtype that it multiplies in (fp32 on a CPU without bf16).
+without a gate R · (2·D + 2·F); with the kernel `loop`, of plain SwiGLU, in the dtype that it multiplies in (fp32 on a
+CPU without bf16).
 With activation checkpointing they are the recomputed ones. Weights are not kept.
 
 Deferred by the kernels `loop`, `torch-grouped` and by GEMMs in fp8. Computed at once: by
