@@ -19,7 +19,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from .dispatch.alltoall import AllToAllDispatcher
 from .dispatch.permute import count_experts
-from .experts.expert_mlp import read_layout
+from .experts.layout import read_layout
 from .kernels.expert_kernels import choose_kernel
 from .kernels.expert_products import AddBias, Product
 from .kernels.kernel_registry import Needs

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.expert_mlp import ExpertMLP, ExpertParameter
+from ..moe.experts.expert_mlp import ExpertMLP
+from ..moe.experts.layout import ExpertParameter
 from ..moe.experts.lora import is_adapter
 from ..moe.hf_model.build import fp32_parameters
 from ..moe.linear.linear import is_transposed

@@ -8,8 +8,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from expertmesh.moe.experts.expert_mlp import ExpertParameter
 from expertmesh.moe.experts.layer import DMoE
+from expertmesh.moe.experts.layout import ExpertParameter
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.sharding.parallelize.parallelize import materialize

@@ -23,7 +23,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
-from ...moe.experts.expert_mlp import ExpertLayout
+from ...moe.experts.layout import ExpertLayout
 
 PEFT_VERSION = "0.21.2"
 """Whose form is written."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ...moe.experts.expert_mlp import ExpertParameter
 from ...moe.experts.layer import DMoE
+from ...moe.experts.layout import ExpertParameter
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ..linear.linear import Linear, is_linear, only_multiplies, quantize_weight
 from ..linear.low_rank import LowRank
 from ..linear.quantized import Kind, store
-from .expert_mlp import ExpertMLP, ExpertParameter
+from .expert_mlp import ExpertMLP
 from .layer import DMoE
+from .layout import ExpertParameter
 from .model_facts import facts_of
 from .model_layers import layer_prefixes, router_prefixes
 

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from ..experts.activation import Activation
-from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
+from ..experts.expert_mlp import ExpertMLP
 from ..experts.forward import Beside, current_forward, give_forwards
 from ..experts.layer import DMoE
+from ..experts.layout import expert_modules, read_layout
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..kernels.kernel_registry import ExpertKernel, Needs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..experts.expert_mlp import expert_modules
+from ..experts.layout import expert_modules
 from ..experts.model_facts import Attention, ModelFacts, SeenExperts
 from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
 from ..util.errors import ExpertMeshError

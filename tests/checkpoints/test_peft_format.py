@@ -25,7 +25,7 @@ from expertmesh.checkpoints.adapters.peft_format import (
     unpack_experts,
 )
 from expertmesh.checkpoints.hf.names import Names
-from expertmesh.moe.experts.expert_mlp import ExpertLayout, expert_modules, read_layout
+from expertmesh.moe.experts.layout import ExpertLayout, expert_modules, read_layout
 from expertmesh.moe.hf_model.build import build_model
 from tests.families.configs import TEXT_IDS, skip_if_older, tiny_config, tiny_model
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from expertmesh.moe.experts.expert_mlp import expert_modules
+from expertmesh.moe.experts.layout import expert_modules
 from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, fp32_parameters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts.activation import Activation
-from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
+from expertmesh.moe.experts.layout import expert_modules, read_layout
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, dmoe_from, kernel_needs, use_kernel
 from expertmesh.moe.kernels.kernel_registry import KERNELS

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.experts.expert_mlp import ExpertParameter, Place
+from expertmesh.moe.experts.layout import ExpertParameter, Place
 from expertmesh.sharding import clipping
 from expertmesh.sharding.state import StateTensor
 from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, Topology
