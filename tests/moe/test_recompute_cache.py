@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, expert_order
+from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, count_experts, expert_order
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Storage, quantize, stored_product
 from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.moe.kernel_contract import Calls
+from tests.moe.test_experts import EXPERTS, KINDS, adapted, experts_of, inputs
+from tests.moe.test_kernels import CPU_KERNELS
 
 
 def check(operator: str, calls: int, run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
@@ -51,3 +53,27 @@ def test_permutations() -> None:
     order = expert_order(torch.randint(4, (5, 2), generator=torch.Generator().manual_seed(0)), 4, has_padding=False)
     check("aten::index_select", 1, lambda: TokensToRows.apply(x_TD, order), [x_TD])
     check("aten::index_select", 1, lambda: PermuteRows.apply(x_TD, index, index.argsort()), [x_TD])
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize(
+    ("kind", "saved"), [("plain", 1), ("adapted", 2), *((kind, 1) for kind in KINDS if "," in kind)]
+)
+def test_experts(kind: str, saved: int, kernel: str) -> None:
+    """The last matrix is not multiplied by: of an adapter neither the frozen one nor B, but A, of which the gradient of
+    B is made."""
+    experts = adapted(experts_of("plain", kernel)) if kind == "adapted" else experts_of(kind, kernel)
+    x_TD, experts_TK, weights_TK = inputs()
+    counts_E = count_experts(experts_TK, EXPERTS)
+    sent = experts.dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, has_padding=False)
+    (rows,) = sent.rows
+    calls, grads = [], []
+    for needs_output in (True, False):
+        with Calls() as counted:
+            (out,) = experts.mlp([rows], sent.parts, needs_output)
+        calls.append(counted.products())
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        grads.append(torch.autograd.grad(out, [x_TD, *experts.parameters()], grad, retain_graph=True))
+    each = 1 if kernel == "torch-grouped" else int((counts_E > 0).sum())
+    assert calls[0] - calls[1] == saved * each
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
