@@ -62,7 +62,7 @@ def test_content(tmp_path: Path) -> None:
     lines = [training(step) for step in range(1, 6)] + [evaluation(5, 3.0)]
     lines += [training(step, dropped_tokens=step - 5) for step in range(6, 8)] + [evaluation(7, 3.5)]
     make_run(tmp_path, lines, max_steps=20, run_name="first try", learning_rate=0.25)
-    (tmp_path / "environment.json").write_text('{"torch": "2.13.0", "ranks": 4}')
+    (tmp_path / "environment.json").write_text('{"torch": "2.13.0", "ranks": 4, "num_steps": 20}')
     page, content = report(tmp_path)
     assert "<title>first try</title>" in page
     assert (content["model"], content["step"], content["num_steps"]) == ("m/model", 7, 20)
@@ -80,7 +80,7 @@ def test_content(tmp_path: Path) -> None:
     assert content["config"]["learning_rate"] == "0.25"
     assert {"run_name", "learning_rate", "max_steps"} < set(content["not_default"])
     assert "seed" not in content["not_default"]
-    assert content["environment"] == {"torch": "2.13.0", "ranks": "4"}
+    assert content["environment"] == {"torch": "2.13.0", "ranks": "4", "num_steps": "20"}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"metrics.jsonl", "config.yaml", "environment.json", "report.html"}
 
@@ -90,12 +90,9 @@ def test_content(tmp_path: Path) -> None:
     [(19, None, None), (20, None, "finished"), (19, "stopped", "stopped"), (20, "running", "running")],
 )
 def test_state(tmp_path: Path, last: int, given: State | None, shown: State | None) -> None:
-    content = report(tmp_path, training(last), state=given, num_train_epochs=2)[1]  # of 10 steps each
+    (tmp_path / "environment.json").write_text('{"num_steps": 20}')
+    content = report(tmp_path, training(last), state=given)[1]
     assert (content["num_steps"], content["state"]) == (20, shown)
-
-
-def test_number_of_steps_is_left_open_where_the_epoch_does_not_tell(tmp_path: Path) -> None:
-    assert report(tmp_path, training(7, epoch=0.0001), num_train_epochs=2)[1]["num_steps"] is None
 
 
 def test_starts_of_a_resumed_run_are_added_up(tmp_path: Path) -> None:

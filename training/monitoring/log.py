@@ -70,6 +70,7 @@ class RunLog:
         matmul = None if self.products is None else str(self.products)
         batch = self.config.sequences_per_step(self.ranks.world_size)
         facts = {**environment(self.ranks, batch, matmul, self.flash_attention_3), **self.chosen}
+        facts |= {"num_steps": self.num_steps}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)

@@ -216,7 +216,6 @@ class History:
         self.load: ExpertLoad | None = None
         self.generations = Generations()
         self.last_step = 0
-        self.epoch, self.epoch_step = 0.0, 0
         self.tokens = 0
         self.dropped_tokens: int | None = None
         self.skipped_steps = 0
@@ -249,8 +248,6 @@ class History:
             self.warnings.append({"step": step, "text": record["warning"]})
         self.skipped_steps += record.get("skipped_steps", 0)
         self.tokens += record.get("tokens", 0)
-        if "epoch" in record:
-            self.epoch, self.epoch_step = record["epoch"], step
         if "seconds" in record:
             speed = record.get("tokens_per_second")
             self._add_seconds(record["seconds"], record["tokens"] / speed if speed else 0.0)

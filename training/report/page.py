@@ -12,7 +12,6 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 
 from ...checkpoints.files.directories import write_errors
@@ -90,7 +89,7 @@ def _content(
     history: History, config: dict[str, Any], environment: dict[str, Any], state: State | None
 ) -> dict[str, Any]:
     """Everything that the page shows."""
-    num_steps = _num_steps(history, config)
+    num_steps = environment.get("num_steps")
     if state is None and num_steps is not None and history.last_step >= num_steps:
         state = "finished"
     return {
@@ -112,22 +111,6 @@ def _content(
         "environment": {str(name): _as_text(value) for name, value in environment.items()},
         "unreadable_lines": history.unreadable_lines,
     }
-
-
-def _num_steps(history: History, config: dict[str, Any]) -> int | None:
-    """How many steps the run is to make; None where the files do not say.
-
-    Without --max-steps they follow from the steps an epoch has. Those follow from a step and its epoch, if the error
-    of that, which is logged to four decimals, leaves only one whole number.
-    """
-    if config.get("max_steps", -1) >= 0:
-        return int(config["max_steps"])
-    if history.epoch <= 0 or "num_train_epochs" not in config:
-        return None
-    steps_per_epoch = history.epoch_step / history.epoch
-    if steps_per_epoch * 5e-5 / history.epoch >= 0.5:
-        return None
-    return int(np.ceil(config["num_train_epochs"] * round(steps_per_epoch)))
 
 
 def _charts(history: History, config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -37,23 +37,13 @@ def _read(file: Path) -> Profile | None:
             return None
         record = json.loads(file.read_text(encoding="utf-8"))
         parts = {
-            str(name): {figure: _positive(figures[figure]) for figure in FIGURES}
+            str(name): {figure: float(figures[figure]) for figure in FIGURES}
             for name, figures in list(record["parts"].items())[:MAX_PARTS]
         }
-        steps = [int(step) for step in record["steps"]]
-        return {
-            "rank": int(record["rank"]),
-            "steps": steps,
-            "device": str(record["device"]),
-            "wall_seconds": _positive(record["wall_seconds"]),
-            "parts": parts,
-        } if steps and parts else None  # fmt: skip
+        steps, wall = [int(step) for step in record["steps"]], float(record["wall_seconds"])
+        known = {"rank": int(record["rank"]), "steps": steps, "device": str(record["device"]), "wall_seconds": wall}
+        sizes = [wall, *(value for figures in parts.values() for value in figures.values())]
+        are_sizes = all(0 <= size < math.inf for size in sizes)
+        return {**known, "parts": parts} if steps and parts and are_sizes else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{value} is no size")
-    return number
