@@ -14,8 +14,9 @@ Shape suffixes: B sequences, n of them complete on this rank, S positions, L = S
 H/c of them, A head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,15 +64,33 @@ class CPGroup:
 
         The number of heads must be a multiple of the ranks; it may differ between tensors, as may the width.
         """
-        brought_SBhA = _ToHeads.apply(self, *(x.transpose(1, 2) for x in parts_BHLA))
-        return [x.permute(1, 2, 0, 3) for x in brought_SBhA]
+        parts_BLHA = [x.transpose(1, 2) for x in parts_BHLA]
+        return [x.permute(1, 2, 0, 3) for x in _exchanged(parts_BLHA, self._send_heads, self._send_positions)]
 
     def to_positions(self, out_BShA: Tensor) -> Tensor:
         """The inverse of `to_heads` for attention's output: (B, L, H, A)."""
-        out_BLHA: Tensor = _ToPositions.apply(self, out_BShA.transpose(0, 1))
+        (out_BLHA,) = _exchanged([out_BShA.transpose(0, 1)], self._send_positions, self._send_heads)
         return out_BLHA
 
-    def send_heads(self, parts_BLHA: Sequence[Tensor]) -> list[Tensor]:
+    def to_sequences(self, *parts_BL: Tensor) -> list[Tensor]:
+        """Returns, for each tensor (B, L, ...) of all sequences at this rank's positions, this rank's sequences at all
+        positions, (n, S, ...). Gradients of a sequence that several ranks get are added up."""
+        return _exchanged(parts_BL, self._send_sequences, partial(self._return_sequences, len(parts_BL[0])))
+
+    def to_ranges(self, number: int, *parts_nS: Tensor) -> list[Tensor]:
+        """The inverse of `to_sequences`, for results: (B, L, ...).
+
+        Args:
+            number: of sequences, B.
+        """
+        return _exchanged(parts_nS, partial(self._send_ranges, number), self._return_ranges)
+
+    def sequences_of(self, rank: int, number: int) -> range:
+        """Which of so many sequences a rank of the group gets complete: one at least."""
+        first = rank * number // self.size
+        return range(first, max((rank + 1) * number // self.size, first + 1))
+
+    def _send_heads(self, parts_BLHA: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its heads; (S, B, h, A), in which a single sequence is laid out as it is read."""
         begun = []
         for x_BLHA in parts_BLHA:
@@ -79,7 +98,7 @@ class CPGroup:
             begun.append(self._exchange(x_cLBhA.flatten(0, 1)))
         return [_wait(x) for x in begun]
 
-    def send_positions(self, parts_SBhA: Sequence[Tensor]) -> list[Tensor]:
+    def _send_positions(self, parts_SBhA: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its positions; (B, L, H, A)."""
         begun = [self._exchange(x_SBhA) for x_SBhA in parts_SBhA]
         return [_wait(x).unflatten(0, (self.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3) for x in begun]
@@ -96,11 +115,6 @@ class CPGroup:
             return out
         return UnderWay(out, x, received, sent, self.ranks)
 
-    def sequences_of(self, rank: int, number: int) -> range:
-        """Which of so many sequences a rank of the group gets complete: one at least."""
-        first = rank * number // self.size
-        return range(first, max((rank + 1) * number // self.size, first + 1))
-
     def _destinations(self, rank: int, number: int) -> range:
         """The ranks to which a rank sends the results of its sequences: all, or where several ranks have the same
         sequence, every so-manyth."""
@@ -110,24 +124,7 @@ class CPGroup:
         holders = [other for other in range(self.size) if self.sequences_of(other, number) == sequence]
         return range(holders.index(rank), self.size, len(holders))
 
-    def to_sequences(self, *parts_BL: Tensor) -> list[Tensor]:
-        """Returns, for each tensor (B, L, ...) of all sequences at this rank's positions, this rank's sequences at all
-        positions, (n, S, ...). Gradients of a sequence that several ranks get are added up."""
-        with_grad = iter(_ToSequences.apply(self, *(x for x in parts_BL if x.is_floating_point())))
-        others = iter(self.send_sequences([x for x in parts_BL if not x.is_floating_point()]))
-        return [next(with_grad if x.is_floating_point() else others) for x in parts_BL]
-
-    def to_ranges(self, number: int, *parts_nS: Tensor) -> list[Tensor]:
-        """The inverse of `to_sequences`, for results: (B, L, ...).
-
-        Args:
-            number: of sequences, B.
-        """
-        with_grad = iter(_ToRanges.apply(self, number, *(x for x in parts_nS if x.is_floating_point())))
-        others = iter(self.send_ranges([x for x in parts_nS if not x.is_floating_point()], number))
-        return [next(with_grad if x.is_floating_point() else others) for x in parts_nS]
-
-    def send_sequences(self, parts_BL: Sequence[Tensor]) -> list[Tensor]:
+    def _send_sequences(self, parts_BL: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its sequences; (n, S, ...)."""
         begun = []
         for x_BL in parts_BL:
@@ -138,7 +135,7 @@ class CPGroup:
             begun.append(self._exchange_parts(x_BL, sent, [sent[self.index]] * self.size))
         return [_wait(x).unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2) for x in begun]
 
-    def send_ranges(self, parts_nS: Sequence[Tensor], number: int) -> list[Tensor]:
+    def _send_ranges(self, number: int, parts_nS: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its positions of this rank's sequences, if it gets them from this rank; (B, L, ...)."""
         to = [self._destinations(rank, number) for rank in range(self.size)]
         here = len(self.sequences_of(self.index, number))
@@ -151,7 +148,7 @@ class CPGroup:
             begun.append(self._exchange_parts(x_cnL[mine.start :: mine.step].flatten(0, 1), sent, received))
         return [_wait(x) for x in begun]
 
-    def return_sequences(self, grads_nS: Sequence[Tensor], number: int) -> list[Tensor]:
+    def _return_sequences(self, number: int, grads_nS: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank the gradients at its positions, and add up those of one sequence; (B, L, ...)."""
         received = [len(self.sequences_of(rank, number)) for rank in range(self.size)]
         here = received[self.index]
@@ -167,7 +164,7 @@ class CPGroup:
             copies[self.sequences_of(rank, number).start] += 1
         return [torch.stack([part.sum(dim=0) for part in x.split(copies)]) for x in returned]
 
-    def return_ranges(self, grads_BL: Sequence[Tensor]) -> list[Tensor]:
+    def _return_ranges(self, grads_BL: Sequence[Tensor]) -> list[Tensor]:
         """Send the gradients of results to where these were computed; (n, S, ...), 0 at positions whose results were
         sent by other ranks."""
         begun, number = [], len(grads_BL[0])
@@ -191,51 +188,23 @@ def _wait(begun: "UnderWay | Tensor") -> Tensor:
     return begun if isinstance(begun, Tensor) else begun.wait()
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: CPGroup, *parts_BLHA: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(group.send_heads(parts_BLHA))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_SBhA: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.group.send_positions(grads_SBhA)
+_Send = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-class _ToPositions(torch.autograd.Function):
+def _exchanged(parts: Sequence[Tensor], send: _Send, send_gradients: _Send) -> list[Tensor]:
+    """What `send` gives, differentiable: what have gradients are sent first, and then the others."""
+    with_grad = iter(_Exchange.apply(send, send_gradients, *(x for x in parts if x.is_floating_point())))
+    others = iter(send([x for x in parts if not x.is_floating_point()]))
+    return [next(with_grad if x.is_floating_point() else others) for x in parts]
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: CPGroup, out_SBhA: Tensor) -> Tensor:
-        ctx.group = group
-        (out_BLHA,) = group.send_positions([out_SBhA])
-        return out_BLHA
+    def forward(ctx: Any, send: _Send, send_gradients: _Send, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.send_gradients = send_gradients
+        return tuple(send(parts))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BLHA: Tensor) -> tuple[None, Tensor]:
-        (grad_SBhA,) = ctx.group.send_heads([grad_BLHA])
-        return None, grad_SBhA
-
-
-class _ToSequences(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: CPGroup, *parts_BL: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.number = group, len(parts_BL[0])
-        return tuple(group.send_sequences(parts_BL))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_nS: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.group.return_sequences(grads_nS, ctx.number)
-
-
-class _ToRanges(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: CPGroup, number: int, *parts_nS: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(group.send_ranges(parts_nS, number))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_BL: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.group.return_ranges(grads_BL)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.send_gradients(grads)
