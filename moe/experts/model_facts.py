@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .router_stats import RouterKind
 
-_ATTRIBUTE = "_expertmesh_facts"
+_ATTRIBUTE, _KEY = "_expertmesh_facts", "_expertmesh_facts_key"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ class ModelFacts:
     left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def give_facts(model: "nn.Module", facts: ModelFacts) -> None:
+def give_facts(model: "nn.Module", facts: ModelFacts, key: object) -> None:
+    """key: by which what is found out of the model may be kept, see `hf_model.facts_cache`."""
     vars(model)[_ATTRIBUTE] = facts
+    vars(model)[_KEY] = key
 
 
 def facts_of(model: "nn.Module") -> ModelFacts:
@@ -71,3 +73,8 @@ def facts_of(model: "nn.Module") -> ModelFacts:
     facts = vars(model).get(_ATTRIBUTE)
     assert isinstance(facts, ModelFacts), f"this {type(model).__name__} is not from build_model"
     return facts
+
+
+def key_of_facts(model: "nn.Module") -> Any:
+    """See `give_facts`."""
+    return vars(model)[_KEY]

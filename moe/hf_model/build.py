@@ -62,7 +62,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     _forget_earlier_rows(model)
     swap_experts(model, facts.experts)
     _check_alike(model)
-    give_facts(model, facts)
+    give_facts(model, facts, key)
     give_forwards(model)
     for region in regions_of(model):
         for path in region.rowwise:

@@ -1,8 +1,9 @@
-"""Facts of models that were built before, so that a model of the same config and code need not run again.
+"""What was found out by trying models that were built before, their facts above all, so that a model of the same config
+and code need not run again.
 
-They are kept in memory and, where a package's release or a file says what the code is, in the user's cache directory.
-What facts depend on is in their key: the config, the code that the model runs, our sources and the packages that are
-installed. So none is ever out of date, and the directory may be deleted at any time.
+It is kept in memory and, where a package's release or a file says what the code is, in the user's cache directory.
+What it depends on is in its key: the config, the code that the model runs, our sources and the packages that are
+installed. So nothing is ever out of date, and the directory may be deleted at any time.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ from ..util.sources import sources_digest
 from ..util.user_cache import cache_directory
 
 _OURS = __name__.partition(".")[0]
-_RELEASED = {"torch", "transformers", _OURS, *sys.stdlib_module_names}
+_RELEASED = {"torch", "transformers", "accelerate", _OURS, *sys.stdlib_module_names}
 """Packages of which the key of a file says which code they have."""
 
-_known: dict["FactsKey", ModelFacts] = {}
+_known: dict[tuple["FactsKey", str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -73,39 +74,66 @@ def _defined(file: str) -> Iterator[Any]:
 
 
 def _package(code: Any) -> str:
-    return str(code.__module__).partition(".")[0]
+    """Of a function that wraps another, and has its names, that of its own file."""
+    module = code.__globals__["__name__"] if inspect.isfunction(code) else code.__module__
+    return str(module).partition(".")[0]
 
 
 def recall(key: FactsKey) -> ModelFacts | None:
     """The facts of a model with this key, if one was built before."""
-    if key not in _known and (file := _file(key)) is not None and (facts := _read(file)) is not None:
-        _known[key] = facts
-    return _known.get(key)
+    content = recall_trial(key, "facts")
+    if content is None:
+        return None
+    experts = {
+        path: SeenExperts(**{**each, "kind": RouterKind(**each["kind"])}) for path, each in content["experts"].items()
+    }
+    attention = tuple(Attention(**each) for each in content["attention"])
+    left_out = {path: frozenset(names) for path, names in content["left_out"].items()}
+    sets = {name: frozenset(content[name]) for name in ("read_weights", "uncalled", "fp32_names")}
+    return ModelFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})
 
 
 def keep(key: FactsKey, facts: ModelFacts) -> None:
     """Keep facts for `recall`; where the directory cannot be written, in this process alone."""
-    _known[key] = facts
-    file = _file(key)
-    if file is None:
-        return
-    content = json.dumps(asdict(facts), default=sorted)
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(file, writer=f"{platform.node()}.{os.getpid()}") as partial:
-            partial.write_text(f"{_digest(content)}\n{content}\n", encoding="utf-8")
+    keep_trial(key, "facts", asdict(facts))
 
 
-def _file(key: FactsKey) -> Path | None:
+def recall_trial(key: FactsKey, what: str) -> Any:
+    """What was found out by trying a model with this key, as JSON has it; None: it was not tried before.
+
+    Args:
+        what: was tried.
+    """
+    if (key, what) not in _known and (file := _file(key, what)) is not None:
+        # None where there is no such file, or a damaged one
+        with suppress(OSError, ValueError):
+            digest, content = file.read_text(encoding="utf-8").splitlines()
+            if digest == _digest(content):
+                _known[key, what] = content
+    return json.loads(_known.get((key, what), "null"))
+
+
+def keep_trial(key: FactsKey, what: str, found: Any) -> None:
+    """Keep what was found out for `recall_trial`."""
+    content = _known[key, what] = json.dumps(found, default=sorted)
+    file = _file(key, what)
+    if file is not None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with whole(file, writer=f"{platform.node()}.{os.getpid()}") as partial:
+                partial.write_text(f"{_digest(content)}\n{content}\n", encoding="utf-8")
+
+
+def _file(key: FactsKey, what: str) -> Path | None:
     """None where another process with this key might have other code."""
     import transformers
 
     if "dev" in transformers.__version__ or not {_package(code) for code in key.code} <= _RELEASED:
         return None
     families = sorted({code.__module__ for code in key.code if code.__module__.startswith("transformers.models.")})
-    everything = [key.config, [(name, _file_digest(name)) for name in families], _surroundings()]
+    everything = [what, key.config, [(name, _file_digest(name)) for name in families], _surroundings()]
     try:
-        return cache_directory("facts") / f"{_digest(json.dumps(everything))[:32]}.json"
+        return cache_directory(what) / f"{_digest(json.dumps(everything))[:32]}.json"
     except RuntimeError:
         return None
 
@@ -131,22 +159,3 @@ def _surroundings() -> tuple[str, ...]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(file: Path) -> ModelFacts | None:
-    """What was written; nothing where there is no such file, or a damaged one."""
-    try:
-        digest, content = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return None
-    return _facts(json.loads(content)) if digest == _digest(content) else None
-
-
-def _facts(content: dict[str, Any]) -> ModelFacts:
-    experts = {
-        path: SeenExperts(**{**each, "kind": RouterKind(**each["kind"])}) for path, each in content["experts"].items()
-    }
-    attention = tuple(Attention(**each) for each in content["attention"])
-    left_out = {path: frozenset(names) for path, names in content["left_out"].items()}
-    sets = {name: frozenset(content[name]) for name in ("read_weights", "uncalled", "fp32_names")}
-    return ModelFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,6 +148,7 @@ class _Block(MixtralSparseMoeBlock):
         return out
 
 
+@wraps(MixtralForCausalLM.forward)
 def _capped(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
     output = _FORWARD(self, *args, **kwargs)
     output.logits = output.logits.tanh()

@@ -1,6 +1,7 @@
 """Modules that run sample by sample: where positions go, which modules these are, and what is refused."""
 
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention, Mixtr
 
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model import facts_cache
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.attention import by_sample
 from expertmesh.training.attention.by_sample import BySample, apply_packing, lay_out
 from expertmesh.training.attention.packed_attention import OWN
+from tests.families.configs import tiny_config as config_of
 from tests.tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -93,6 +97,31 @@ def test_a_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(tiny_config(), OWN)
     apply_packing(model)
     assert found_in(model) == ["self_attn"]
+
+
+def test_a_trial_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For the same model and attention, in this process and for others; also which layers it has run by sample."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts_cache._known.clear()
+    runs = []
+
+    def noting(*args: Any) -> list[Tensor]:
+        runs.append(args)
+        return own(*args)
+
+    own = by_sample._layers_results
+    monkeypatch.setattr(by_sample, "_layers_results", noting)
+    for attention, by_itself, times in ((OWN, [], 2), (OWN, [], 0), ("eager", ["mamba"], 4), ("eager", ["mamba"], 0)):
+        model = build_model(config_of("granitemoehybrid"), attention)
+        apply_packing(model)
+        assert found_in(model) == ["mamba"]
+        # whose mask eager attention would look for in vain
+        of_attention = [part for part in decoder_layers(model)[1].children() if isinstance(part.forward, BySample)]
+        assert len(of_attention) == len(by_itself)
+        assert len(runs) == times
+        runs.clear()
+        facts_cache._known.clear()
+    facts_cache._known.clear()
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.layer import DMoE
+from ...moe.experts.model_facts import key_of_facts
 from ...moe.experts.model_layers import decoder_layers
+from ...moe.hf_model.facts_cache import keep_trial, recall_trial
 from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
-from .layer_kinds import attends, kinds_by_layer, mixers_of
+from .layer_kinds import attends, has_layer_kinds_from_outside, kinds_by_layer, mixers_of
 from .packed_attention import run_model, tells_window
 
 _ALIKE = 0.75
@@ -33,6 +35,8 @@ _ALIKE = 0.75
 
 _TRIED = [[5, 1, 7, 3], [9, 3, 2]]
 """Lengths of samples of the sequences that a model is tried with."""
+_TRIAL = "packing"
+"""What is kept of a trial that has succeeded: the places of the layers that ran sample by sample for it alone."""
 _DIFFERENCE = 1e-3
 """By how much results of a trial have to differ, relative to the largest, to be more than rounding. What samples see of
 one another changes them by far more."""
@@ -181,10 +185,18 @@ def apply_packing(model: Any) -> None:
     packed = collate([[_sample(length, place, vocabulary) for length in row] for place, row in enumerate(_TRIED)])
     alone = collate([[_sample(length, place, vocabulary)] for place, row in enumerate(_TRIED) for length in row])
     layers, kinds = decoder_layers(model), kinds_by_layer(model)
-    forms = [_form(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
     for layer, kind in zip(layers, kinds, strict=True):
         if not attends(kind):
             _run_by_sample(model, layer)
+    # what was kept was tried with these kinds of layers alone
+    key = None if has_layer_kinds_from_outside() else key_of_facts(model)
+    known = None if key is None else recall_trial(key, _TRIAL)
+    if known is not None:
+        for place in known:
+            _run_by_sample(model, layers[place])
+        return
+    tried: set[int] = set()
+    forms = [_form(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
     while True:
         try:
             results = zip(*(_layers_results(model, forms, batch) for batch in (packed, alone)), strict=True)
@@ -192,11 +204,14 @@ def apply_packing(model: Any) -> None:
             raise _refused(model, f"do not run with packed samples ({type(error).__name__}: {error})") from error
         unlike = next((place for place, (ours, theirs) in enumerate(results) if _differ(ours, theirs)), None)
         if unlike is None:
-            return
-        same = [layer for layer, form in zip(layers, forms, strict=True) if form == [*forms, None][unlike]]
-        if not [_run_by_sample(model, layer) for layer in same].count(True):
+            break
+        same = {place for place, form in enumerate(forms) if form == [*forms, None][unlike]}
+        if not [_run_by_sample(model, layers[place]) for place in same].count(True):
             name = type([*layers, model][unlike]).__name__
             raise _refused(model, f"({name}) give others for packed samples than for each alone")
+        tried |= same
+    if key is not None:
+        keep_trial(key, _TRIAL, sorted(tried))
 
 
 def _run_by_sample(model: Any, layer: nn.Module) -> bool:
