@@ -19,27 +19,23 @@ from .config import tie_text_as_whole
 _ORIGINAL, _POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_above_0(value: Any) -> bool:
-    return _is_number(value) and 0 < value < 1e9
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
-def _are_above_0(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(map(_is_above_0, values))
+# what a key's value must be, in words; whether it is
+_FACTOR = ("a number of at least 1", lambda value: _is_above_0(value) and value >= 1)
+_NUMBER = ("a positive number", _is_above_0)
+_NUMBERS = (
+    "a list of positive numbers",
+    lambda value: isinstance(value, list) and bool(value) and all(map(_is_above_0, value)),
+)
+_COUNT = ("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**31)
+_SWITCH = ("true or false", lambda value: isinstance(value, bool))
 
-
-# (what it must be, in words; whether it is)
-_Kind = tuple[str, Callable[[Any], bool]]
-_FACTOR: _Kind = ("a number of at least 1", lambda value: _is_above_0(value) and value >= 1)
-_NUMBER: _Kind = ("a positive number", _is_above_0)
-_NUMBERS: _Kind = ("a list of positive numbers", _are_above_0)
-_COUNT: _Kind = ("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**31)
-_SWITCH: _Kind = ("true or false", lambda value: isinstance(value, bool))
-
-_NEEDED: dict[str, dict[str, _Kind]] = {
+_Keys = dict[str, tuple[str, Callable[[Any], bool]]]
+# by type
+_NEEDED: dict[str, _Keys] = {
     "linear": {"factor": _FACTOR},
     "dynamic": {"factor": _FACTOR},
     "yarn": {"factor": _FACTOR},
@@ -47,18 +43,14 @@ _NEEDED: dict[str, dict[str, _Kind]] = {
     "llama3": {"factor": _FACTOR, "low_freq_factor": _NUMBER, "high_freq_factor": _NUMBER},
     "longrope": {"factor": _FACTOR, "short_factor": _NUMBERS, "long_factor": _NUMBERS},
 }
-_OF_YARN = {
-    _ORIGINAL: _COUNT,
-    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _NUMBER),
-    "truncate": _SWITCH,
-}
-_POSSIBLE: dict[str, dict[str, _Kind]] = {
-    "yarn": _OF_YARN,
+_OF_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_POSSIBLE: dict[str, _Keys] = {
+    "yarn": {_ORIGINAL: _COUNT, **dict.fromkeys(_OF_YARN, _NUMBER), "truncate": _SWITCH},
     "llama3": {_ORIGINAL: _COUNT},
     "longrope": {_ORIGINAL: _COUNT, "attention_factor": _NUMBER},
 }
 # what a family may read besides, whatever the type
-_ANYWHERE = dict.fromkeys(("rope_theta", "partial_rotary_factor", "short_mscale", "long_mscale"), _NUMBER)
+_ANYWHERE: _Keys = dict.fromkeys(("rope_theta", "partial_rotary_factor", "short_mscale", "long_mscale"), _NUMBER)
 _STRETCHING = {
     *("rope_type", "type", "short_mscale", "long_mscale"),
     *(key for keys in (*_NEEDED.values(), *_POSSIBLE.values()) for key in keys),
