@@ -22,7 +22,7 @@ from ..sharding.runtime.process import Ranks
 from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
-from .data.batch import Batch, Padding, PinnedBatch, collate
+from .data.batch import Batch, Padding, collate
 from .data.sequences import DataOrder, Rows
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
@@ -270,7 +270,7 @@ def _batches(run: Run, first_step: int) -> Iterator[Iterator[list[Batch]]]:
         yield ([batch.to(device) for batch in _collated(run, step)] for step in steps)
         return
 
-    def pinned(step: int) -> list[PinnedBatch]:
+    def pinned(step: int) -> list[Batch]:
         return [batch.pinned() for batch in _collated(run, step)]
 
     # each thread has a current GPU of its own, on which pinning would else make a context

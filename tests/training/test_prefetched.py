@@ -2,7 +2,6 @@
 
 import threading
 import traceback
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training import loop
-from expertmesh.training.data import batch as batch_module
-from expertmesh.training.data.batch import Batch, Padding, PinnedBatch, collate
+from expertmesh.training.data.batch import Batch, Padding, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.loop import made_ahead
@@ -34,19 +32,12 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_one_buffer_holds_a_batch(batch: Batch) -> None:
-    sizes = []
-
-    def allocate(number: int) -> torch.Tensor:
-        sizes.append(number)
-        return torch.full((number,), 0xEE, dtype=torch.uint8)
-
-    moved = batch.pinned(allocate).to(CPU)
-    assert len(sizes) == 1
-    assert_same(moved, batch)
-    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    assert {field.name for field in fields(moved)} == {field.name for field in fields(batch)}
+def test_all_of_a_batch_is_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    pinned = batch.pinned()
+    assert_same(pinned, batch)
+    for theirs, ours in zip(batch._tensors(), pinned._tensors(), strict=True):
+        assert theirs is not ours
 
 
 def loops_run(device: str) -> Any:
@@ -62,13 +53,13 @@ def test_the_loop_gets_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None
     threads: set[threading.Thread] = set()
     devices: list[torch.device] = []
 
-    def unpinned(number: int) -> torch.Tensor:
+    def unpinned(tensor: torch.Tensor) -> torch.Tensor:
         threads.add(threading.current_thread())
-        return torch.empty(number, dtype=torch.uint8)
+        return tensor
 
-    onto = PinnedBatch.to
-    monkeypatch.setattr(batch_module, "_pinned_bytes", unpinned)
-    monkeypatch.setattr(PinnedBatch, "to", lambda self, device: onto(self, CPU))
+    onto = Batch.to
+    monkeypatch.setattr(torch.Tensor, "pin_memory", unpinned)
+    monkeypatch.setattr(Batch, "to", lambda self, device: onto(self, CPU))
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     before = set(threading.enumerate())
     with loop._batches(loops_run("cpu"), 1) as following:

@@ -4,7 +4,7 @@ Shape suffixes: B sequences, S positions, N target tokens.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,21 +83,14 @@ class Batch:
     split: SplitSequences | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """On a device; to a GPU by way of pinned memory, in one copy, for which the host does not wait."""
-        if device.type == "cuda" and not self.tokens_BS.is_cuda:
-            return self.pinned().to(device)
-        return self._with([tensor.to(device) for tensor in self._tensors()])
+        """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
+        onto_gpu = device.type == "cuda"
+        batch = self.pinned() if onto_gpu and not self.tokens_BS.is_cuda else self
+        return batch._with([tensor.to(device, non_blocking=onto_gpu) for tensor in batch._tensors()])
 
-    def pinned(self, allocate: Callable[[int], Tensor] | None = None) -> "PinnedBatch":
-        """
-        Args:
-            allocate: makes memory of so many bytes, uint8; None: pinned.
-        """
-        tensors = self._tensors()
-        buffer = (allocate or _pinned_bytes)(sum(_room(tensor) for tensor in tensors))
-        for place, tensor in zip(_places(buffer, tensors), tensors, strict=True):
-            place.copy_(tensor)
-        return PinnedBatch(self, buffer)
+    def pinned(self) -> "Batch":
+        """In pinned memory."""
+        return self._with([tensor.pin_memory() for tensor in self._tensors()])
 
     def _tensors(self) -> list[Tensor]:
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
@@ -110,35 +103,6 @@ class Batch:
         if self.split is not None:
             changed["split"] = replace(self.split, positions_BS=tensors[-1])
         return replace(self, **changed)
-
-
-@dataclass(frozen=True)
-class PinnedBatch:
-    """A batch whose tensors lie one after the other in one buffer of pinned memory."""
-
-    batch: Batch
-    buffer: Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        moved = self.buffer.to(device, non_blocking=True)
-        return self.batch._with(_places(moved, self.batch._tensors()))
-
-
-_ALIGNMENT = 256
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _places(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a buffer, one for each tensor, with its dtype and shape."""
-    parts = buffer.split([_room(tensor) for tensor in tensors])
-    return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
-def _pinned_bytes(number: int) -> Tensor:
-    return torch.empty(number, dtype=torch.uint8, pin_memory=True)
 
 
 def collate(
