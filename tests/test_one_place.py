@@ -46,9 +46,10 @@ from expertmesh.moe.dispatch.dispatcher_entries import (
 from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, register_dispatcher
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
-from expertmesh.moe.kernels.expert_kernels import LOOP, choose_kernel
+from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry, table_of_kernels
 from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
+from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.sharding.topology import Topology

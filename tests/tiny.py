@@ -8,6 +8,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+import expertmesh.moe.kernels.expert_kernels  # noqa: F401, they are in KERNELS then
 from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.layout import ExpertParameter
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits

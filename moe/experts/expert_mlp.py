@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ..dispatch.dispatcher_registry import Part
 from ..kernels.carve_out import beside_all_to_alls
-from ..kernels.expert_kernels import LOOP
 from ..kernels.expert_products import AddBias
 from ..kernels.kernel_registry import ExpertKernel
+from ..kernels.loop import LOOP
 from ..kernels.weight_gradients import ExpertsCall, deferrable
 from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product

@@ -20,48 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
 from ..util.recompute_cache import result_of
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
-    """One matmul per expert."""
-    return grouped_product(x_RI, weight_eOI, _looped(host_counts(counts_e, x_RI.shape[0])))
-
-
-def _looped(counts: list[int]) -> GroupedMatmul:
-    """Expert by expert, in the dtype of `compute_dtype`."""
-
-    def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        dtype, places = compute_dtype(a), runs(counts)
-        if trans_a:
-            out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
-            for rows, out_KN in zip(places, out_eKN, strict=True):
-                if rows.stop > rows.start:
-                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
-                    matmul(a_rows.t(), b_rows, out_KN)
-                else:
-                    out_KN.zero_()
-            return out_eKN
-        out_RN = a.new_empty(a.shape[0], b.shape[1 if trans_b else 2])
-        for rows, matrix in zip(places, b, strict=True):
-            if rows.stop > rows.start:
-                b_KN = matrix.to(dtype)
-                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
-                out_RN[rows] = out[: rows.stop - rows.start]
-        return out_RN
-
-    return GroupedMatmul(multiply)
-
-
-def empty_as(weight: Tensor) -> Callable[[], Tensor]:
-    """Makes an uninitialised tensor of this one's shape, strides, dtype and device, without holding its memory."""
-    return partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
 
 
 def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:

@@ -19,13 +19,40 @@ Shape suffixes: R rows, P rows with padding, e experts on this rank, K the width
 the model's and the experts'.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
 from .carve_out import leaving_room
-from .fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
-from .grouped import GroupedMatmul
+from .expert_products import grouped_product
+from .fp8_casts import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
+from .grouped import GroupedMatmul, check_rows, grouped_mlp
+from .kernel_entries import KernelEntry, check_beside_fp8
+from .kernel_registry import ExpertKernel, Needs
+
+_FP8 = "--expert-precision fp8"
+
+
+def fp8_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """A complete expert at once, without a wait for the device.
+
+    Raises:
+        ExpertMeshError: on a GPU R times D or F reaches 2^31.
+    """
+    num_rows, num_experts = rows_RD.shape[0], counts_e.numel()
+    check_rows(rows_RD, w1.shape[0] // num_experts, _FP8)
+    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, fp8_products(counts_e, num_rows), needs_output)
+
+
+def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """A single product in fp8 (see `fp8_grouped`)."""
+    check_rows(x_RI, weight_eOI.shape[1], _FP8)
+    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]))
 
 
 def fp8_products(counts_e: Tensor, num_rows: int) -> GroupedMatmul:
@@ -61,3 +88,45 @@ def _multiply(a: Scaled, b: Scaled, ends_e: Tensor) -> Tensor:
         use_fast_accum=False,
     )
     return product
+
+
+def check_fp8(name: str, needs: Needs) -> None:
+    """
+    Raises:
+        ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.
+    """
+    check_beside_fp8(name)
+    if needs.dtype != torch.bfloat16:
+        raise ExpertMeshError(f"{_FP8}: everything else is computed in bf16; add --bf16")
+    for width in (width for pair in needs.widths for width in pair):
+        if width % MULTIPLE or width > WIDEST:
+            raise ExpertMeshError(
+                f"{_FP8}: hidden and expert width have to be multiples of {MULTIPLE} up to {WIDEST}, and this model "
+                f"has {width}; leave it out"
+            )
+    if needs.device_type == "cuda" and needs.capability[0] != 9:
+        # the operator lets 10 pass too, and then ends the process: it is built for 9 alone (pytorch#187095)
+        raise ExpertMeshError(
+            f"{_FP8}: torch multiplies so on GPUs of compute capability 9 (H100, H200), and this one has "
+            f"{'.'.join(map(str, needs.capability))}; leave it out"
+        )
+
+
+FP8 = ExpertKernel(
+    KernelEntry(
+        "fp8",
+        how="Grouped GEMMs with one scale per row.",
+        where="a GPU of compute capability 9; emulated on a CPU",
+        beside_fp8=True,
+        keeps_products=True,
+        recorded_as="fp8",
+    ),
+    product=fp8_grouped_product,
+    fused=fp8_grouped,
+    joined=None,
+    low_rank=None,
+    check=partial(check_fp8, "auto"),
+    auto=lambda needs: None,
+    note=lambda needs: "",
+)
+"""What `--expert-precision fp8` takes, and no name."""

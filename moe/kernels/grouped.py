@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..util.errors import ExpertMeshError
+from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import kept_product, placeholder
 from .swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 from .weight_gradients import deferral_of, now_or_later
@@ -54,11 +56,28 @@ def for_any_rows(gmm: GroupedMatmul, num_experts: int) -> GroupedMatmul:
     return GroupedMatmul(multiply, cast)
 
 
+MOST_ELEMENTS = 2**31
+"""As many elements as a grouped GEMM's rows or results cannot have on a GPU."""
+
+
+def check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") -> None:
+    """Refuse too many rows: `grouped_mm` on a GPU counts their elements in 32 bits (torchtitan#1932). Shapes are on the
+    host: no wait."""
+    num_rows, width = rows_RI.shape
+    elements = num_rows * max(width, other_width)
+    if elements >= MOST_ELEMENTS and not computes_on_cpu(rows_RI):
+        raise ExpertMeshError(
+            f"{flag} cannot take 2^31 elements; {num_rows} tokens on this rank, {width} and {other_width} wide, have "
+            f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
+            f"a smaller --max-seq-length{instead}"
+        )
+
+
 def grouped_mlp(
     rows_RD: Tensor, num_experts: int, firsts: Sequence[Tensor], w2: Tensor, gmm: GroupedMatmul, needs_output: bool
 ) -> Tensor:
-    """The expert kernel of `moe.kernels.expert_kernels` by grouped GEMMs, three forward and six backward; two and four
-    of gate and up in one.
+    """A fused expert kernel (see `moe.kernels.kernel_registry`) by grouped GEMMs, three forward and six backward; two
+    and four of gate and up in one.
 
     Args:
         firsts: w1 and v1, or one tensor of both.

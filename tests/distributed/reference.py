@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.router_stats import over_ranks
-from expertmesh.moe.kernels.expert_kernels import FP8, KernelChoice
+from expertmesh.moe.kernels.expert_kernels import KernelChoice
+from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import build_mesh

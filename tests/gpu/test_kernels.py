@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertmesh.moe.kernels import megablocks_ops
 from expertmesh.moe.kernels.carve_out import beside_all_to_alls
-from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Kind, Storage, dequantize, quantize

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertmesh.moe.kernels.fp8
-from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, choose_kernel
+from expertmesh.moe.kernels.expert_kernels import choose_kernel
+from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,
@@ -23,6 +24,7 @@ from expertmesh.moe.kernels.fp8_casts import (
 )
 from expertmesh.moe.kernels.grouped import for_any_rows
 from expertmesh.moe.kernels.kernel_registry import Needs
+from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, round_to_nearest
 from tests.moe.kernel_contract import COUNTS
@@ -305,7 +307,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels.computes_on_cpu", lambda tensor: False)
+    monkeypatch.setattr("expertmesh.moe.kernels.grouped.computes_on_cpu", lambda tensor: False)
     rows, weight = torch.empty(2**16, 2**15, device="meta"), torch.empty(16, 2**15, device="meta")
     assert FP8.fused is not None
     with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8 cannot take 2\^31 elements.*--max-seq-length$"):

@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe.cpu import matmul
-from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, _leaves_empty_groups, choose_kernel
+from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
+from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, Needs
+from expertmesh.moe.kernels.loop import LOOP
+from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.moe.kernel_contract import COUNTS, check_kernel, outcome
@@ -60,7 +63,7 @@ def test_contract_on_gpus_that_leave_empty_groups(monkeypatch: pytest.MonkeyPatc
         return out
 
     monkeypatch.setattr(F, "grouped_mm", leaving)
-    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._leaves_empty_groups", lambda device: True)
+    monkeypatch.setattr("expertmesh.moe.kernels.torch_grouped._leaves_empty_groups", lambda device: True)
     check_kernel(GROUPED, counts)
 
 
@@ -218,7 +221,7 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
 def test_gate_and_up_are_two_gemms_where_one_is_too_large(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], products: int
 ) -> None:
-    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._MOST_ELEMENTS", 5 * 2 * WIDTH)
+    monkeypatch.setattr("expertmesh.moe.kernels.torch_grouped.MOST_ELEMENTS", 5 * 2 * WIDTH)
     assert GROUPED.joined is not None
     gate_up, w2 = torch.randn(3, 2 * WIDTH, D, requires_grad=True), torch.randn(3 * WIDTH, D, requires_grad=True)
     rows = torch.randn(sum(counts), D, requires_grad=True)

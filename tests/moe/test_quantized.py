@@ -9,8 +9,9 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.kernels.expert_products import host_counts, looped_product
+from expertmesh.moe.kernels.expert_products import host_counts
 from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.loop import looped_product
 from expertmesh.moe.linear.quantized import (
     BLOCK,
     NF4,

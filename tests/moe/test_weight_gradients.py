@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts.forward import Forward
-from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.weight_gradients import WeightGradients
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_experts import EXPERTS, KINDS, TOP_K, WIDTH, D, adapted, experts_of

@@ -92,7 +92,6 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.moe.hf_model.tensor_plan": StepModule(None),
     "expertmesh.moe.hf_model.trial": StepModule(None),
     "expertmesh.moe.kernels.carve_out": StepModule(None),
-    "expertmesh.moe.kernels.expert_kernels": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.expert_products": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.fp8": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.fp8_casts": StepModule(None),
@@ -105,6 +104,7 @@ STEP_PARTS: dict[str, StepModule] = {
         },
     ),
     "expertmesh.moe.kernels.grouped": StepModule("expert GEMMs"),
+    "expertmesh.moe.kernels.loop": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.megablocks": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.swiglu": StepModule("experts' activation"),
     "expertmesh.moe.kernels.swiglu_triton": StepModule(
@@ -114,6 +114,7 @@ STEP_PARTS: dict[str, StepModule] = {
             "_backward_kernel": writes("d_gate_ptr", "d_up_ptr", "hidden_ptr"),
         },
     ),
+    "expertmesh.moe.kernels.torch_grouped": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.weight_gradients": StepModule(None),
     "expertmesh.moe.linear.dequantize_triton": StepModule(
         "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}

@@ -1,0 +1,165 @@
+"""The expert kernel `loop`: one matmul per expert. The reference for the others, and the default on a CPU.
+
+Shape suffixes: R rows, D model width, F expert width, e experts on this rank, I and O the widths of a product's input
+and output, K what is summed over, N the other width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..cpu.matmul import matmul, pad_rows
+from ..util.recompute_cache import kept_product, placeholder
+from .expert_products import compute_dtype, grouped_product, host_counts, runs
+from .grouped import GroupedMatmul
+from .kernel_entries import LOOP_ENTRY
+from .kernel_registry import AutoPlace, ExpertKernel, Needs
+from .weight_gradients import deferral_of, now_or_later
+
+
+def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
+    """A complete expert at once."""
+    return _LoopedGatedMLP.apply(rows_RD, host_counts(counts_e, rows_RD.shape[0]), w1, v1, w2, needs_output)
+
+
+class _LoopedGatedMLP(torch.autograd.Function):
+    """Written by hand so that weight gradients are written to one buffer, and half precision on a CPU without it is
+    computed in fp32 one expert at a time instead of by the slow emulated matmul."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
+    ) -> Tensor:
+        dtype = compute_dtype(rows_RD)
+        out_RD = torch.empty_like(rows_RD) if needs_output else placeholder(rows_RD, *rows_RD.shape)
+        kept = []
+        weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
+        for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
+            if rows.stop == rows.start:
+                continue
+            x = pad_rows(rows_RD[rows].to(dtype))
+            gate, up = (kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
+            if needs_output:
+                out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
+                out_RD[rows] = out[: rows.stop - rows.start]
+            kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
+        ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
+        ctx.counts, ctx.deferral = counts, deferral_of(w1, v1, w2)
+        return out_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, *weights_and_kept = ctx.saved_tensors
+        grad_rows_RD = torch.empty_like(rows_RD)
+        experts = _input_gradients(ctx.counts, rows_RD, grad_RD, weights_and_kept, grad_rows_RD)
+        weight_gradients = partial(_weight_gradients, _empty_as(weights_and_kept[0]), ctx.counts)
+        grads = now_or_later(ctx.deferral, weight_gradients, experts)
+        return grad_rows_RD, None, *grads, None
+
+
+def _input_gradients(
+    counts: list[int], rows_RD: Tensor, grad_RD: Tensor, weights_and_kept: Sequence[Tensor], grad_rows_RD: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each expert that has rows, after its part of `grad_rows_RD` has been written: its rows, the gradients of its
+    results, the hidden activations, and the gradients of gate and up."""
+    dtype = compute_dtype(rows_RD)
+    w1, v1, w2, *kept = weights_and_kept
+    gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
+    weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
+    for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
+        if rows.stop == rows.start:
+            continue
+        x, grad = (pad_rows(t[rows].to(dtype)) for t in (rows_RD, grad_RD))
+        gate, up = (t.to(dtype) for t in next(gates_and_ups))
+        silu = F.silu(gate)
+        hidden = silu * up
+        d_hidden = matmul(grad, w2_FD.to(dtype).t())
+        d_up = silu.mul_(d_hidden)
+        d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
+        d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
+        grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
+        yield x, grad, hidden, d_gate, d_up
+
+
+def _weight_gradients(
+    empty: Callable[[], Tensor], counts: list[int], experts: Iterable[tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of w1, v1 and w2, from what `_input_gradients` gives."""
+    grads = empty(), empty(), empty()
+    with_rows = iter(experts)
+    places = zip(*(grad.chunk(len(counts)) for grad in grads), strict=True)
+    for count, (dw1_FD, dv1_FD, dw2_FD) in zip(counts, places, strict=True):
+        if count == 0:
+            dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
+            continue
+        x, grad, hidden, d_gate, d_up = next(with_rows)
+        matmul(hidden.t(), grad, dw2_FD)
+        matmul(d_gate.t(), x, dw1_FD)
+        matmul(d_up.t(), x, dv1_FD)
+    return grads
+
+
+def _times(x_MD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x · Wᵀ, in x's dtype."""
+    return matmul(x_MD, weight_FD.to(x_MD.dtype).t())
+
+
+def _empty_as(weight: Tensor) -> Callable[[], Tensor]:
+    """Makes an uninitialised tensor of this one's shape, strides, dtype and device, without holding its memory."""
+    return partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+
+
+def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """A single product."""
+    return grouped_product(x_RI, weight_eOI, _looped(host_counts(counts_e, x_RI.shape[0])))
+
+
+def _looped(counts: list[int]) -> GroupedMatmul:
+    """Expert by expert, in the dtype of `compute_dtype`."""
+
+    def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        dtype, places = compute_dtype(a), runs(counts)
+        if trans_a:
+            out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
+            for rows, out_KN in zip(places, out_eKN, strict=True):
+                if rows.stop > rows.start:
+                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
+                    matmul(a_rows.t(), b_rows, out_KN)
+                else:
+                    out_KN.zero_()
+            return out_eKN
+        out_RN = a.new_empty(a.shape[0], b.shape[1 if trans_b else 2])
+        for rows, matrix in zip(places, b, strict=True):
+            if rows.stop > rows.start:
+                b_KN = matrix.to(dtype)
+                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
+                out_RN[rows] = out[: rows.stop - rows.start]
+        return out_RN
+
+    return GroupedMatmul(multiply)
+
+
+def _auto_loop(needs: Needs) -> AutoPlace:
+    if needs.device_type == "cpu":
+        return AutoPlace(0, "this is a CPU")
+    if needs.dtype == torch.float32:
+        return AutoPlace(0, "the grouped kernels are made for bf16")
+    return AutoPlace(0, f"widths {', '.join(f'{d} and {f}' for d, f in needs.widths)} do not suit grouped_mm")
+
+
+LOOP = ExpertKernel(
+    LOOP_ENTRY,
+    product=looped_product,
+    fused=loop,
+    joined=None,
+    low_rank=None,
+    check=lambda needs: None,
+    auto=_auto_loop,
+    note=lambda needs: "",
+)

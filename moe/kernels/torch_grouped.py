@@ -1,0 +1,113 @@
+"""The expert kernel `torch-grouped`: `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
+
+Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank, I and O the widths of a
+product's input and output.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..util.errors import ExpertMeshError
+from .carve_out import leaving_room
+from .expert_products import grouped_product, padded
+from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
+from .kernel_entries import TORCH_GROUPED_ENTRY
+from .kernel_registry import AutoPlace, ExpertKernel, Needs
+
+
+def torch_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """A complete expert at once.
+
+    Raises:
+        ExpertMeshError: D or F times the element size is no multiple of 16 bytes, the dtype is fp64, or on a GPU
+            R times D or F reaches 2^31.
+    """
+    num_experts = counts_e.numel()
+    _check_torch_grouped(rows_RD, w1.shape[0] // num_experts)
+    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, _grouped_mm(counts_e), needs_output)
+
+
+def torch_grouped_joined(
+    rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """`torch_grouped` with gate and up in one GEMM; in two, and with the same limit, where one is too large."""
+    num_rows, both = rows_RD.shape[0], gate_up_eGD.shape[1]
+    _check_torch_grouped(rows_RD, both // 2)
+    firsts = gate_up_eGD.chunk(2, dim=1) if num_rows * both >= MOST_ELEMENTS else (gate_up_eGD,)
+    return grouped_mlp(rows_RD, counts_e.numel(), firsts, w2, _grouped_mm(counts_e), needs_output)
+
+
+def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """A single product by `grouped_mm` (see `torch_grouped`)."""
+    _check_torch_grouped(x_RI, weight_eOI.shape[1])
+    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
+
+
+def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
+    _check_grouped_mm(rows_RI.dtype, rows_RI.shape[1], other_width)
+    check_rows(rows_RI, other_width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
+
+
+def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+
+    def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        product = F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
+        if trans_a and _leaves_empty_groups(a.device):
+            product.masked_fill_((counts_e == 0)[:, None, None], 0)
+        return product
+
+    return GroupedMatmul(leaving_room(gmm))
+
+
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Whether `grouped_mm` leaves weight gradients of experts without rows as it found the memory, instead of setting
+    them to zero: on GPUs of compute capability 10 (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
+    if dtype == torch.float64:
+        raise ExpertMeshError("--expert-kernel torch-grouped has no float64; use --expert-kernel loop")
+    step = 16 // dtype.itemsize
+    if model_width % step or width % step:
+        raise ExpertMeshError(
+            f"--expert-kernel torch-grouped needs hidden and expert width to be multiples of {step} in {dtype}; this "
+            f"model has {model_width} and {width}; use --expert-kernel loop"
+        )
+
+
+def _check_widths(needs: Needs) -> None:
+    for model_width, width in needs.widths:
+        _check_grouped_mm(needs.dtype, model_width, width)
+
+
+def _auto_grouped(needs: Needs) -> AutoPlace | None:
+    """Only bf16 on a GPU has a choice."""
+    if needs.device_type == "cpu" or needs.dtype == torch.float32:
+        return None
+    if _has_grouped_mm(needs):
+        return AutoPlace(30, f"one launch for all experts on {needs.device_type}")
+    return AutoPlace(10, "as megablocks-sparse is not installed, or does not suit these experts")
+
+
+def _has_grouped_mm(needs: Needs) -> bool:
+    """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
+    servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
+    (`_grouped_mm_fallback` in ATen)."""
+    return needs.capability[0] in (9, 10)
+
+
+TORCH_GROUPED = ExpertKernel(
+    TORCH_GROUPED_ENTRY,
+    product=torch_grouped_product,
+    fused=torch_grouped,
+    joined=torch_grouped_joined,
+    low_rank=padded(torch_grouped_product),
+    check=_check_widths,
+    auto=_auto_grouped,
+    note=lambda needs: "",
+)
