@@ -164,10 +164,10 @@ def count_reads(directory: Path, ep_size: int) -> int:
     read = 0
     fill, read_header = SafetensorsReader._fill, source_module.read_header
 
-    def counting_fill(self: SafetensorsReader, buffer: memoryview, offset: int) -> None:
+    def counting_fill(self: SafetensorsReader, file: Path, buffer: memoryview, offset: int) -> None:
         nonlocal read
         read += len(buffer)
-        fill(self, buffer, offset)
+        fill(self, file, buffer, offset)
 
     def counting_header(file: Path) -> Any:
         nonlocal read

@@ -83,8 +83,8 @@ def build_parser() -> Parser:
     verify.add_argument(
         "--rtol",
         type=float,
-        help="allow this relative difference per value; of quantized tensors, relative to the largest of its dim-0 "
-        "slice (default: bitwise equal)",
+        help="allow this relative difference per value; of quantized tensors and adapters, relative to the largest of "
+        "its dim-0 slice (default: bitwise equal)",
     )
     verify.add_argument("--ignore-config", action="store_true", help="compare tensors alone, not what the configs say")
 

@@ -7,22 +7,20 @@ live, sharded model.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from math import lcm
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-import numpy as np
 import xxhash
 from tqdm import tqdm
 
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.topology import divisors, either
-from .ep_shards.manifest import MANIFEST, FileSum, carried_files, check_all_bytes, make_manifest, shard_files
-from .files.checksums import GRANULE, add_sums, file_checksum, row_sum
+from .ep_shards.manifest import MANIFEST, carried_files, check_all_bytes, make_manifest, shard_files
+from .files.checksums import add_sums, file_checksum
 from .files.directories import (
     can_be_replaced,
     check_apart,
@@ -33,35 +31,17 @@ from .files.directories import (
     replace_directory,
     write_errors,
 )
-from .files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
-from .files.encodings import WIDE, Encoding, dequantize, pack, scale_values
-from .files.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, Region, hf_index, plan_hf_files
-from .hf.reader import ParameterReader, SafetensorsReader, gather, kept_encodings, tied_copies_that_differ
+from .files.dtypes import as_bytes, cast
+from .files.encodings import Errors, error_lines
+from .files.file_layout import INDEX_NAME, SINGLE_NAME, FileRecord, OutputFile, hf_index, plan_hf_files
+from .hf.reader import ParameterReader, kept_encodings, tied_copies_that_differ
+from .hf.requantized import hf_outputs
 from .hf.side_files import copy_side_files, side_files
 from .hf.source import Checkpoint
 from .opening import Readable, is_training, open_origin, open_readable
 
-if TYPE_CHECKING:
-    from .hf.requantized import Requantized
-
 DONE = ".done"
 """What the name of a note ends with: the file of that name is written, and this is known of it."""
-
-_CHUNK_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What is known of a written file: size, XXH3-128 of all of it and of its header, and each tensor's row sum, or, if
-    it is carried over, XXH3-64 of its content. errors: of what was quantized anew, by kind of tensor (the fields of
-    `checkpoints.hf.requantized.Errors`)."""
-
-    name: str
-    num_bytes: int
-    checksum: str
-    header_checksum: str
-    row_sums: dict[str, int]
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,30 +88,27 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     dtypes = {
         name: stored_dtypes[name] if dtype is None or name in names.buffers else dtype for name in names.parameters
     }
-    exported = [
-        OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])
-        for o in checkpoint.exported
-    ]
+    exported = checkpoint.exported
+    if dtype is not None:
+        exported = [
+            replace(tensor, dtype=dtypes[tensor.regions[0].parameter], parts=(), encoding=None) for tensor in exported
+        ]
     encodings = kept_encodings(checkpoint, names) if dtype is None else {}
-    files = shard_files(names, dtypes, encodings, ep_size, how.max_shard_size)
+    files = shard_files(checkpoint, names, dtypes, encodings, ep_size, how.max_shard_size)
     files += carried_files(checkpoint.carried, dtype is None, how.max_shard_size)
 
     place = _prepare(readable, out, MANIFEST, how.overwrite)
     records = _write(files, place, readable, how)
     with write_errors(out):
         # beside codes the config goes on to say how they are read
-        origin = source.path if dtype is None and checkpoint.stored_forms else None
+        origin = source.path if dtype is None and checkpoint.encodings else None
         copy_side_files(source, place, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
-        sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
+        written = {record.name for record in records}
         for file in sorted({path for path in place.rglob("*") if path.is_file()} - {*traces(place)}):
             name = file.relative_to(place).as_posix()
-            if name not in sums:
-                sums[name] = FileSum(file.stat().st_size, file_checksum(file), None)
-        row_sums = {name: value for r in records for name, value in r.row_sums.items()}
-        manifest = make_manifest(
-            *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name),
-            checkpoint.stored_forms if dtype is None else {},
-        )
+            if name not in written:
+                records.append(FileRecord(name, file.stat().st_size, file_checksum(file)))
+        manifest = make_manifest(source, names, ep_size, files, records, exported, checkpoint.carried, source_path.name)
         _finish(place, out, MANIFEST, json.dumps(manifest, indent=1))
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
@@ -164,7 +141,7 @@ def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
     if how.as_source:
         checkpoint = encoded_as_source(checkpoint, source.origin or checkpoint, how.tell)
         source = replace(source, checkpoint=checkpoint)
-    files = plan_hf_files(checkpoint.in_hf_form, how.max_shard_size)
+    files = plan_hf_files(hf_outputs(checkpoint), how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
     place = _prepare(source, out, last, how.overwrite)
     records = _write(files, place, source, how)
@@ -173,7 +150,8 @@ def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
         copy_side_files(checkpoint.source, place, how.tokenizer, checkpoint.drops_untrained, origin)
         _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
     if origin is not None:
-        _tell_errors(records, how.tell_errors)
+        for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
+            how.tell_errors(line)
 
 
 def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable[[str], None]) -> Checkpoint:
@@ -185,21 +163,10 @@ def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable
     Raises:
         ExpertMeshError: the encoding can be read, and not be made.
     """
-    if origin.stored_forms:
+    if origin.encodings:
         return checkpoint.encoded_as(origin)
     tell(f"--export-encoding source: {origin.source.path} is not quantized, so nothing is")
     return checkpoint
-
-
-def _tell_errors(records: Sequence[FileRecord], tell: Callable[[str], None]) -> None:
-    from .hf.requantized import Errors, error_lines
-
-    total: dict[str, Errors] = {}
-    for record in records:
-        for kind, errors in record.errors.items():
-            total.setdefault(kind, Errors()).add(Errors(**errors))  # type: ignore[arg-type]
-    for line in error_lines(total):
-        tell(line)
 
 
 def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
@@ -218,7 +185,7 @@ def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> Path:
     beside it. A complete `out`, which has the file `last`, is replaced only if told so; an unfinished one is
     continued, and so is what is beside it."""
     checkpoint = source.checkpoint
-    read = [source.path, checkpoint.source.path, *(tensor.directory for tensor in checkpoint.carried)]
+    read = [source.path, checkpoint.source.path, *(tensor.file.parent for tensor in checkpoint.carried)]
     read += [] if checkpoint.origin is None else [checkpoint.origin.source.path]
     check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
     side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
@@ -310,7 +277,7 @@ def write_files(
     for note in out.glob(f"*.safetensors{DONE}"):
         if (name := note.name.removesuffix(DONE)) not in planned and _noted(note) is not None:
             (out / name).unlink(missing_ok=True)
-    total = sum(output.num_bytes for file in files for output in file.tensors)
+    total = sum(file.num_bytes for file in files)
     lock = threading.Lock()
     disable = None if show_progress else True
     with (
@@ -351,7 +318,7 @@ def _write_or_skip(
     note = out / (file.name + DONE)
     noted = _noted(note) if (out / file.name).exists() else None
     if noted is not None and noted[0] == fingerprint:
-        advance(sum(output.num_bytes for output in file.tensors))
+        advance(file.num_bytes)
         return noted[1]
     reader = make_reader()
     with whole(out / file.name) as partial, open(partial, "wb") as stream:
@@ -377,111 +344,26 @@ def _write_file(
 ) -> FileRecord:
     digest = xxhash.xxh3_128(file.header)
     stream.write(file.header)
-    num_bytes = len(file.header)
-    row_sums: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for output in file.tensors:
-        row_sum_so_far, of_content = 0, xxhash.xxh3_64()
-        for data, share in _blocks(output, reader):
-            content = as_bytes(data)
-            stream.write(content)
-            digest.update(content)
-            num_bytes += len(content)
-            row_sum_so_far = add_sums(row_sum_so_far, share)
-            if output.content is not None:
-                of_content.update(content)
-            advance(len(content))
-        row_sums[output.tensor.name] = row_sum_so_far if output.content is None else of_content.intdigest()
+        rows_sum, of_content = 0, xxhash.xxh3_64()
+        for strip in output.strips():
+            parts = []
+            for region, rows in strip.parts:
+                found = reader.rows(region.parameter, rows)
+                assert found is not None, region
+                parts.append(cast(*found, output.tensor.dtype))
+            for data, share in output.content(strip, parts):
+                content = as_bytes(data)
+                stream.write(content)
+                digest.update(content)
+                rows_sum = add_sums(rows_sum, share)
+                if output.summed == "bytes":
+                    of_content.update(content)
+                advance(len(content))
+        if output.summed is not None:
+            sums[output.part.name] = rows_sum if output.summed == "rows" else of_content.intdigest()
+    errors = [asdict(output.errors) for output in file.tensors if output.errors is not None]
     header_checksum = xxhash.xxh3_128(file.header).hexdigest()
-    return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums, _errors(file))
-
-
-def _errors(file: OutputFile) -> dict[str, dict[str, float]]:
-    if all(output.made_by is None for output in file.tensors):
-        return {}
-    from .hf.requantized import errors_of  # needs torch
-
-    return {kind: asdict(errors) for kind, errors in errors_of(file.tensors).items()}
-
-
-def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
-    """(content in row order, its part of the row sum) of a tensor in disk order. One whose rows are not in the
-    parameter's order has no row sum, nor has one that is carried over; that of encoded rows is in their codes' part."""
-    if output.content is not None:
-        yield from ((data, 0) for data in output.content())
-        return
-    if output.made_by is not None:
-        yield from ((data, 0) for data in _codes(output.made_by, reader))
-        return
-    if output.encoding is not None:
-        yield from _encoded_blocks(output, output.encoding, reader)
-        return
-    for block in output.tensor.blocks():
-        if len(block) > 1 or not block[0].is_run:
-            yield _put_together(output, block, reader), 0
-            continue
-        (region,) = block
-        for rows in _chunks(region, output):
-            first_row = rows.start - region.rows.start
-            for data in _whole_granules(reader, region.parameter, rows, output.dtype):
-                yield data, row_sum(data, first_row)
-                first_row += len(data)
-
-
-def _codes(made: "Requantized", reader: ParameterReader) -> Iterator[Array]:
-    from .hf.requantized import codes_of
-
-    def values(region: Region, rows: range) -> Array:
-        content = gather(reader, region.parameter, rows)
-        assert content is not None, region
-        return cast(*content, WIDE)
-
-    yield from codes_of(made, values)
-
-
-def _encoded_blocks(output: OutputTensor, encoding: Encoding, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
-    assert isinstance(reader, SafetensorsReader), "nothing else has encoded parameters"
-    (region,) = output.tensor.regions
-    for rows in _chunks(region, output, lcm(GRANULE, encoding.block[0])):
-        stored = reader.scales(region.parameter, rows)
-        if output.part == "scales":
-            yield contiguous(stored), 0
-            continue
-        codes = reader.codes(region.parameter, rows)
-        wide = dequantize(codes, scale_values(stored, encoding.scale_dtype), encoding, (0, 0))
-        yield contiguous(pack(codes, encoding)), row_sum(wide, rows.start - region.rows.start)
-
-
-def _put_together(output: OutputTensor, block: tuple[Region, ...], reader: ParameterReader) -> Array:
-    """A block of a tensor on disk out of the rows of all its regions."""
-    parts = []
-    for region in block:
-        content = gather(reader, region.parameter, region.rows)
-        assert content is not None, region
-        rows = cast(*content, output.dtype)
-        parts.append((region, rows.T if region.transposed else rows))
-    if len(parts) == 1 and parts[0][1].shape == output.tensor.matrix(block[0]):
-        return contiguous(parts[0][1])
-    whole = np.empty(output.tensor.matrix(block[0]), ARRAY_TYPES[output.dtype])
-    for region, part in parts:
-        place = region.on_disk(region.rows)
-        whole[(slice(None), place) if region.transposed else place] = part
-    return whole
-
-
-def _whole_granules(reader: ParameterReader, parameter: str, rows: range, dtype: str) -> Iterator[Array]:
-    """The rows, piece by piece; pieces between which a granule lies are joined, as it must be hashed in one piece."""
-    waiting: list[Array] = []
-    for piece in reader.pieces(parameter, rows):
-        waiting.append(contiguous(cast(piece.data, piece.dtype, dtype)))
-        if (piece.rows.stop - rows.start) % GRANULE == 0 or piece.rows.stop == rows.stop:
-            yield waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
-            waiting = []
-
-
-def _chunks(region: Region, output: OutputTensor, whole: int = GRANULE) -> Iterator[range]:
-    """Its rows, in runs of a multiple of `whole`."""
-    row_bytes = max(1, output.num_bytes // max(1, sum(len(r.rows) for r in output.tensor.regions)))
-    # whole granules, so that their hashes need not be carried from chunk to chunk
-    step = max(1, _CHUNK_BYTES // row_bytes // whole) * whole
-    for start in range(region.rows.start, region.rows.stop, step):
-        yield range(start, min(start + step, region.rows.stop))
+    num_bytes = len(file.header) + file.num_bytes
+    return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, sums, errors)

@@ -11,7 +11,8 @@ from ..moe.hf_model.counts import active_parameters
 from ..sharding.topology import divisors
 from .ep_shards.manifest import MANIFEST, is_shards, listed_tensors, read_manifest
 from .files.dtype_names import ALL_NAMES, DTYPE_CODES
-from .files.encodings import TensorInfo, decoded
+from .files.encodings import decoded
+from .files.tensors import DiskTensor, StoredTensor
 from .hf.reader import tied_copies_that_differ
 from .hf.source import open_source, read_header, read_headers, read_json
 from .hf.untrained_parts import unfilled
@@ -30,8 +31,8 @@ class Heads:
     """
 
     model_type: str
-    stored: dict[str, TensorInfo]
-    known: dict[str, TensorInfo]
+    stored: dict[str, StoredTensor]
+    known: dict[str, DiskTensor]
     files: list[Path]
 
 
@@ -47,30 +48,31 @@ def read_heads(path: Path) -> Heads:
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
         parts = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
-        infos = {
-            name: TensorInfo("state", tuple(entry.size), DTYPE_CODES[str(entry.properties.dtype)])
-            for name, entry in parts.items()
+        stored = {
+            name: StoredTensor(name, tuple(e.size), DTYPE_CODES[str(e.properties.dtype)], path / "state")
+            for name, e in parts.items()
         }
         files = [path / name for name in read_marker(path)["files"] if name.startswith("state/")]
-        return Heads(open_source(path / "model").model_type, infos, infos, files)
+        known = {name: DiskTensor(name, part.shape, part.dtype) for name, part in stored.items()}
+        return Heads(open_source(path / "model").model_type, stored, known, files)
     source = open_source(path)
     if is_shards(path):
         manifest = read_manifest(path)
         files = [path / name for name in manifest["files"] if name.endswith(".safetensors")]
-        infos = {name: info for file in files for name, info in read_header(file).items()}
-        return Heads(source.model_type, infos, listed_tensors(manifest, path), files)
-    infos = read_headers(path)
+        stored = {name: part for file in files for name, part in read_header(file).items()}
+        return Heads(source.model_type, stored, listed_tensors(manifest, path), files)
+    stored = read_headers(path)
     # which way the experts' matrices lie makes no difference here
-    known = decoded(infos, source.quantization, transposed=False).infos
-    return Heads(source.model_type, infos, known, sorted({path / info.file for info in infos.values()}))
+    known = decoded(stored, source.quantization, transposed=False).tensors
+    return Heads(source.model_type, stored, known, sorted({part.file for part in stored.values()}))
 
 
 def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
     """Lines: form, family, elements in all and in experts, tensors, dtypes, encodings, files."""
-    sizes = {name: prod(info.shape) for name, info in heads.known.items()}
+    sizes = {name: prod(tensor.shape) for name, tensor in heads.known.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    dtypes = Counter(ALL_NAMES[info.dtype] for info in heads.stored.values())
-    encodings = Counter(str(info.encoding) for info in heads.known.values() if info.encoding is not None)
+    dtypes = Counter(ALL_NAMES[part.dtype] for part in heads.stored.values())
+    encodings = Counter(str(tensor.encoding) for tensor in heads.known.values() if tensor.encoding is not None)
     yield f"path        {path}"
     yield f"form        {_form(path)}"
     yield f"family      {heads.model_type}"
@@ -80,8 +82,8 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
         yield f"quantized   {count:,} as {encoding}"
     yield f"files       {len(heads.files):,}, {sum(file.stat().st_size for file in heads.files) / 1e9:,.2f} GB"
     if list_tensors:
-        for name, info in heads.stored.items():
-            yield f"  {info.file}  {name}  {list(info.shape)}  {ALL_NAMES[info.dtype]}"
+        for name, part in heads.stored.items():
+            yield f"  {part.file.name}  {name}  {list(part.shape)}  {ALL_NAMES[part.dtype]}"
 
 
 def describe_model(readable: Readable, without_tensors: str | None = None) -> Iterator[str]:
@@ -100,8 +102,8 @@ def describe_model(readable: Readable, without_tensors: str | None = None) -> It
         yield f"carried     {checkpoint.carried_summary}; not trained, copied unchanged"
     if without_tensors is not None:
         yield f"no tensors  of {without_tensors}"
-    if checkpoint.left_out:
-        yield f"left out    {len(checkpoint.left_out):,} tensors of activation quantization scales"
+    if checkpoint.activation_scales:
+        yield f"left out    {len(checkpoint.activation_scales):,} tensors of activation quantization scales"
     if checkpoint.problems:
         yield "complete    no:"
         yield from (f"  {problem}" for problem in checkpoint.problems)

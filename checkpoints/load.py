@@ -14,12 +14,13 @@ from ..sharding.runtime.process import raise_together
 from ..sharding.state import ShardedParameter, adapters_of, parameters_of, set_parameter_dtypes, sharded_parameters
 from ..sharding.topology import Topology
 from .ep_shards.manifest import open_checkpoint
-from .files.checksums import add_sums, row_sum
+from .files.checksums import add_sums, row_sum, to_granule_end
 from .files.dtypes import as_tensor
-from .files.file_layout import DiskTensor, overlap
+from .files.tensors import DiskTensor, overlap
 from .hf.names import Names
 from .hf.reader import SafetensorsReader
 from .hf.source import Checkpoint, ModelSource
+from .hf.untrained_tensors import check_carried_bytes
 
 
 def shard_and_load(
@@ -81,7 +82,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> 
         _check_row_sums(sums, checkpoint)
     with raise_together():
         for tensor in checkpoint.carried[dist.get_rank() :: dist.get_world_size()]:
-            tensor.check()
+            check_carried_bytes(tensor)
 
 
 @torch.no_grad()
@@ -90,14 +91,18 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
     reader = checkpoint.reader()
     sums: dict[str, int] = {}
     for parameter, shard in shards.items():
-        for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):
-            mine = overlap(piece.rows, shard.rows)
-            written = shard.fill(mine, as_tensor(piece.data[: len(mine)], piece.dtype))
-            if checkpoint.row_sums is not None and shard.is_owner and not piece.tensor.regions[0].transposed:
-                name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
-                sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
+        for tensor, region in reader.places.get(parameter, ()):
+            if not (mine := overlap(region.rows, shard.rows)):
+                continue
+            # sums are of whole granules: of the last one all rows are read
+            rows = mine if checkpoint.row_sums is None else to_granule_end(mine, region.rows)
+            data = reader.read(tensor, region, rows)
+            written = shard.fill(mine, as_tensor(data[: len(mine)], tensor.dtype))
+            if checkpoint.row_sums is not None and shard.is_owner and not region.transposed:
+                own = row_sum(data, rows.start - region.rows.start)
+                sums[tensor.name] = add_sums(sums.get(tensor.name, 0), own)
             if not _all_finite(written):
-                raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} has values that are not finite")
+                raise ExpertMeshError(f"{tensor.file}: tensor {tensor.name} has values that are not finite")
     if checkpoint.row_sums is not None:
         sums |= _sums_of_transposed(checkpoint.tensors, reader)
     for copy in checkpoint.tied_copies:
@@ -112,19 +117,19 @@ def _sums_of_transposed(tensors: Sequence[DiskTensor], reader: SafetensorsReader
     sums = {}
     for tensor in transposed[dist.get_rank() :: dist.get_world_size()]:
         (region,) = tensor.regions
-        (piece,) = reader.region_pieces(tensor, region, region.rows)
-        sums[tensor.name] = row_sum(piece.data.T, 0)
+        sums[tensor.name] = row_sum(reader.read(tensor, region, region.rows).T, 0)
     return sums
 
 
 def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: SafetensorsReader) -> None:
     for region in copy.regions:
         shard = shards[region.parameter]
-        for piece in reader.region_pieces(copy, region, shard.rows):
-            target = shard.view(piece.rows)
-            if not torch.equal(target, as_tensor(piece.data, piece.dtype).to(target.device, target.dtype)):
+        if rows := overlap(region.rows, shard.rows):
+            target = shard.view(rows)
+            repeated = as_tensor(reader.read(copy, region, rows), copy.dtype)
+            if not torch.equal(target, repeated.to(target.device, target.dtype)):
                 raise ExpertMeshError(
-                    f"{piece.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
+                    f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
                     "set tie_word_embeddings to false there"
                 )
 
@@ -142,5 +147,5 @@ def _check_row_sums(sums: dict[str, int], checkpoint: Checkpoint) -> None:
     dist.all_gather_object(shares, sums)
     for name, expected in checkpoint.row_sums.items():
         if add_sums(*(share.get(name, 0) for share in shares)) != expected:
-            file = checkpoint.source.path / checkpoint.infos[name].file
+            file = next(tensor.file for tensor in checkpoint.tensors if tensor.name == name)
             raise ExpertMeshError(f"{file}: is damaged: the content of {name} does not match its checksum")

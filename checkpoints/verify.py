@@ -9,9 +9,9 @@ import numpy as np
 from ..sharding.topology import rows_of
 from .files.dtype_names import ALL_NAMES
 from .files.dtypes import Array, as_double, cast, same_bits
-from .files.file_layout import OutputTensor, Region, overlap
-from .hf.reader import gather, tied_copies_that_differ
-from .hf.untrained_tensors import Carried
+from .files.tensors import DiskTensor, Region, overlap
+from .hf.reader import tied_copies_that_differ
+from .hf.untrained_tensors import carried_values
 from .opening import Readable
 
 _NOT_COMPUTED = {
@@ -47,24 +47,24 @@ def compare(a: Readable, b: Readable, rtol: float | None, ignore_config: bool = 
     if not ignore_config:
         differences += _config_differences(a, b)
     of_a, of_b = _Side(a, is_second=False), _Side(b, is_second=True)
-    names = set(of_a.outputs)
-    for output in a.checkpoint.exported:
-        differences += _tensor_differences(output, output.tensor.regions, of_a, of_b, rtol)
-    for output in b.checkpoint.exported:
-        namesake = of_a.outputs.get(output.tensor.name)
-        if namesake is None or namesake.tensor.shape == output.tensor.shape:
-            rest = tuple(region for region in output.tensor.regions if not of_a.covers(region, of_b))
-            names |= {output.tensor.name} if rest else set()
-            differences += _tensor_differences(output, rest, of_b, of_a, rtol)
+    names = set(of_a.tensors)
+    for tensor in a.checkpoint.exported:
+        differences += _tensor_differences(tensor, tensor.regions, of_a, of_b, rtol)
+    for tensor in b.checkpoint.exported:
+        namesake = of_a.tensors.get(tensor.name)
+        if namesake is None or namesake.shape == tensor.shape:
+            rest = tuple(region for region in tensor.regions if not of_a.covers(region, of_b))
+            names |= {tensor.name} if rest else set()
+            differences += _tensor_differences(tensor, rest, of_b, of_a, rtol)
     of_a.reader.close()
     of_b.reader.close()
     carried_a, carried_b = ({tensor.name: tensor for tensor in side.checkpoint.carried} for side in (a, b))
     for name in sorted(carried_a.keys() | carried_b.keys()):
         if name in carried_a and name in carried_b:
-            problem = _carried_difference(carried_a[name], carried_b[name], rtol)
+            problem = whole_difference(carried_a[name], carried_b[name], rtol)
         else:
             here, there = (of_a, of_b) if name in carried_a else (of_b, of_a)
-            problem = f"is trained in {there.path} alone" if name in there.outputs else f"only in {here.path}"
+            problem = f"is trained in {there.path} alone" if name in there.tensors else f"only in {here.path}"
         if problem is not None:
             differences.append(f"{name}: {problem}")
     return Comparison(differences, len({*names, *carried_a, *carried_b}))
@@ -96,7 +96,7 @@ class _Side:
     """One of two checkpoints, and what its Hugging Face form holds.
 
     Attributes:
-        outputs: by name. dtypes: of the tensors that have them there, by parameter.
+        tensors: by name. dtypes: of those that have them there, by parameter.
         is_second: whether it is the one that differences name last.
     """
 
@@ -108,12 +108,8 @@ class _Side:
         self.aliases = readable.names.aliases
         self.encoded = readable.checkpoint.encoded_parameters
         self.is_sound = not readable.checkpoint.problems
-        self.outputs = {output.tensor.name: output for output in readable.checkpoint.exported}
-        self.dtypes = {region.parameter: o.dtype for o in self.outputs.values() for region in o.tensor.regions}
-
-    def dtype_of(self, tensor: str, parameter: str) -> str:
-        """The dtype that a tensor has, or else one that has the parameter."""
-        return self.outputs[tensor].dtype if tensor in self.outputs else self.dtypes[parameter]
+        self.tensors = {tensor.name: tensor for tensor in readable.checkpoint.exported}
+        self.dtypes = {region.parameter: t.dtype for t in self.tensors.values() for region in t.regions}
 
     def covers(self, region: Region, other: "_Side") -> bool:
         """Whether a walk over this side's tensors has met a region of the other side's."""
@@ -124,24 +120,25 @@ class _Side:
 
 
 def _tensor_differences(
-    output: OutputTensor, regions: tuple[Region, ...], here: _Side, there: _Side, rtol: float | None
+    tensor: DiskTensor, regions: tuple[Region, ...], here: _Side, there: _Side, rtol: float | None
 ) -> list[str]:
     """A line on each of some regions of a tensor that differs from what the other side has there; a single one where
     there is but one thing to say of all of them."""
-    tensor, namesake = output.tensor, there.outputs.get(output.tensor.name)
-    if regions and namesake is not None and namesake.tensor.shape != tensor.shape:
-        return [f"{tensor.name}: shape {list(tensor.shape)} against {list(namesake.tensor.shape)}"]
-    found = {region: _region_difference(output, region, here, there, rtol) for region in regions}
-    lines = [f"{_name(output, region)}: {problem}" for region, problem in found.items() if problem is not None]
-    alone = f"only in {here.path}"
-    if found and set(found.values()) == {alone} and len(found) == len(tensor.regions):
-        return [f"{tensor.name}: {alone}"]
+    namesake = there.tensors.get(tensor.name)
+    if regions and namesake is not None and namesake.shape != tensor.shape:
+        return [f"{tensor.name}: shape {list(tensor.shape)} against {list(namesake.shape)}"]
+    found = {region: _region_difference(tensor, region, here, there, rtol) for region in regions}
+    if found and set(found.values()) == {f"only in {here.path}"} and len(found) == len(tensor.regions):
+        return [f"{tensor.name}: only in {here.path}"]
+    lines = []
+    for region, problem in found.items():
+        # in a fused one also whose rows they are
+        which = f" (expert {region.index[0]}, {region.parameter.rpartition('.')[2]})" if region.index else ""
+        lines += [] if problem is None else [f"{tensor.name}{which}: {problem}"]
     return lines
 
 
-def _region_difference(
-    output: OutputTensor, region: Region, here: _Side, there: _Side, rtol: float | None
-) -> str | None:
+def _region_difference(tensor: DiskTensor, region: Region, here: _Side, there: _Side, rtol: float | None) -> str | None:
     parameter = there.aliases.get(region.parameter, region.parameter)
     if parameter not in there.parameters:
         return f"only in {here.path}"
@@ -157,14 +154,14 @@ def _region_difference(
         return None  # without elements
     if not rows:
         return f"only in {here.path}"
-    rows_a, rows_b = gather(a.reader, name_a, rows), gather(b.reader, name_b, rows)
+    rows_a, rows_b = a.reader.rows(name_a, rows), b.reader.rows(name_b, rows)
     if rows_a is None or rows_b is None:  # told among the problems of a side that has any
         lacking = a if rows_a is None else b
         return f"is not complete in {lacking.path}" if lacking.is_sound else None
-    dtype_a, dtype_b = (
-        output.dtype if side is here else side.dtype_of(output.tensor.name, name)
-        for side, name in ((a, name_a), (b, name_b))
-    )
+    # the dtype that the tensor has, or else one that has the parameter
+    namesake = there.tensors.get(tensor.name)
+    dtype_there = there.dtypes[parameter] if namesake is None else namesake.dtype
+    dtype_a, dtype_b = (tensor.dtype, dtype_there) if a is here else (dtype_there, tensor.dtype)
     problem = _difference(
         *(cast(*rows_a, dtype_a), dtype_a, cast(*rows_b, dtype_b), dtype_b),
         *(rtol, bool({name_a, name_b} & (a.encoded | b.encoded))),
@@ -180,15 +177,19 @@ def _row_shape(side: _Side, parameter: str) -> tuple[int, ...]:
     return (side.experts[parameter], *shape[1:]) if parameter in side.experts else shape
 
 
-def _carried_difference(a: Carried, b: Carried, rtol: float | None) -> str | None:
-    """The first difference between two tensors that are carried over."""
-    if a.info.shape != b.info.shape:
-        return f"shape {list(a.info.shape)} against {list(b.info.shape)}"
-    encoded = a.info.encoding is not None or b.info.encoding is not None
-    for part_a, part_b in _in_step(a.values(), b.values()):
-        if encoded:
-            part_a, part_b = (part.reshape(-1, a.info.shape[-1]) for part in (part_a, part_b))
-        problem = _difference(part_a, a.info.dtype, part_b, b.info.dtype, rtol, encoded)
+def whole_difference(a: DiskTensor, b: DiskTensor, rtol: float | None, by_row: bool = False) -> str | None:
+    """The first difference between two tensors, none of whose rows are looked for elsewhere; None if there is none.
+
+    Args:
+        by_row: whether `rtol` is relative to a row's largest value, as it is of encoded ones.
+    """
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} against {list(b.shape)}"
+    by_row = by_row or a.encoding is not None or b.encoding is not None
+    for part_a, part_b in _in_step(carried_values(a), carried_values(b)):
+        if by_row and a.shape:
+            part_a, part_b = (part.reshape(-1, a.shape[-1]) for part in (part_a, part_b))
+        problem = _difference(part_a, a.dtype, part_b, b.dtype, rtol, by_row)
         if problem is not None:
             return problem
     return None
@@ -205,13 +206,6 @@ def _in_step(a: Iterator[Array], b: Iterator[Array]) -> Iterator[tuple[Array, Ar
             return
         yield rest_a[:size], rest_b[:size]
         rest_a, rest_b = rest_a[size:], rest_b[size:]
-
-
-def _name(output: OutputTensor, region: Region) -> str:
-    """The tensor; in a fused one also whose rows they are."""
-    if not region.index:
-        return output.tensor.name
-    return f"{output.tensor.name} (expert {region.index[0]}, {region.parameter.rpartition('.')[2]})"
 
 
 def _difference(

@@ -34,7 +34,8 @@ import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes, table_of_codes
-from expertmesh.checkpoints.files.encodings import Encoding, encode
+from expertmesh.checkpoints.files.encodings import encode
+from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.moe.dispatch.dedup import OnceDispatcher
 from expertmesh.moe.dispatch.dispatcher_entries import (
     DISPATCHER_ENTRIES,

@@ -11,7 +11,7 @@ Shape suffixes: E experts, r rank.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -30,17 +29,19 @@ from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
-from ...sharding.state import ShardedParameter, adapters_of, sharded_parameters
+from ...sharding.state import adapters_of, sharded_parameters
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
-from ..files.dtype_names import DTYPE_CODES, DTYPE_NAMES
-from ..files.file_layout import DiskTensor, OutputFile, OutputTensor, Region
+from ..files.dtype_names import ALL_NAMES, DTYPE_CODES
+from ..files.dtypes import Array, as_array, as_tensor
+from ..files.file_layout import OutputFile, OutputTensor, Strip, at_once, plain_output
+from ..files.tensors import DiskTensor, Region, StoredTensor
 from ..hf.class_names import ClassNames, class_names
-from ..hf.export import WRITER, Output, brought, replacing
+from ..hf.export import replacing, write_sharded
 from ..hf.names import Names
 from ..hf.side_files import write_generation_config, write_tokenizer
 from ..hf.source import Checkpoint, read_header, read_json
-from ..verify import Comparison
+from ..verify import Comparison, whole_difference
 from .peft_format import (
     PREFIX,
     REMAPPED,
@@ -106,7 +107,7 @@ def export_adapter(
     )
     shards = sharded_parameters(model, topology, adapters_of(model))
     with replacing(out) as partial, raise_together(), write_errors(out):
-        _write_tensors(list(plan.parts(config)), shards, partial)
+        write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, partial)
         if partial is not None:
             with whole(partial / CONFIG) as file:
                 file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -131,17 +132,6 @@ def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
     return {path for path, _ in model.named_modules() if path not in adapted} | {
         name for name, _ in model.named_parameters() if not name.endswith((A, B))
     }
-
-
-Shards = dict[str, ShardedParameter]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some tensors of the file, and how rank 0 comes by their content, in order; the other ranks send what they own."""
-
-    outputs: list[OutputTensor]
-    pieces: Callable[[Shards], Iterator[Tensor]]
 
 
 class _Plan:
@@ -171,65 +161,55 @@ class _Plan:
         is_read = missing is None and all(reads_by_expert(loaded, path, layout) for path, layout in first)
         self.is_packed = form == "packed" or (form == "auto" and not is_read)
 
-    def parts(self, config: Mapping[str, Any]) -> Iterator[_Part]:
+    def outputs(self, config: Mapping[str, Any]) -> Iterator[OutputTensor]:
         for path in self.modules:
             names = lora_names(self.class_names.there(path))
             for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
                 yield self._rows(name, own, range(self.state[own].num_rows))
         for path, layer in self.experts.items():
             if self.is_packed:
-                yield self._packed(path, layer, config)
-            else:
-                yield from self._per_expert(path, layer)
+                yield from self._packed(path, layer, config)
+                continue
+            for matrix in _matrices(layer):
+                for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
+                    names = lora_names(self.class_names.there(tensor.removesuffix(".weight")))
+                    for name, which in zip(names, (A, B), strict=True):
+                        own = f"{path}.mlp.{matrix}_{which}"
+                        count = self.state[own].num_rows // layer.shape.num_experts
+                        yield self._rows(name, own, range(number * count, (number + 1) * count))
 
-    def _rows(self, name: str, own: str, rows: range) -> _Part:
+    def _rows(self, name: str, own: str, rows: range) -> OutputTensor:
         """Rows of one of our parameters as a tensor."""
         part = self.state[own]
-        region = Region(own, rows)
-        dtype = part.tensor.dtype
-        output = OutputTensor(DiskTensor(name, (len(rows), part.shape[1]), (region,)), DTYPE_CODES[str(dtype)])
-        return _Part([output], lambda shards: brought(shards[own], region, dtype))
+        dtype = DTYPE_CODES[str(part.tensor.dtype)]
+        return plain_output(DiskTensor(name, (len(rows), part.shape[1]), dtype, (Region(own, rows),)))
 
-    def _per_expert(self, path: str, layer: DMoE) -> Iterator[_Part]:
-        for matrix in _matrices(layer):
-            for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
-                names = lora_names(self.class_names.there(tensor.removesuffix(".weight")))
-                for name, which in zip(names, (A, B), strict=True):
-                    own = f"{path}.mlp.{matrix}_{which}"
-                    count = self.state[own].num_rows // layer.shape.num_experts
-                    yield self._rows(name, own, range(number * count, (number + 1) * count))
-
-    def _packed(self, path: str, layer: DMoE, config: Mapping[str, Any]) -> _Part:
+    def _packed(self, path: str, layer: DMoE, config: Mapping[str, Any]) -> Iterator[OutputTensor]:
+        """A layer's packed pairs. With the first tensor all are made, as each takes several parameters."""
         layout, num_experts = layer.mlp.layout, layer.shape.num_experts
-        own = {name: tuple(f"{path}.mlp.{name}_{which}" for which in (A, B)) for name in _matrices(layer)}
+        own = [f"{path}.mlp.{name}_{which}" for name in _matrices(layer) for which in (A, B)]
         where = packed_paths(self.class_names.there(path), layout, config["target_parameters"])
+        made: list[Array] = []
 
-        def pack(values: Mapping[str, Tensor]) -> list[Tensor]:
-            pairs = {
-                name: LoraPair(*(values[part].unflatten(0, (num_experts, -1)) for part in pair))
-                for name, pair in own.items()
-            }
-            packed = pack_experts(pairs, layout)
-            return [value.contiguous() for tensor in where for value in packed[tensor]]
+        def packed(values: Sequence[Tensor]) -> list[Tensor]:
+            by_expert = [value.unflatten(0, (num_experts, -1)) for value in values]
+            pairs = map(LoraPair, by_expert[::2], by_expert[1::2])
+            by_tensor = pack_experts(dict(zip(_matrices(layer), pairs, strict=True)), layout)
+            return [value.contiguous() for tensor in where for value in by_tensor[tensor]]
 
-        def pieces(shards: Shards) -> Iterator[Tensor]:
-            values = {}
-            for part in (part for pair in own.values() for part in pair):
-                state = self.state[part]
-                rows = list(brought(shards[part], Region(part, range(state.num_rows)), state.tensor.dtype))
-                values[part] = torch.cat(rows)
-            yield from pack(values) if dist.get_rank() == WRITER else ()
+        def content(strip: Strip, parts: Sequence[Array]) -> Iterator[tuple[Array, int]]:
+            if parts:
+                made.extend(map(as_array, packed([as_tensor(part, dtype) for part in parts])))
+            yield made.pop(0), 0
 
-        shapes = pack(
-            {part: torch.empty(self.state[part].shape, device="meta") for pair in own.values() for part in pair}
-        )
+        dtype = DTYPE_CODES[str(self.state[own[0]].tensor.dtype)]
+        shapes = packed([torch.empty(self.state[name].shape, device="meta") for name in own])
         names = [name for tensor in where for name in lora_names(where[tensor])]
-        dtype = DTYPE_CODES[str(self.state[own["w1"][0]].tensor.dtype)]
-        outputs = [
-            OutputTensor(DiskTensor(name, tuple(shape.shape), ()), dtype)
-            for name, shape in zip(names, shapes, strict=True)
-        ]
-        return _Part(outputs, pieces)
+        parts = tuple((region, region.rows) for region in (Region(n, range(self.state[n].num_rows)) for n in own))
+        for name, shape in zip(names, shapes, strict=True):
+            part = StoredTensor(name, tuple(shape.shape), dtype)
+            yield OutputTensor(part, DiskTensor(name, part.shape, dtype), at_once(*parts), content)
+            parts = ()
 
 
 def _matrices(layer: DMoE) -> list[str]:
@@ -239,34 +219,19 @@ def _matrices(layer: DMoE) -> list[str]:
 def _tensors_of_experts(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """By parameter, the tensors that each hold all that one expert has of it, in the order of experts."""
     found: dict[str, list[tuple[int, str]]] = {}
-    for output in checkpoint.exported:
-        if len(output.tensor.regions) == 1 and not output.tensor.regions[0].index:
-            (region,) = output.tensor.regions
-            found.setdefault(region.parameter, []).append((region.rows.start, output.tensor.name))
-    return {name: [tensor for _, tensor in sorted(tensors)] for name, tensors in found.items() if len(tensors) > 1}
-
-
-def _write_tensors(parts: Sequence[_Part], shards: Shards, directory: Path | None) -> None:
-    """Write into a file on rank 0.
-
-    Raises:
-        OSError: there, it cannot be written; everything was sent all the same.
-    """
-    outputs = [output for part in parts for output in part.outputs]
-    with Output(OutputFile(WEIGHTS, outputs), directory) as file:
-        for part in parts:
-            for piece in part.pieces(shards):
-                file.write(piece)
-    if file.failure is not None:
-        raise file.failure
+    for tensor in checkpoint.exported:
+        if len(tensor.regions) == 1 and not tensor.regions[0].index:
+            (region,) = tensor.regions
+            found.setdefault(region.parameter, []).append((region.rows.start, tensor.name))
+    return {name: [own for _, own in sorted(tensors)] for name, tensors in found.items() if len(tensors) > 1}
 
 
 def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
     """Lines: form, base, rank, targets, tensors, file."""
-    config, infos = read_json(path / CONFIG), read_header(path / WEIGHTS)
-    numbers = sum(prod(info.shape) for info in infos.values())
-    experts = sum(prod(info.shape) for name, info in infos.items() if ".experts." in name)
-    dtypes = sorted({DTYPE_NAMES.get(info.dtype, info.dtype) for info in infos.values()})
+    config, stored = read_json(path / CONFIG), read_header(path / WEIGHTS)
+    sizes = {name: prod(part.shape) for name, part in stored.items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    dtypes = sorted({ALL_NAMES[part.dtype] for part in stored.values()})
     targets = [*(config.get("target_modules") or []), *(config.get("target_parameters") or [])]
     yield f"path        {path}"
     yield f"form        PEFT adapter, {config.get('peft_type')}, of peft {config.get('peft_version')}"
@@ -275,48 +240,41 @@ def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
         config.get("use_rslora")
     )
     yield f"targets     {', '.join(map(str, targets))}"
-    yield f"elements    {numbers:,}, of them {experts:,} in tensors of experts"
-    yield f"tensors     {len(infos):,}: {', '.join(dtypes)}"
+    yield f"elements    {sum(sizes.values()):,}, of them {experts:,} in tensors of experts"
+    yield f"tensors     {len(stored):,}: {', '.join(dtypes)}"
     yield f"files       1, {(path / WEIGHTS).stat().st_size / 1e9:,.2f} GB"
     if (scaling := read_rope(path)) is not None:
         yield f"rope        for RoPE scaling by {json.dumps(scaling.as_json())}"
     if list_tensors:
-        for name, info in infos.items():
-            yield f"  {name}  {list(info.shape)}"
+        for name, part in stored.items():
+            yield f"  {name}  {list(part.shape)}"
 
 
 def compare_adapters(a: Path, b: Path, rtol: float | None, ignore_config: bool = False) -> Comparison:
     """Compare two adapters: what their configs say of scales and of anything beyond low-rank deltas, and the union of
-    their tensors, by name: shape, then dtype and bits; or, with `rtol`, values within rtol of the tensor's largest. Not
+    their tensors, by name: shape, then dtype and bits; or, with `rtol`, values within rtol of their row's largest. Not
     the path of the base, which may have moved."""
-    differences, infos = [], [read_header(path / WEIGHTS) for path in (a, b)]
+    differences = []
     if not ignore_config:
         configs = [read_json(path / CONFIG) for path in (a, b)]
-        settings = [{key: c[key] for key in SCALE_SETTINGS if c.get(key)} | unread_settings(c) for c in configs]
+        one, other = ({key: c[key] for key in SCALE_SETTINGS if c.get(key)} | unread_settings(c) for c in configs)
         differences += [
-            f"{CONFIG}: {key} is {settings[0].get(key)!r:.80} in {a}, {settings[1].get(key)!r:.80} in {b}"
-            for key in sorted(settings[0].keys() | settings[1].keys())
-            if settings[0].get(key) != settings[1].get(key)
+            f"{CONFIG}: {key} is {one.get(key)!r:.80} in {a}, {other.get(key)!r:.80} in {b}"
+            for key in sorted(one.keys() | other.keys())
+            if one.get(key) != other.get(key)
         ]
         if read_rope(a) != read_rope(b):
             differences.append(f"{ROPE}: RoPE scaling differs")
-    with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
-        for name in sorted(infos[0].keys() | infos[1].keys()):
-            alone = next((path for path, of in zip((b, a), infos, strict=True) if name not in of), None)
-            if alone is not None:
-                differences.append(f"{name}: only in {alone}")
-                continue
-            one, other = file_a.get_tensor(name), file_b.get_tensor(name)
-            if one.shape != other.shape or (rtol is None and one.dtype != other.dtype):
-                differences.append(f"{name}: {list(one.shape)} {one.dtype} against {list(other.shape)} {other.dtype}")
-                continue
-            if rtol is None and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
-                continue
-            off = (one.double() - other.double()).abs().amax() if one.numel() else torch.zeros(())
-            # not true of NaN
-            if rtol is None or not off <= rtol * torch.maximum(one.abs().amax(), other.abs().amax()):
-                differences.append(f"{name}: values differ, by at most {float(off):.3g}")
-    return Comparison(differences, len(infos[0].keys() | infos[1].keys()))
+    of_a, of_b = (
+        {name: DiskTensor(name, part.shape, part.dtype, parts=(part,)) for name, part in parts.items()}
+        for parts in map(read_header, (a / WEIGHTS, b / WEIGHTS))
+    )
+    for name in sorted(of_a.keys() | of_b.keys()):
+        if name not in of_a or name not in of_b:
+            differences.append(f"{name}: only in {a if name in of_a else b}")
+        elif (problem := whole_difference(of_a[name], of_b[name], rtol, by_row=True)) is not None:
+            differences.append(f"{name}: {problem}")
+    return Comparison(differences, len(of_a.keys() | of_b.keys()))
 
 
 @dataclass(frozen=True)
@@ -488,11 +446,11 @@ class Adapter:
             # of the matrix that they are beside, which is what transformers' mapping of names knows
             name = f"{self.class_names.here(base)}.weight"
             bases[name], shapes[name] = base, (self.infos[b].shape[0], self.infos[a].shape[1])
-        known = {tensor.name: tensor for tensor in self.names.match(shapes).tensors}
+        known = self.names.match(shapes).tensors
         for name, base in bases.items():
-            if name not in known or len(known[name].regions) != 1:
+            if len(known.get(name, ())) != 1:
                 raise ExpertMeshError(f"{self.path / WEIGHTS}: {PREFIX}{base} has no place in this model")
-            (region,) = known[name].regions
+            (region,) = known[name]
             parameter = name if name in self.names.aliases else region.parameter
             number = self.names.experts.get(parameter)
             if number is None:

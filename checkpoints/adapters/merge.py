@@ -1,6 +1,5 @@
 """The command `merge`: a model with an adapter's LoRA deltas added to its weights, in Hugging Face form."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +8,10 @@ from torch import Tensor
 
 from ..convert import HowToWrite, write_hf
 from ..ep_shards.manifest import check_all_bytes
-from ..files.dtypes import as_array, as_tensor
-from ..files.file_layout import OutputTensor
+from ..files.dtypes import Array, as_array, as_tensor
+from ..files.tensors import DiskTensor
 from ..hf.class_names import ClassNames, class_names
-from ..hf.reader import ParameterReader, Piece
+from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
 from ..opening import open_readable
 from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
@@ -61,20 +60,21 @@ def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: st
     other: PEFT adds it to the output projection alone, until it merges it into both."""
     exported, missing = [], {alias: there.there(alias), parameter: there.there(parameter)}
     copies = {tensor.name for tensor in checkpoint.tied_copies} | {missing[alias]}
-    for output in checkpoint.exported:
-        (region, *_) = output.tensor.regions
-        if region.parameter == parameter:
-            owner = alias if output.tensor.name in copies else parameter
-            output = _output(output, output.tensor.name, owner)
-            shared, _ = output, missing.pop(owner)
-        exported.append(output)
-    exported += [_output(shared, name, owner) for owner, name in missing.items()]
+    for tensor in checkpoint.exported:
+        if tensor.regions[0].parameter == parameter:
+            owner = alias if tensor.name in copies else parameter
+            tensor = shared = _renamed(tensor, tensor.name, owner)
+            del missing[owner]
+        exported.append(tensor)
+    # what is added is not encoded
+    plain = replace(shared, parts=(), encoding=None)
+    exported += [_renamed(plain, name, owner) for owner, name in missing.items()]
     return replace(checkpoint, exported=exported, source=replace(checkpoint.source, is_untied=True))
 
 
-def _output(like: OutputTensor, name: str, parameter: str) -> OutputTensor:
-    (region,) = like.tensor.regions
-    return replace(like, tensor=replace(like.tensor, name=name, regions=(replace(region, parameter=parameter),)))
+def _renamed(tensor: DiskTensor, name: str, parameter: str) -> DiskTensor:
+    (region,) = tensor.regions
+    return replace(tensor, name=name, regions=(replace(region, parameter=parameter),))
 
 
 class MergedReader:
@@ -84,28 +84,27 @@ class MergedReader:
     def __init__(self, base: ParameterReader, adapter: Adapter):
         self.base, self.adapter = base, adapter
 
-    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
-        for piece in self.base.pieces(self.adapter.names.aliases.get(parameter, parameter), rows):
-            pair = self.adapter.pair(parameter)
-            yield piece if pair is None else self._with(piece, parameter, pair)
+    def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
+        found = self.base.rows(self.adapter.names.aliases.get(parameter, parameter), rows)
+        pair = self.adapter.pair(parameter)
+        if found is None or pair is None:
+            return found
+        scale, width = self.adapter.scale(parameter), self.adapter.names.experts.get(parameter)
+        base = as_tensor(*found)
+        merged = torch.empty(base.shape, dtype=torch.float32)
+        start = rows.start
+        while start < rows.stop:
+            # within one expert
+            end = rows.stop if width is None else (start // width + 1) * width
+            run = range(start, min(end, rows.stop, start + _ROWS_AT_ONCE))
+            here = slice(run.start - rows.start, run.stop - rows.start)
+            update = _update(pair, run, width, self._is_transposed(parameter))
+            merged[here] = (base[here].double() + scale * update).float()
+            start = run.stop
+        return as_array(merged), "F32"
 
     def close(self) -> None:
         self.base.close()
-
-    def _with(self, piece: Piece, parameter: str, pair: LoraPair) -> Piece:
-        scale, width = self.adapter.scale(parameter), self.adapter.names.experts.get(parameter)
-        merged = torch.empty(piece.data.shape, dtype=torch.float32)
-        base = as_tensor(piece.data, piece.dtype)
-        start = piece.rows.start
-        while start < piece.rows.stop:
-            # within one expert
-            end = piece.rows.stop if width is None else (start // width + 1) * width
-            rows = range(start, min(end, piece.rows.stop, start + _ROWS_AT_ONCE))
-            here = slice(rows.start - piece.rows.start, rows.stop - piece.rows.start)
-            update = _update(pair, rows, width, self._is_transposed(parameter))
-            merged[here] = (base[here].double() + scale * update).float()
-            start = rows.stop
-        return replace(piece, data=as_array(merged), dtype="F32")
 
     def _is_transposed(self, parameter: str) -> bool:
         names = self.adapter.names

@@ -12,8 +12,8 @@ The manifest is written last: a directory without one is incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,13 @@ from ...sharding.topology import rows_of
 from ..files.checksums import check_seal, file_checksum, seal
 from ..files.codes import CODES, SCALE_DTYPES
 from ..files.dtype_names import DTYPE_NAMES
-from ..files.encodings import (
-    WIDE,
-    Encoding,
-    Scales,
-    StoredForm,
-    TensorInfo,
-    decoded,
-    is_stored,
-    stored_forms,
-)
-from ..files.file_layout import DiskTensor, OutputFile, OutputTensor, Region, plan_files, uncovered
+from ..files.encodings import WIDE, decoded
+from ..files.file_layout import FileRecord, OutputFile, OutputTensor, plain_output, plan_files
 from ..files.paths import named_file
+from ..files.tensors import DiskTensor, Encoding, Region, StoredTensor, uncovered
+from ..hf.requantized import Originals, kept_outputs
 from ..hf.source import Checkpoint, ModelSource, check_fields, open_hf, read_header, read_json, well_formed
-from ..hf.untrained_tensors import Carried
+from ..hf.untrained_tensors import carried_as_stored, carried_output
 
 if TYPE_CHECKING:
     from ..hf.names import Names
@@ -51,55 +44,56 @@ SCALES = ".scales"
 
 
 def shard_files(
-    names: Names, dtypes: dict[str, str], encodings: dict[str, Encoding], ep_size: int, max_shard_size: int
+    checkpoint: Checkpoint,
+    names: Names,
+    dtypes: dict[str, str],
+    encodings: dict[str, Encoding],
+    ep_size: int,
+    max_shard_size: int,
 ) -> list[OutputFile]:
     """The files of a model's EP shards: one per ep rank, and as many dense ones as the size asks for. `encodings` are
-    of the parameters that stay encoded."""
+    of the parameters that stay encoded, as `checkpoint` has them."""
+    originals = Originals(checkpoint)
+
+    def outputs(name: str, parameter: str, rows: range) -> Iterator[OutputTensor]:
+        whole, encoding = names.parameters[parameter], encodings.get(parameter)
+        shape = (len(rows), *whole[1:]) if whole else ()
+        tensor = DiskTensor(name, shape, dtypes[parameter], (Region(parameter, rows),))
+        if encoding is None:
+            yield plain_output(tensor, summed=True)
+        else:
+            yield from kept_outputs(replace(tensor, parts=_parts(name, shape, encoding), encoding=encoding), originals)
+
     files = []
     for rank in range(ep_size):
-        outputs = []
+        own: list[OutputTensor] = []
         for name, width in names.experts.items():
-            num_rows, *row = names.parameters[name]
-            block = num_rows // ep_size
+            block = rows_of(names.parameters[name]) // ep_size
             rows = range(rank * block, (rank + 1) * block)
-            first, last = (n // width for n in (rows.start, rows.stop - 1))
-            tensor = DiskTensor(f"{name}.{first}-{last}", (len(rows), *row), (Region(name, rows),))
-            outputs += _outputs(tensor, dtypes[name], encodings.get(name))
-        files.append(OutputFile(f"ep-{rank:05d}-of-{ep_size:05d}.safetensors", outputs))
-    dense = []
-    for name, shape in names.parameters.items():
-        if name not in names.experts:
-            tensor = DiskTensor(name, shape, (Region(name, range(rows_of(shape))),))
-            dense += _outputs(tensor, dtypes[name], encodings.get(name))
+            own += outputs(f"{name}.{rows.start // width}-{(rows.stop - 1) // width}", name, rows)
+        files.append(OutputFile(f"ep-{rank:05d}-of-{ep_size:05d}.safetensors", own))
+    others = {name: shape for name, shape in names.parameters.items() if name not in names.experts}
+    dense = [output for name, shape in others.items() for output in outputs(name, name, range(rows_of(shape)))]
     return files + plan_files(dense, max_shard_size, "dense")
 
 
-def carried_files(carried: Sequence[Carried], as_stored: bool, max_shard_size: int) -> list[OutputFile]:
+def carried_files(carried: Sequence[DiskTensor], as_stored: bool, max_shard_size: int) -> list[OutputFile]:
     """The files of what is carried over; encoded tensors `as_stored`, or dequantized."""
-    outputs = [output for one in carried for output in (one.as_stored() if as_stored else [one.in_hf_form()])]
+    outputs = [
+        output
+        for tensor in carried
+        for output in (carried_as_stored(tensor, True) if as_stored else [carried_output(tensor, True)])
+    ]
     return plan_files(outputs, max_shard_size, "carried") if outputs else []
 
 
-def _outputs(tensor: DiskTensor, dtype: str, encoding: Encoding | None) -> list[OutputTensor]:
-    """A tensor's own output; or its codes' and its scales'."""
-    if encoding is None:
-        return [OutputTensor(tensor, dtype)]
-    rows, columns = tensor.shape
-    codes = replace(tensor, shape=(rows, columns // encoding.codes_a_byte))
-    scales = replace(tensor, name=tensor.name + SCALES, shape=encoding.num_scales((rows, columns)))
-    return [
-        OutputTensor(codes, encoding.stored_dtype, encoding, "codes"),
-        OutputTensor(scales, encoding.scale_dtype, encoding, "scales"),
-    ]
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """Checksums of a file: of all of it, and of a safetensors file's header."""
-
-    num_bytes: int
-    checksum: str
-    header_checksum: str | None
+def _parts(name: str, shape: tuple[int, ...], encoding: Encoding) -> tuple[StoredTensor, StoredTensor]:
+    """Codes and scales of an encoded tensor, as the layer's own layout has them."""
+    rows, columns = shape
+    return (
+        StoredTensor(name, (rows, columns // encoding.kind.codes_a_byte), encoding.kind.stored_dtype),
+        StoredTensor(name + SCALES, encoding.num_scales(shape), encoding.scale_dtype),
+    )
 
 
 def make_manifest(
@@ -107,36 +101,34 @@ def make_manifest(
     names: Names,
     ep_size: int,
     files: Sequence[OutputFile],
-    file_sums: dict[str, FileSum],
-    row_sums: dict[str, int],
-    exported: Iterable[OutputTensor],
-    carried: Sequence[Carried],
+    records: Sequence[FileRecord],
+    exported: Sequence[DiskTensor],
+    carried: Sequence[DiskTensor],
     origin: str,
-    forms: Mapping[str, StoredForm],
 ) -> dict[str, Any]:
     """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds, beside what is
-    `carried`, and `forms` how some of it is stored there."""
-    tensors = []
-    for file in files:
-        for output in file.tensors:
-            if output.part == "scales" or output.content is not None:
-                continue
-            (region,) = output.tensor.regions
-            width = names.experts.get(region.parameter)
-            tensors.append(
-                {
-                    "name": output.tensor.name,
-                    "parameter": region.parameter,
-                    "rows": [region.rows.start, region.rows.stop],
-                    "experts": [region.rows.start // width, region.rows.stop // width] if width else None,
-                    "transposed": region.parameter in names.transposed,
-                    "shape": list(_wide_shape(output)),
-                    "dtype": output.dtype if output.encoding is None else WIDE,
-                    "encoding": _encoding_entry(output.encoding),
-                    "file": file.name,
-                    "row_sum": f"{row_sums[output.tensor.name]:016x}",
-                }
-            )
+    `carried`."""
+    tensors, sums = [], {name: value for record in records for name, value in record.sums.items()}
+    written = [(file.name, o.tensor) for file in files for o in file.tensors if o.summed == "rows"]
+    for file_name, tensor in written:
+        (region,), encoding = tensor.regions, tensor.encoding
+        width = names.experts.get(region.parameter)
+        tensors.append(
+            {
+                "name": tensor.name,
+                "parameter": region.parameter,
+                "rows": [region.rows.start, region.rows.stop],
+                "experts": [region.rows.start // width, region.rows.stop // width] if width else None,
+                "transposed": region.parameter in names.transposed,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "encoding": None
+                if encoding is None
+                else {"codes": encoding.codes, "block": list(encoding.block), "scale_dtype": encoding.scale_dtype},
+                "file": file_name,
+                "row_sum": f"{sums[tensor.name]:016x}",
+            }
+        )
     return seal(
         {
             "format": FORMAT,
@@ -146,101 +138,64 @@ def make_manifest(
             "ep_size": ep_size,
             "tensors": tensors,
             "files": {
-                name: {"bytes": s.num_bytes, "xxh3_128": s.checksum, "header_xxh3_128": s.header_checksum}
-                for name, s in sorted(file_sums.items())
+                r.name: {"bytes": r.num_bytes, "xxh3_128": r.checksum, "header_xxh3_128": r.header_checksum}
+                for r in sorted(records, key=lambda record: record.name)
             },
             "exported": export_table(exported),
-            "carried": list(_carried_entries(carried, files, row_sums)),
-            "stored": {name: list(_part_entries(form)) for name, form in forms.items()},
+            "carried": list(_carried_entries(carried, files, sums)),
+            "stored": {
+                tensor.name: [{"name": p.name, "dtype": p.dtype, "shape": list(p.shape)} for p in tensor.parts]
+                for tensor in exported
+                if tensor.encoding is not None
+            },
         }
     )
 
 
-def _part_entries(form: StoredForm) -> Iterator[dict[str, Any]]:
-    for name, info in form.parts.items():
-        yield {"name": name, "dtype": info.dtype, "shape": list(info.shape)}
-
-
-def _open_forms(table: dict[str, Any], quantization: Any, transposed: bool) -> dict[str, StoredForm]:
-    """
-    Raises:
-        ValueError, LookupError, TypeError: the manifest is not as this version writes it.
-    """
-    forms: dict[str, StoredForm] = {}
-    for name, entries in table.items():
-        shapes = {str(entry["name"]): tuple(int(size) for size in entry["shape"]) for entry in entries}
-        dtypes = {str(entry["name"]): str(entry["dtype"]) for entry in entries}
-        parts = {part: TensorInfo("", shape, dtypes[part]) for part, shape in shapes.items()}
-        read = decoded(parts, quantization, transposed)
-        if read.problems or read.infos.keys() != {name} or read.infos[name].encoding is None:
-            raise ValueError(next(iter(read.problems.values()), f"{name} is not made of {', '.join(parts)}"))
-        forms |= stored_forms(read.infos, parts)
-    return forms
-
-
 def _carried_entries(
-    carried: Sequence[Carried], files: Sequence[OutputFile], sums: dict[str, int]
+    carried: Sequence[DiskTensor], files: Sequence[OutputFile], sums: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    file_of = {output.tensor.name: file.name for file in files for output in file.tensors if output.content is not None}
-    for one in carried:
-        as_stored = all(name in file_of for name in one.stored)  # else dequantized
-        names = list(one.stored) if as_stored else [one.name]
+    file_of = {o.part.name: file.name for file in files for o in file.tensors if o.summed == "bytes"}
+    for tensor in carried:
+        as_stored = all(part.name in file_of for part in tensor.parts)  # else dequantized
+        names = [part.name for part in tensor.parts] if as_stored else [tensor.name]
         stored = [{"name": name, "file": file_of[name], "sum": f"{sums[name]:016x}"} for name in names]
-        block = list(one.info.encoding.block) if as_stored and one.info.encoding is not None else None
-        yield {"name": one.name, "block": block, "stored": stored}
+        block = list(tensor.encoding.block) if as_stored and tensor.encoding is not None else None
+        yield {"name": tensor.name, "block": block, "stored": stored}
 
 
 def _open_carried(
-    path: Path, entries: list[Any], headers: dict[str, dict[str, TensorInfo]], quantization: Any, transposed: bool
-) -> Iterator[Carried]:
+    path: Path, entries: list[Any], headers: dict[str, dict[str, StoredTensor]], quantization: Any, transposed: bool
+) -> Iterator[DiskTensor]:
     """
     Raises:
         ExpertMeshError: a tensor is not as the manifest has it.
         ValueError, LookupError, TypeError: the manifest is not as this version writes it.
     """
     for entry in entries:
-        name, files = str(entry["name"]), {str(part["name"]): str(part["file"]) for part in entry["stored"]}
-        missing = next((part for part, file in files.items() if part not in headers[file]), None)
-        if missing is not None:
-            raise ExpertMeshError(f"{path / files[missing]}: tensor {missing} is not as {MANIFEST} has it")
-        stored = {part: headers[file][part] for part, file in files.items()}
+        stored = {}
+        for part in entry["stored"]:
+            name, file = str(part["name"]), str(part["file"])
+            if name not in headers[file]:
+                raise ExpertMeshError(f"{path / file}: tensor {name} is not as {MANIFEST} has it")
+            stored[name] = replace(headers[file][name], checksum=int(part["sum"], 16))
         named = quantization if isinstance(quantization, dict) else {}
-        read = decoded(stored, {**named, "weight_block_size": entry["block"]}, transposed)
-        if read.problems or read.infos.keys() != {name}:
-            raise ValueError(next(iter(read.problems.values()), f"{name} is not made of {', '.join(stored)}"))
-        sums = {str(part["name"]): int(part["sum"], 16) for part in entry["stored"]}
-        yield Carried(name, read.infos[name], stored, path, sums)
+        yield _made_of(str(entry["name"]), stored, {**named, "weight_block_size": entry["block"]}, transposed)
 
 
-def _wide_shape(output: OutputTensor) -> tuple[int, ...]:
-    """The shape of the values that a tensor holds, or that its codes stand for."""
-    if output.encoding is None:
-        return output.tensor.shape
-    rows, columns = output.tensor.shape
-    return rows, columns * output.encoding.codes_a_byte
+def _made_of(name: str, stored: dict[str, StoredTensor], quantization: Any, transposed: bool) -> DiskTensor:
+    """The one tensor that others stand for.
 
-
-def _encoding_entry(encoding: Encoding | None) -> dict[str, Any] | None:
-    if encoding is None:
-        return None
-    return {"codes": encoding.codes, "block": list(encoding.block), "scale_dtype": encoding.scale_dtype}
-
-
-def _encoding_of(entry: dict[str, Any]) -> Encoding | None:
-    """
     Raises:
-        ValueError, LookupError, TypeError: it is none.
+        ValueError: they stand for another, or for none.
     """
-    encoding = entry.get("encoding")
-    if encoding is None:
-        return None
-    rows, columns = encoding["block"]
-    if encoding["codes"] not in CODES or encoding["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
-        raise ValueError(f"{entry['name']}: {encoding} is no encoding")
-    return Encoding(encoding["codes"], (int(rows), int(columns)), encoding["scale_dtype"])
+    read = decoded(stored, quantization, transposed)
+    if read.problems or read.tensors.keys() != {name}:
+        raise ValueError(next(iter(read.problems.values()), f"{name} is not made of {', '.join(stored)}"))
+    return read.tensors[name]
 
 
-def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo]:
+def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, DiskTensor]:
     """The tensors that a directory's manifest lists, by name.
 
     Raises:
@@ -249,11 +204,20 @@ def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo
     listed = {}
     with well_formed(path / MANIFEST):
         for entry in manifest["tensors"]:
-            shape = tuple(entry["shape"])
+            name, shape, encoding = str(entry["name"]), tuple(entry["shape"]), None
             if not all(type(size) is int and size >= 0 for size in shape) or entry["dtype"] not in DTYPE_NAMES:
-                raise ValueError(f"{entry['name']} has shape {shape} and dtype {entry['dtype']}")
-            info = TensorInfo(str(entry["file"]), shape, entry["dtype"], encoding=_encoding_of(entry))
-            listed[str(entry["name"])] = info
+                raise ValueError(f"{name} has shape {shape} and dtype {entry['dtype']}")
+            if (said := entry.get("encoding")) is not None:
+                rows, columns = said["block"]
+                if said["codes"] not in CODES or said["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
+                    raise ValueError(f"{name}: {said} is no encoding")
+                encoding = Encoding(said["codes"], (int(rows), int(columns)), said["scale_dtype"])
+                if len(shape) != 2 or entry["dtype"] != WIDE or shape[1] % encoding.kind.codes_a_byte:
+                    raise ValueError(f"{name} cannot be encoded")
+            plain = (StoredTensor(name, shape, entry["dtype"]),)
+            file, own = path / str(entry["file"]), plain if encoding is None else _parts(name, shape, encoding)
+            parts = tuple(replace(part, file=file) for part in own)
+            listed[name] = DiskTensor(name, shape, entry["dtype"], parts=parts, encoding=encoding)
     return listed
 
 
@@ -315,35 +279,38 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             f"{source.path}: has EP shards but no {MANIFEST}: the conversion did not finish; run it again"
         )
     manifest = read_manifest(source.path)
-    tensors, infos, row_sums = [], {}, {}
+    tensors, row_sums = [], {}
     headers = _check_files(source.path, manifest["files"])
     listed = listed_tensors(manifest, source.path)
     if len(listed) != len(manifest["tensors"]):
         raise ExpertMeshError(f"{source.path / MANIFEST}: lists a tensor twice")
     with well_formed(source.path / MANIFEST):
         for entry in manifest["tensors"]:
-            name, file = entry["name"], entry["file"]
-            info = _placed(name, listed[name], headers[file])
-            if info is None:
-                raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names),)))
-            infos[name] = info
-            row_sums[name] = int(entry["row_sum"], 16)
+            tensor, header = listed[entry["name"]], headers[entry["file"]]
+            placed = tuple(header[part.name] for part in tensor.parts if part == header.get(part.name))
+            if len(placed) < len(tensor.parts):
+                raise ExpertMeshError(f"{tensor.file}: tensor {tensor.name} is not as {MANIFEST} has it")
+            tensors.append(replace(tensor, parts=placed, regions=(_region_of(entry, tensor, names),)))
+            row_sums[tensor.name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
         exported = exported_from(manifest["exported"], names)
         form = (source.quantization, names.experts_transposed)
         carried = list(_open_carried(source.path, manifest["carried"], headers, *form))
-        every = [output.tensor.name for output in exported] + [tensor.name for tensor in carried]
+        every = [tensor.name for tensor in (*exported, *carried)]
         if len(set(every)) < len(every):
             raise ValueError("it lists a tensor of an export twice")
-        forms = _open_forms(manifest["stored"], *form)
-        if not forms.keys() <= {output.tensor.name for output in exported}:
-            raise ValueError("it describes a tensor that no export has")
+        places = {tensor.name: place for place, tensor in enumerate(exported)}
+        for name, entries in manifest["stored"].items():
+            stored = [StoredTensor(str(e["name"]), tuple(map(int, e["shape"])), str(e["dtype"])) for e in entries]
+            encoded = _made_of(name, {part.name: part for part in stored}, *form)
+            if encoded.encoding is None or name not in places:
+                raise ValueError(f"it says how {name} is encoded, which no export has encoded")
+            exported[places[name]] = replace(encoded, regions=exported[places[name]].regions)
     files = sorted(source.path / file for file in headers)
-    return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files, stored_forms=forms)
+    return Checkpoint(source, tensors, exported, carried=carried, row_sums=row_sums, files=files)
 
 
-def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
+def _region_of(entry: dict[str, Any], tensor: DiskTensor, names: Names) -> Region:
     """What a tensor holds. Of a matrix beside experts' that was written with a release of transformers for which it is
     held the other way round, rows are columns.
 
@@ -356,24 +323,12 @@ def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
         raise ValueError(f"{entry['name']}: transposed is {is_transposed!r:.80}, not true or false")
     if is_transposed == (parameter in names.transposed):
         return Region(parameter, rows)
-    if parameter in names.experts or len(info.shape) != 2 or rows != range(info.shape[0]):
-        raise ValueError(f"{entry['name']} is no matrix that could be transposed")
-    return Region(parameter, range(info.shape[1]), transposed=True)
+    if parameter in names.experts or len(tensor.shape) != 2 or rows != range(tensor.shape[0]):
+        raise ValueError(f"{tensor.name} is no matrix that could be transposed")
+    return Region(parameter, range(tensor.shape[1]), transposed=True)
 
 
-def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:
-    """A listed tensor with its place in the file; None if the file's header has none like it."""
-    codes, scales = header.get(name), header.get(name + SCALES)
-    if info.encoding is None:
-        return codes if codes == info else None
-    if info.dtype != WIDE or not is_stored(info, codes, scales):
-        return None
-    assert codes is not None
-    assert scales is not None
-    return replace(info, offset=codes.offset, scales=Scales(name + SCALES, scales.file, name, scales.offset))
-
-
-def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:
+def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, StoredTensor]]:
     """The header of each safetensors file that the manifest lists, all listed files being there and complete."""
     headers = {}
     for name, entry in files.items():
@@ -439,12 +394,12 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
             )
 
 
-def export_table(exported: Iterable[OutputTensor]) -> list[dict[str, Any]]:
+def export_table(exported: Iterable[DiskTensor]) -> list[dict[str, Any]]:
     """What a manifest or a marker says of a model's Hugging Face form, for `exported_from`."""
-    return [{"name": o.tensor.name, "dtype": o.dtype, "shape": list(o.tensor.shape)} for o in exported]
+    return [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in exported]
 
 
-def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputTensor]:
+def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[DiskTensor]:
     """The tensors of this model's Hugging Face form, from a saved list of them.
 
     Raises:
@@ -457,4 +412,5 @@ def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputT
         raise ValueError("the export that it describes is not of this model")
     if not all(dtype in DTYPE_NAMES for dtype in dtypes.values()):
         raise ValueError("it has a dtype that no export has")
-    return [OutputTensor(tensor, dtypes[tensor.name]) for tensor in matched.tensors + matched.tied_copies]
+    found = {**matched.tensors, **matched.tied_copies}
+    return [DiskTensor(name, shapes[name], dtypes[name], regions) for name, regions in found.items()]

@@ -54,9 +54,10 @@ def row_sum(rows: Array, first_row: int) -> int:
     return total % _MODULUS
 
 
-def to_granule_end(rows: range, num_rows: int) -> range:
-    """`rows` of a tensor of num_rows, extended to the end of the granule that the last of them is in."""
-    return range(rows.start, min(-(-rows.stop // GRANULE) * GRANULE, num_rows))
+def to_granule_end(rows: range, of: range) -> range:
+    """`rows` out of all those `of` a tensor, extended to the end of the granule that the last of them is in."""
+    end = of.start - (of.start - rows.stop) // GRANULE * GRANULE
+    return range(rows.start, min(end, of.stop))
 
 
 def add_sums(*sums: int) -> int:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...moe.util.entry_checks import check_value, hints_of
 from .dtype_names import CODE_NAMES
@@ -21,7 +20,7 @@ from .dtypes import torch_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .encodings import TensorInfo
+    from .tensors import StoredTensor
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 EXPONENTS = ("U8", "F8_E8M0")
@@ -31,19 +30,16 @@ EXPONENTS = ("U8", "F8_E8M0")
 class UnreadableError(Exception):
     """Tensors that are known as codes and scales, and are none that can be read: the tensor at fault, and why."""
 
-    def __init__(self, tensor: str, why: str):
-        super().__init__(why)
-        self.tensor = tensor
+    def __init__(self, tensor: StoredTensor, why: str):
+        super().__init__(f"tensor {tensor.name} ({tensor.file.name}) {why}")
+        self.tensor = tensor.name
 
 
-@dataclass(frozen=True)
-class CodedMatrix:
+class CodedMatrix(NamedTuple):
     """What a tensor of codes stands for.
 
-    Attributes:
-        name: of the tensor that a model knows. shape: of it, perhaps a stack of matrices.
-        block: (rows, columns) of the matrix of codes that share a scale.
-        transposed: whether the matrix of codes is the transpose of the one that a model knows.
+    name: of the tensor that a model knows. shape: of it, perhaps a stack of matrices. block: (rows, columns) of the
+    matrix of codes that share a scale. transposed: whether that is the transpose of the matrix that a model knows.
     """
 
     name: str
@@ -72,26 +68,23 @@ class Codes(ABC):
     encoder: str
 
     @abstractmethod
-    def scales_name(self, name: str, infos: Mapping[str, TensorInfo], quantization: Any) -> str | None:
+    def scales_name(self, name: str, stored: Mapping[str, StoredTensor], quantization: Any) -> str | None:
         """The name of the tensor with a tensor's scales, which may be missing; None: it has no such codes.
 
         Args:
-            infos: of all tensors as the files have them. quantization: `quantization_config` of config.json.
+            stored: all tensors as the files have them. quantization: `quantization_config` of config.json.
         """
 
     @abstractmethod
-    def is_scales(self, name: str, info: TensorInfo) -> bool:
+    def is_scales(self, tensor: StoredTensor) -> bool:
         """Whether a tensor can only be scales of such codes, so that these are missing where it is not theirs."""
 
     @abstractmethod
-    def read(
-        self, name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None, quantization: Any, turned: bool
-    ) -> CodedMatrix:
+    def read(self, codes: StoredTensor, scales: StoredTensor, quantization: Any, turned: bool) -> CodedMatrix:
         """What a tensor of codes stands for.
 
         Args:
-            scales: None: they are missing.
-            turned: whether the model's experts hold the transposes of their matrices.
+            codes: a matrix, or a stack of them. turned: whether the model's experts hold the transposes of theirs.
 
         Raises:
             UnreadableError: codes and scales do not fit one another.
@@ -139,59 +132,35 @@ def largest_of_blocks(values_RC: Tensor, block: tuple[int, int]) -> Tensor:
     return by_blocks(values_RC.abs(), block).amax(dim=(1, 3))
 
 
-def check_scales(name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None) -> TensorInfo:
-    """The scales of a matrix, or a stack of matrices, of codes.
-
-    Raises:
-        UnreadableError: they are missing, or the codes are no matrix.
-    """
-    if scales is None:
-        raise UnreadableError(
-            name, f"tensor {name} ({info.file}) has dtype {info.dtype}, but its scales {scales_name} are missing"
-        )
-    if len(info.shape) < 2 or 0 in info.shape:
-        raise UnreadableError(
-            name, f"tensor {name} ({info.file}) has dtype {info.dtype} and shape {list(info.shape)}: no matrix"
-        )
-    return scales
-
-
 def blocks_of(
-    name: str, shape: tuple[int, ...], scales_name: str, scales: TensorInfo, size: tuple[int, int] | None
+    codes: StoredTensor,
+    scales: StoredTensor,
+    size: tuple[int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> tuple[int, int]:
     """Rows and columns of a matrix that share a scale: `size`, if the scales are as many as that makes; where it is
     None, as they divide the matrix evenly.
+
+    Args:
+        shape: of the codes, where several are a byte.
 
     Raises:
         UnreadableError: the scales have another dtype, or are not as many.
     """
     if scales.dtype not in SCALE_DTYPES:
-        raise UnreadableError(scales_name, _wrong_dtype(scales_name, scales))
-    block = _block(shape, scales.shape, size)
-    if block is None:
-        raise UnreadableError(
-            scales_name,
-            f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}, which is not that of one scale "
-            f"per block of {name}, {list(shape)}",
-        )
-    return block
-
-
-def _block(shape: tuple[int, ...], scales: tuple[int, ...], size: tuple[int, int] | None) -> tuple[int, int] | None:
+        raise UnreadableError(scales, f"has dtype {scales.dtype}; scales have one of {', '.join(SCALE_DTYPES)}")
+    shape, counts = shape or codes.shape, scales.shape
     rows, columns = shape[-2:]
-    if len(shape) == 2 and scales in ((), (1,), (1, 1)):
+    if len(shape) == 2 and counts in ((), (1,), (1, 1)):
         return rows, columns
-    if len(scales) != len(shape) or scales[:-2] != shape[:-2] or 0 in scales:
-        return None
-    if size is not None:
-        return size if scales[-2:] == (-(-rows // size[0]), -(-columns // size[1])) else None
-    if rows % scales[-2] == 0 and columns % scales[-1] == 0:
-        return rows // scales[-2], columns // scales[-1]
-    return None
-
-
-def _wrong_dtype(name: str, info: TensorInfo) -> str:
-    return f"tensor {name} ({info.file}) has dtype {info.dtype}; scales have one of {', '.join(SCALE_DTYPES)}"
+    if len(counts) == len(shape) and counts[:-2] == shape[:-2] and 0 not in counts:
+        if size is not None and counts[-2:] == (-(-rows // size[0]), -(-columns // size[1])):
+            return size
+        if size is None and rows % counts[-2] == 0 and columns % counts[-1] == 0:
+            return rows // counts[-2], columns // counts[-1]
+    raise UnreadableError(
+        scales, f"has shape {list(counts)}, which is not that of one scale per block of {codes.name}, {list(shape)}"
+    )
 
 
 def _configured_block(quantization: Any) -> tuple[int, int] | None:
@@ -202,11 +171,11 @@ def _configured_block(quantization: Any) -> tuple[int, int] | None:
     return None
 
 
-def _scale_beside(name: str, infos: Mapping[str, TensorInfo]) -> str:
+def _scale_beside(name: str, stored: Mapping[str, StoredTensor]) -> str:
     """The scales of a tensor in FP8, and of FP4 in the same form; what they would be called if they are not there."""
     stem = name.removesuffix("weight")
     others = (f"{stem}scale", f"{stem}qscale_weight") if name.endswith(".weight") else ()
-    return next((other for other in others if other in infos), f"{name}_scale_inv")
+    return next((other for other in others if other in stored), f"{name}_scale_inv")
 
 
 class Float8(Codes):
@@ -228,18 +197,14 @@ class Float8(Codes):
         self.label = CODE_NAMES[name]
         self.encoder = encoder
 
-    def scales_name(self, name: str, infos: Mapping[str, TensorInfo], quantization: Any) -> str | None:
-        return _scale_beside(name, infos) if infos[name].dtype == self.name else None
+    def scales_name(self, name: str, stored: Mapping[str, StoredTensor], quantization: Any) -> str | None:
+        return _scale_beside(name, stored) if stored[name].dtype == self.name else None
 
-    def is_scales(self, name: str, info: TensorInfo) -> bool:
-        return name.endswith("_scale_inv")
+    def is_scales(self, tensor: StoredTensor) -> bool:
+        return tensor.name.endswith("_scale_inv")
 
-    def read(
-        self, name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None, quantization: Any, turned: bool
-    ) -> CodedMatrix:
-        scales = check_scales(name, info, scales_name, scales)
-        block = blocks_of(name, info.shape, scales_name, scales, _configured_block(quantization))
-        return CodedMatrix(name, info.shape, block)
+    def read(self, codes: StoredTensor, scales: StoredTensor, quantization: Any, turned: bool) -> CodedMatrix:
+        return CodedMatrix(codes.name, codes.shape, blocks_of(codes, scales, _configured_block(quantization)))
 
     def values(self, codes: Tensor) -> Tensor:
         import torch
@@ -293,43 +258,31 @@ class Float4(Codes):
     group_bytes = 16
     """Of MXFP4: 32 values share a scale."""
 
-    def scales_name(self, name: str, infos: Mapping[str, TensorInfo], quantization: Any) -> str | None:
-        info = infos[name]
-        if info.dtype == "U8" and name.endswith("_blocks"):
+    def scales_name(self, name: str, stored: Mapping[str, StoredTensor], quantization: Any) -> str | None:
+        if stored[name].dtype == "U8" and name.endswith("_blocks"):
             return name.removesuffix("_blocks") + "_scales"
-        scales = _scale_beside(name, infos)
-        return scales if info.dtype == "I8" and scales in infos else None
+        scales = _scale_beside(name, stored)
+        return scales if stored[name].dtype == "I8" and scales in stored else None
 
-    def is_scales(self, name: str, info: TensorInfo) -> bool:
-        return name.endswith("_scale_inv") or (info.dtype == "U8" and name.endswith("_scales"))
+    def is_scales(self, tensor: StoredTensor) -> bool:
+        return tensor.name.endswith("_scale_inv") or (tensor.dtype == "U8" and tensor.name.endswith("_scales"))
 
-    def read(
-        self, name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None, quantization: Any, turned: bool
-    ) -> CodedMatrix:
-        if info.dtype == "I8":
-            scales = check_scales(name, info, scales_name, scales)
-            shape = (*info.shape[:-1], 2 * info.shape[-1])
-            return CodedMatrix(name, shape, blocks_of(name, shape, scales_name, scales, None))
-        if scales is None:
-            raise UnreadableError(name, f"tensor {name} ({info.file}) has no scales: {scales_name} is missing")
-        if len(info.shape) < 3 or info.shape[-1] != self.group_bytes:
-            raise UnreadableError(
-                name,
-                f"tensor {name} ({info.file}) has shape {list(info.shape)}; of MXFP4 the last size is "
-                f"{self.group_bytes}",
-            )
+    def read(self, codes: StoredTensor, scales: StoredTensor, quantization: Any, turned: bool) -> CodedMatrix:
+        if codes.dtype == "I8":
+            shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+            return CodedMatrix(codes.name, shape, blocks_of(codes, scales, shape=shape))
+        if len(codes.shape) < 3 or codes.shape[-1] != self.group_bytes:
+            raise UnreadableError(codes, f"has shape {list(codes.shape)}; of MXFP4 the last size is {self.group_bytes}")
         if scales.dtype != "U8":
-            raise UnreadableError(scales_name, _wrong_dtype(scales_name, scales))
-        if scales.shape != info.shape[:-1]:
+            raise UnreadableError(scales, f"has dtype {scales.dtype}; scales have U8 in MXFP4")
+        if scales.shape != codes.shape[:-1]:
             raise UnreadableError(
-                scales_name,
-                f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}; its blocks ask for "
-                f"{list(info.shape[:-1])}",
+                scales, f"has shape {list(scales.shape)}; its blocks ask for {list(codes.shape[:-1])}"
             )
-        *stack, rows, groups, _ = info.shape
+        *stack, rows, groups, _ = codes.shape
         columns = groups * 2 * self.group_bytes
         shape = (*stack, columns, rows) if turned else (*stack, rows, columns)
-        return CodedMatrix(name.removesuffix("_blocks"), shape, (1, 2 * self.group_bytes), turned)
+        return CodedMatrix(codes.name.removesuffix("_blocks"), shape, (1, 2 * self.group_bytes), turned)
 
     def values(self, codes: Tensor) -> Tensor:
         import torch

@@ -53,11 +53,19 @@ def contiguous(array: Array) -> Array:
     """The array in row order; itself if it is so already."""
     if array.ndim != 2 or array.flags.c_contiguous or not array.flags.f_contiguous:
         return np.ascontiguousarray(array)
-    # strip by strip: a cache line that was read is used up before it is given up, as numpy by itself would not
     out = np.empty(array.shape, array.dtype)
+    copy_into(out, array)
+    return out
+
+
+def copy_into(out: Array, array: Array) -> None:
+    """Copy an array into one in row order."""
+    if array.ndim != 2 or array.flags.c_contiguous:
+        out[...] = array
+        return
+    # strip by strip: a cache line that was read is used up before it is given up, as numpy by itself would not
     for start in range(0, array.shape[1], _STRIP):
         out[:, start : start + _STRIP] = array[:, start : start + _STRIP]
-    return out
 
 
 def as_bytes(array: Array) -> memoryview:

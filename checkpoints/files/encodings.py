@@ -7,9 +7,13 @@ files have them, is in `codes.py`.
 Shape suffixes: R rows, C columns of a matrix of codes; r, c of its blocks.
 """
 
+from __future__ import annotations
+
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,7 @@ import numpy as np
 from ...moe.util.errors import ExpertMeshError
 from .codes import CODES, EXPONENTS, Codes, UnreadableError, quant_methods
 from .dtypes import Array, as_array, torch_dtype
+from .tensors import DiskTensor, Encoding, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,205 +81,81 @@ def check_quantization(quantization: Any, file: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """How the values of a matrix are stored: a code times the scale of its block.
-
-    Attributes:
-        codes: the name of their kind, in CODES.
-        block: (rows, columns) of the matrix of codes that share a scale. The last of a dim may have fewer.
-        scale_dtype: of the scales. A byte (U8, F8_E8M0) stands for 2^(byte - 127).
-        transposed: whether the matrix of codes is the transpose of the one that a model knows.
-    """
-
-    codes: str
-    block: tuple[int, int]
-    scale_dtype: str
-    transposed: bool = False
-
-    @property
-    def kind(self) -> Codes:
-        return CODES[self.codes]
-
-    @property
-    def codes_a_byte(self) -> int:
-        return self.kind.codes_a_byte
-
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype of the codes, where this project writes them."""
-        return self.kind.stored_dtype
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether an encoder of this encoding is published: else it can be read, and not written."""
-        return self.kind.has_encoder(self.block, self.scale_dtype)
-
-    def turned(self) -> "Encoding":
-        """The encoding of the transposed matrix of codes."""
-        return replace(self, block=(self.block[1], self.block[0]), transposed=not self.transposed)
-
-    def num_scales(self, matrix: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of scales of a matrix of codes."""
-        (rows, columns), (block_rows, block_columns) = matrix, self.block
-        return -(-rows // block_rows), -(-columns // block_columns)
-
-    def __str__(self) -> str:
-        scales = "exponents" if self.scale_dtype in EXPONENTS else "scales"
-        return f"{self.kind.label} with {scales} per block of {self.block[0]} x {self.block[1]}"
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The tensor of an encoded one's scales; a matrix, or a stack of them as the codes are. codes: the name of the
-    tensor with these."""
-
-    name: str
-    file: str
-    codes: str
-    offset: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a tensor is and where it lies.
-
-    Attributes:
-        shape, dtype: of an encoded one, those of the values that it stands for.
-        offset: of its first byte, or its codes' first, in the file, if that is a safetensors file.
-        encoding, scales: of an encoded one.
-    """
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int = field(default=0, compare=False)
-    encoding: Encoding | None = None
-    scales: Scales | None = None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files in which it lies, its scales included."""
-        return (self.file,) if self.scales is None else (self.file, self.scales.file)
-
-    @property
-    def encoded(self) -> tuple[Encoding, Scales]:
-        """Encoding and scales of an encoded tensor."""
-        assert self.encoding is not None
-        assert self.scales is not None
-        return self.encoding, self.scales
-
-    def code_matrix(self) -> tuple[int, int]:
-        """(rows, columns) of codes, in each matrix of an encoded one."""
-        rows, columns = self.shape[-2:]
-        return (columns, rows) if self.encoded[0].transposed else (rows, columns)
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """How an encoded tensor is stored.
-
-    Attributes:
-        info: what it stands for.
-        parts: codes and then scales, by name, with the shapes and dtypes that a Hugging Face directory has.
-    """
-
-    info: TensorInfo
-    parts: dict[str, TensorInfo]
-
-
-def stored_forms(infos: Mapping[str, TensorInfo], stored: Mapping[str, TensorInfo]) -> dict[str, StoredForm]:
-    """Of the encoded ones among `infos`, by name.
-
-    Args:
-        stored: all tensors as the files have them.
-    """
-    forms = {}
-    for name, info in infos.items():
-        if info.encoding is not None:
-            _, scales = info.encoded
-            parts = (scales.codes, scales.name)
-            forms[name] = StoredForm(info, {part: stored[part] for part in parts})
-    return forms
-
-
-def encodings_in(forms: Iterable[StoredForm]) -> str:
+def encodings_in(tensors: Iterable[DiskTensor]) -> str:
     """How many tensors have which encoding, as in "33 tensors as float8_e4m3 with scales per block of 128 x 128"."""
-    counts = Counter(str(form.info.encoding) for form in forms)
+    counts = Counter(str(tensor.encoding) for tensor in tensors if tensor.encoding is not None)
     return ", ".join(f"{count:,} tensors as {encoding}" for encoding, count in counts.items())
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """infos: of the tensors that a model knows, by their names there. left_out: names of tensors that only say how
-    activations were to be rounded. problems: what is wrong, by the name of the tensor."""
+    """What tensors as files have them stand for.
 
-    infos: dict[str, TensorInfo]
-    left_out: list[str]
-    problems: dict[str, str]
+    Attributes:
+        tensors: those that a model knows, by their names there.
+        left_out: scales of activations, which only say how these were to be rounded.
+        problems: what is wrong, by the name of the tensor.
+    """
+
+    tensors: dict[str, DiskTensor] = field(default_factory=dict)
+    left_out: list[DiskTensor] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
 
 
-def decoded(infos: Mapping[str, TensorInfo], quantization: Any, transposed: bool) -> Decoded:
+def decoded(stored: Mapping[str, StoredTensor], quantization: Any, transposed: bool) -> Decoded:
     """What tensors of these headers stand for.
 
     Args:
-        infos: as the files have them.
+        stored: by name.
         quantization: `quantization_config` of config.json, which tells the size of blocks where the last are not full.
         transposed: whether the model's experts hold the transposes of their matrices, as what MXFP4 is made of does.
     """
-    found = Decoded({}, [], {})
-    kinds = {name: _kind_of(name, infos, quantization) for name in infos}
+    found = Decoded()
+    kinds = {name: _kind_of(name, stored, quantization) for name in stored}
     taken = {scales for _, scales in filter(None, kinds.values())}
-    for name, info in infos.items():
-        kind = kinds[name]
+    for name, part in stored.items():
         if name in taken:
             continue
+        kind = kinds[name]
+        plain = DiskTensor(name, part.shape, part.dtype, parts=(part,))
         if name.endswith(("activation_scale", "input_scale")):
-            found.left_out.append(name)
+            found.left_out.append(plain)
         elif kind is not None:
-            _add_matrix(name, *kind, infos, quantization, transposed, found)
-        elif any(kind.is_scales(name, info) for kind in CODES.values()):
+            codes, scales = kind[0], stored.get(kind[1])
+            try:
+                if scales is None:
+                    raise UnreadableError(part, f"has dtype {part.dtype}, but its scales {kind[1]} are missing")
+                if len(part.shape) < 2 or 0 in part.shape:
+                    raise UnreadableError(part, f"has dtype {part.dtype} and shape {list(part.shape)}: no matrix")
+                matrix = codes.read(part, scales, quantization, transposed)
+            except UnreadableError as error:
+                found.problems[error.tensor] = str(error)
+                continue
+            encoding = Encoding(codes.name, matrix.block, scales.dtype, matrix.transposed)
+            found.tensors[matrix.name] = DiskTensor(
+                matrix.name, matrix.shape, WIDE, parts=(part, scales), encoding=encoding
+            )
+        elif any(codes.is_scales(part) for codes in CODES.values()):
             found.problems[name] = (
-                f"tensor {name} ({info.file}) has scales of a tensor that is missing, or not quantized"
+                f"tensor {name} ({part.file.name}) has scales of a tensor that is missing, or not quantized"
             )
         else:
-            found.infos[name] = info
+            found.tensors[name] = plain
     return found
 
 
-def _kind_of(name: str, infos: Mapping[str, TensorInfo], quantization: Any) -> tuple[Codes, str] | None:
+def _kind_of(name: str, stored: Mapping[str, StoredTensor], quantization: Any) -> tuple[Codes, str] | None:
     """The kind of a tensor's codes, and the name of their scales; None: it has no codes."""
     for kind in reversed(CODES.values()):
-        scales = kind.scales_name(name, infos, quantization)
+        scales = kind.scales_name(name, stored, quantization)
         if scales is not None:
             return kind, scales
     return None
 
 
-def _add_matrix(
-    name: str,
-    kind: Codes,
-    scales_name: str,
-    infos: Mapping[str, TensorInfo],
-    quantization: Any,
-    transposed: bool,
-    found: Decoded,
-) -> None:
-    info, scales = infos[name], infos.get(scales_name)
-    try:
-        matrix = kind.read(name, info, scales_name, scales, quantization, transposed)
-    except UnreadableError as error:
-        found.problems[error.tensor] = str(error)
-        return
-    assert scales is not None
-    encoding = Encoding(kind.name, matrix.block, scales.dtype, matrix.transposed)
-    place = Scales(scales_name, scales.file, name, scales.offset)
-    found.infos[matrix.name] = TensorInfo(info.file, matrix.shape, WIDE, info.offset, encoding, place)
-
-
 def unpack(packed: Array, encoding: Encoding) -> Array:
     """Codes, one per byte, from rows of bytes as they are stored."""
-    if encoding.codes_a_byte == 1:
+    if encoding.kind.codes_a_byte == 1:
         return packed
     codes = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
     codes[:, 0::2], codes[:, 1::2] = packed & 0xF, packed >> 4
@@ -283,7 +164,7 @@ def unpack(packed: Array, encoding: Encoding) -> Array:
 
 def pack(codes: Array, encoding: Encoding) -> Array:
     """Rows of bytes as they are stored, from codes, one per byte."""
-    return codes if encoding.codes_a_byte == 1 else codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes if encoding.kind.codes_a_byte == 1 else codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def scale_values(stored: Array, dtype: str) -> Any:
@@ -315,7 +196,7 @@ def dequantize(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, 
     return as_array(values.mul_(by_row).to(torch.bfloat16))
 
 
-def encode(values_RC: "Tensor", encoding: Encoding, quantization: Any) -> tuple[Array, Array]:
+def encode(values_RC: Tensor, encoding: Encoding, quantization: Any) -> tuple[Array, Array]:
     """Quantize: (codes (R, C), one per byte; bytes of the scales (r, c · bytes per scale)), as they lie in a file.
 
     Args:
@@ -332,21 +213,58 @@ def encode(values_RC: "Tensor", encoding: Encoding, quantization: Any) -> tuple[
     return codes_RC.numpy(), np.ascontiguousarray(stored.view(torch.uint8).numpy())
 
 
-def strips(rows: range, columns: int) -> Iterator[range]:
+def runs_of_rows(rows: range, columns: int) -> Iterator[range]:
     """Runs of rows of bounded size, each to be dequantized by itself."""
     step = max(1, 2**20 // max(1, columns))
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))
 
 
-def is_stored(info: TensorInfo, codes: TensorInfo | None, scales: TensorInfo | None) -> bool:
-    """Whether two tensors as files have them are the codes and scales of `info`, as this project writes them."""
-    if codes is None or scales is None or info.encoding is None or len(info.shape) != 2:
-        return False
-    rows, columns = info.shape
-    stored = (rows, columns // info.encoding.codes_a_byte)
-    return (
-        (codes.shape, codes.dtype) == (stored, info.encoding.stored_dtype)
-        and columns % info.encoding.codes_a_byte == 0
-        and (scales.shape, scales.dtype) == (info.encoding.num_scales(info.shape), info.encoding.scale_dtype)
-    )
+@dataclass
+class Errors:
+    """What encoding has changed, of one tensor or of all of a kind.
+
+    Attributes:
+        kind: the tensors' name without the numbers of layer and expert.
+        blocks: all of them. encoded: those that were quantized anew, of which alone the others speak.
+        largest: error, relative to the largest value of its block.
+        squares_of_errors, squares: sums over values.
+    """
+
+    kind: str
+    blocks: int = 0
+    encoded: int = 0
+    largest: float = 0.0
+    squares_of_errors: float = 0.0
+    squares: float = 0.0
+
+    def add(self, other: Errors) -> None:
+        self.blocks += other.blocks
+        self.encoded += other.encoded
+        self.largest = max(self.largest, other.largest)
+        self.squares_of_errors += other.squares_of_errors
+        self.squares += other.squares
+
+    def __str__(self) -> str:
+        if self.encoded == 0:
+            return f"{self.kind}: as in the source, bit for bit"
+        share = "all" if self.encoded == self.blocks else f"{self.encoded:,} of {self.blocks:,}"
+        root = sqrt(self.squares_of_errors / self.squares) if self.squares else 0.0
+        return (
+            f"{self.kind}: {share} blocks quantized anew: error at most {self.largest:.2%} of a block's largest value, "
+            f"root mean square {root:.2%} of the values'"
+        )
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without the numbers of its layer and expert."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def error_lines(errors: Iterable[Errors | None]) -> list[str]:
+    """What to tell of an export: a line for each kind of tensor."""
+    kinds: dict[str, Errors] = {}
+    for each in errors:
+        if each is not None:
+            kinds.setdefault(each.kind, Errors(each.kind)).add(each)
+    return [str(total) for total in kinds.values()]

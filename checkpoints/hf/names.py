@@ -20,7 +20,7 @@ from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
-from ..files.file_layout import DiskTensor, Region, uncovered
+from ..files.tensors import Region, uncovered
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]
@@ -66,15 +66,15 @@ class Matched:
     """Tensors on disk, matched with a model.
 
     Attributes:
-        tensors: those that make it up, in the model's order.
+        tensors: those that make it up, in the model's order, and the rows of parameters that stand in each.
         tied_copies: those that repeat one of these, as an output projection stored beside the tied embedding does.
         untrained: names that no trained module has: of layers for multi-token prediction, of parts that transformers
             leaves out of this class, or what is computed from the config.
         problems: what is wrong, by the name of the tensor.
     """
 
-    tensors: list[DiskTensor] = field(default_factory=list)
-    tied_copies: list[DiskTensor] = field(default_factory=list)
+    tensors: dict[str, tuple[Region, ...]] = field(default_factory=dict)
+    tied_copies: dict[str, tuple[Region, ...]] = field(default_factory=dict)
     untrained: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -138,7 +138,8 @@ class Names:
         matched = Matched()
         sources, copies, converters = self._sorted_out(found, matched)
         natural = {name: dot_natural_key(name) for name in found}
-        tensors: dict[str, tuple[Any, DiskTensor]] = {}
+        places: dict[str, tuple[int, Any]] = {}
+        tensors: dict[str, tuple[Region, ...]] = {}
         covered: dict[str, list[range]] = {name: [] for name in self.parameters}
         for target, by_source in sources.items():
             wanted = self._targets[target]
@@ -146,15 +147,17 @@ class Names:
                 regions = tuple(_regions(piece, wanted, matched.problems))
                 if regions:
                     # parts of one tensor may be of several targets
-                    place, tensor = tensors.get(
-                        piece.name, ((wanted.place, natural[piece.name]), DiskTensor(piece.name, piece.shape, ()))
-                    )
-                    tensors[piece.name] = place, DiskTensor(piece.name, piece.shape, (*tensor.regions, *regions))
+                    places.setdefault(piece.name, (wanted.place, natural[piece.name]))
+                    tensors[piece.name] = (*tensors.get(piece.name, ()), *regions)
                 for region in regions:
                     covered[region.parameter].append(region.rows)
-        matched.tensors.extend(tensor for _, tensor in sorted(tensors.values(), key=lambda pair: pair[0]))
+        matched.tensors.update((name, tensors[name]) for name in sorted(tensors, key=places.__getitem__))
         for name, target in copies.items():
-            matched.tied_copies.extend(self._copy(name, found[name], target, matched.problems))
+            wanted = self._targets[target]
+            if found[name] == wanted.shape:
+                matched.tied_copies[name] = (Region(target, range(wanted.shape[0])),)
+            else:
+                matched.problems[name] = _misshapen(name, found[name], wanted.shape)
         self._check_coverage(covered, sources, matched.problems)
         return matched
 
@@ -196,13 +199,6 @@ class Names:
     def is_computed(self, name: str) -> bool:
         """Whether a tensor's values follow from the config."""
         return name in self._computed or name.endswith(".rotary_emb.inv_freq")
-
-    def _copy(self, name: str, shape: Shape, target: str, problems: dict[str, str]) -> Iterator[DiskTensor]:
-        wanted = self._targets[target]
-        if shape != wanted.shape:
-            problems[name] = _misshapen(name, shape, wanted.shape)
-            return
-        yield DiskTensor(name, shape, (Region(target, range(shape[0])),))
 
     def _pieces(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
-from ..files.checksums import to_granule_end
 from ..files.dtype_names import DTYPE_BYTES
-from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, same_values, wider
-from ..files.encodings import WIDE, Encoding, TensorInfo, dequantize, scale_values, strips, unpack
-from ..files.file_layout import DiskTensor, Region, overlap
+from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, copy_into, same_values, wider
+from ..files.encodings import WIDE, dequantize, runs_of_rows, scale_values, unpack
 from ..files.paths import fill_from
+from ..files.tensors import DiskTensor, Encoding, Region, overlap
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .names import Names
     from .source import Checkpoint
 
@@ -29,42 +26,14 @@ if TYPE_CHECKING:
 _ROWS_AT_ONCE = 1024
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of a parameter.
-
-    rows: which. data: their content, perhaps a transposed view. dtype: of the content (see
-    `checkpoints.files.dtypes`).
-    tensor: where they stood on disk, and in which file.
-    """
-
-    rows: range
-    data: Array
-    dtype: str
-    tensor: DiskTensor
-    file: Path
-
-
 class ParameterReader(Protocol):
     """Anything that a model's parameters can be read from, by rows."""
 
-    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
-        """The rows of a parameter, in order, in as many pieces as they lie in."""
+    def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
+        """(content, dtype) of some rows of a parameter; None if any of them is missing."""
         ...
 
     def close(self) -> None: ...
-
-
-def gather(reader: ParameterReader, parameter: str, rows: range) -> tuple[Array, str] | None:
-    """(content, dtype) of some rows of a parameter; None if any of them is missing."""
-    pieces = list(reader.pieces(parameter, rows))
-    if sum(len(piece.rows) for piece in pieces) != len(rows):
-        return None
-    dtype = pieces[0].dtype
-    for piece in pieces[1:]:
-        dtype = wider(dtype, piece.dtype)
-    parts = [cast(piece.data, piece.dtype, dtype) for piece in pieces]
-    return (parts[0] if len(parts) == 1 else np.concatenate(parts)), dtype
 
 
 def tied_copies_that_differ(checkpoint: Checkpoint) -> Iterator[tuple[DiskTensor, str]]:
@@ -82,11 +51,10 @@ def _differs(reader: SafetensorsReader, copy: DiskTensor, region: Region) -> boo
     """Whether what a copy has in a region is not what the parameter's own tensors have there."""
     for start in range(0, len(region.rows), _ROWS_AT_ONCE):
         rows = region.rows[start : start + _ROWS_AT_ONCE]
-        original = gather(reader, region.parameter, rows)
+        original = reader.rows(region.parameter, rows)
         if original is None:
             return False  # a tensor that is missing, which is told elsewhere
-        (repeated,) = reader.region_pieces(copy, region, rows)  # one region is one piece
-        if not same_values(*original, repeated.data, repeated.dtype):
+        if not same_values(*original, reader.read(copy, region, rows), copy.dtype):
             return True
     return False
 
@@ -98,7 +66,7 @@ def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
     found: dict[str, set[Encoding | None]] = {}
     for tensor in checkpoint.tensors:
         for region in tensor.regions:
-            encoding = checkpoint.infos[tensor.name].encoding
+            encoding = tensor.encoding
             if encoding is not None and region.transposed != encoding.transposed:
                 encoding = encoding.turned()
             if encoding is not None:
@@ -113,187 +81,178 @@ def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
 
 
 class SafetensorsReader:
-    """A `ParameterReader` of a checkpoint in safetensors files. One file is open at a time; not for several threads."""
+    """A `ParameterReader` of tensors in safetensors files. One file is open at a time; not for several threads.
 
-    def __init__(self, directory: Path, infos: dict[str, TensorInfo], tensors: Iterable[DiskTensor]):
-        """
-        Args:
-            infos: of the tensors in the directory's files, by name.
-            tensors: those that hold parameters.
-        """
-        self.directory = directory
-        self.infos = infos
-        self.places: dict[str, list[tuple[Region, DiskTensor]]] = {}
+    Attributes:
+        places: the tensors and their regions that hold each parameter, in the order of its rows.
+    """
+
+    def __init__(self, tensors: Iterable[DiskTensor] = ()):
+        self.places: dict[str, list[tuple[DiskTensor, Region]]] = {}
         for tensor in tensors:
             for region in tensor.regions:
-                self.places.setdefault(region.parameter, []).append((region, tensor))
+                self.places.setdefault(region.parameter, []).append((tensor, region))
         for places in self.places.values():
-            places.sort(key=lambda place: place[0].rows.start)
+            places.sort(key=lambda place: place[1].rows.start)
         self.path: Path | None = None
         self.file = -1
 
-    def pieces(self, parameter: str, rows: range, to_granules: bool = False) -> Iterator[Piece]:
-        """As `ParameterReader.pieces`; with `to_granules`, each extends to the end of its last granule of checksums."""
-        for region, tensor in self.places.get(parameter, []):
-            yield from self.region_pieces(tensor, region, rows, to_granules)
+    def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
+        """As `ParameterReader.rows`; perhaps a view of columns."""
+        found = [(*place, overlap(rows, place[1].rows)) for place in self.places.get(parameter, [])]
+        found = [place for place in found if place[2]]
+        if not found or sum(len(shared) for _, _, shared in found) != len(rows):
+            return None
+        (tensor, region, _), *others = found
+        dtype = tensor.dtype
+        if not others:
+            return self.read(tensor, region, rows), dtype
+        for other, _, _ in others:
+            dtype = wider(dtype, other.dtype)
+        matrix = tensor.matrix(region)
+        data = np.empty((len(rows), *((matrix[0],) if region.transposed else matrix[1:])), ARRAY_TYPES[dtype])
+        for tensor, region, shared in found:
+            into = data[shared.start - rows.start : shared.stop - rows.start]
+            if tensor.encoding is None and region.is_run and tensor.dtype == dtype:
+                self._read_plain(tensor, region, shared, into)
+            else:
+                copy_into(into, cast(self.read(tensor, region, shared), tensor.dtype, dtype))
+        return data, dtype
 
-    def region_pieces(
-        self, tensor: DiskTensor, region: Region, rows: range, to_granules: bool = False
-    ) -> Iterator[Piece]:
-        """The part of `rows` that a region holds: one piece, or none."""
-        shared = overlap(rows, region.rows)
-        if shared and to_granules:
-            first = region.rows.start
-            inside = to_granule_end(range(shared.start - first, shared.stop - first), len(region.rows))
-            shared = range(inside.start + first, inside.stop + first)
-        if shared:
-            info = self.infos[tensor.name]
-            data = self._read(tensor, region, shared)
-            path = self.directory / info.file
-            yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
+    def read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
+        """Rows of a parameter that a region of a tensor holds, in the dtype of this; perhaps a view of columns."""
+        if tensor.encoding is None:
+            return self._read_plain(tensor, region, rows)
+        place = region.on_disk(rows)
+        run = range(place.start, place.stop)
+        if not region.transposed:
+            return self._dequantized(tensor, region.index, run, range(tensor.shape[-1]))[:: region.step]
+        matrix = tensor.matrix(region)
+        return self._dequantized(tensor, region.index, range(matrix[0]), run)[:, :: region.step].T
 
-    def stored(self, info: TensorInfo, index: tuple[int, ...], rows: range) -> tuple[Array, Array]:
+    def _read_plain(self, tensor: DiskTensor, region: Region, rows: range, into: Array | None = None) -> Array:
+        """The same of what is not encoded, read into an array where one is given for a run of rows."""
+        height, *row = tensor.matrix(region)
+        place, item = region.on_disk(rows), DTYPE_BYTES[tensor.dtype]
+        run = range(place.start, place.stop)
+        row_bytes = prod(row) * item
+        offset = tensor.parts[0].offset + sum(region.index) * height * row_bytes
+        array_type = ARRAY_TYPES[tensor.dtype]
+        if not region.transposed:
+            data = np.empty((len(run), *row), array_type) if into is None else into
+            self._fill(tensor.file, as_bytes(data), offset + run.start * row_bytes)
+            return data[:: region.step]
+        columns = range(run.start * item, run.stop * item)
+        return self._box(tensor.file, offset, row_bytes, range(height), columns).view(array_type)[:, :: region.step].T
+
+    def _dequantized(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
+        """A rectangle of an encoded matrix, as a model knows it, in bfloat16's bits."""
+        encoding, _, stored = tensor.coded
+        if encoding.transposed:
+            rows, columns = columns, rows
+        scales = scale_values(self._scales(tensor, index, rows, columns), encoding.scale_dtype)
+        if not scales.isfinite().all():
+            raise ExpertMeshError(f"{stored.file}: tensor {stored.name} has scales that are not finite")
+        wide = np.empty((len(rows), len(columns)), ARRAY_TYPES[WIDE])
+        block = encoding.block[0]
+        for run in runs_of_rows(rows, len(columns)):
+            blocks = slice(run.start // block - rows.start // block, (run.stop - 1) // block + 1 - rows.start // block)
+            codes = self._codes(tensor, index, run, columns)
+            wide[run.start - rows.start : run.stop - rows.start] = dequantize(
+                codes, scales[blocks], encoding, (run.start, columns.start)
+            )
+        return wide.T if encoding.transposed else wide
+
+    # ---- codes and scales as they are ----
+
+    def stored(self, tensor: DiskTensor, index: tuple[int, ...], rows: range) -> tuple[Array, Array]:
         """(codes, one per byte; bytes of the scales of their blocks) of some rows of a matrix of codes.
 
         Args:
-            info: of a tensor of the checkpoint. index: of the matrix in it.
+            index: of the matrix in the tensor.
         """
-        columns = range(info.code_matrix()[1])
-        return self._codes(info, index, rows, columns), self._stored_scales(info, index, rows, columns)
+        columns = range(tensor.code_matrix()[1])
+        return self._codes(tensor, index, rows, columns), self._scales(tensor, index, rows, columns)
 
     def is_encoded(self, parameter: str) -> bool:
         """Whether all rows of a parameter are."""
         places = self.places.get(parameter, [])
-        return bool(places) and all(self.infos[tensor.name].encoding is not None for _, tensor in places)
+        return bool(places) and all(tensor.encoding is not None for tensor, _ in places)
 
-    def codes(self, parameter: str, rows: range) -> Array:
-        """Codes, one per byte, of some rows of a parameter that `kept_encodings` has; complete blocks of rows."""
-        return np.concatenate(list(self._by_region(parameter, rows, self._codes, item=1)))
-
-    def scales(self, parameter: str, rows: range) -> Array:
-        """Bytes of their scales, a row of them for each block of rows."""
-        tensor = self.places[parameter][0][1]
-        item = DTYPE_BYTES[self.infos[tensor.name].encoded[0].scale_dtype]
-        return np.concatenate(list(self._by_region(parameter, rows, self._stored_scales, item)))
-
-    def _by_region(
-        self, parameter: str, rows: range, read: Callable[[TensorInfo, tuple[int, ...], range, range], Array], item: int
-    ) -> Iterator[Array]:
-        """What `read` gives of the rectangles in which the rows stand, in the order of our rows; items of so many
-        bytes."""
-        for region, tensor in self.places[parameter]:
+    def stored_rows(self, parameter: str, rows: range) -> tuple[Array, Array]:
+        """(codes, one per byte; bytes of their scales, a row of them for each block of rows) of some rows of a
+        parameter that `kept_encodings` has; complete blocks of rows."""
+        parts = []
+        for tensor, region in self.places[parameter]:
             if not (shared := overlap(rows, region.rows)):
                 continue
-            info = self.infos[tensor.name]
-            height, width = info.code_matrix()
             place = region.on_disk(shared)
             run = range(place.start, place.stop)
-            if region.transposed == info.encoded[0].transposed:
-                yield read(info, region.index, run, range(width))[:: region.step]
-                continue
-            columns = read(info, region.index, range(height), run)
-            turned = columns.reshape(len(columns), -1, item).transpose(1, 0, 2)
-            yield turned.reshape(len(turned), -1)[:: region.step]
+            if region.transposed == tensor.coded[0].transposed:
+                pair = self.stored(tensor, region.index, run)
+            else:
+                down = range(tensor.code_matrix()[0])
+                across = self._codes(tensor, region.index, down, run), self._scales(tensor, region.index, down, run)
+                # columns become rows, each scale with its bytes
+                item = DTYPE_BYTES[tensor.coded[0].scale_dtype]
+                scales = across[1].reshape(len(across[1]), -1, item).transpose(1, 0, 2)
+                pair = across[0].T, scales.reshape(len(scales), -1)
+            parts.append((pair[0][:: region.step], pair[1][:: region.step]))
+        codes, scales = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return codes, scales
 
-    def _read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
-        """As it lies in the tensor: columns, if the region is transposed."""
-        info = self.infos[tensor.name]
-        matrix, place = tensor.matrix(region), region.on_disk(rows)
-        run = range(place.start, place.stop)
-        if info.encoding is not None:
-            data = self._dequantized(tensor, region, *((range(matrix[0]), run) if region.transposed else (run, None)))
-            return data[:, :: region.step] if region.transposed else data[:: region.step]
-        item = DTYPE_BYTES[info.dtype]
-        row_bytes = prod(matrix[1:]) * item
-        offset = info.offset + sum(region.index) * matrix[0] * row_bytes
-        if not region.transposed:
-            data = self._box(info.file, offset, row_bytes, run, range(row_bytes))
-            return data.view(ARRAY_TYPES[info.dtype]).reshape(len(run), *matrix[1:])[:: region.step]
-        columns = range(run.start * item, run.stop * item)
-        data = self._box(info.file, offset, row_bytes, range(matrix[0]), columns)
-        return data.view(ARRAY_TYPES[info.dtype])[:, :: region.step]
-
-    def _dequantized(self, tensor: DiskTensor, region: Region, rows: range, columns: range | None) -> Array:
-        """A rectangle of an encoded matrix, in bfloat16's bits; None: all of its columns."""
-        info = self.infos[tensor.name]
-        encoding, _ = info.encoded
-        columns = range(info.shape[-1]) if columns is None else columns
-        if encoding.transposed:
-            rows, columns = columns, rows
-        scales = self._scales(info, region.index, rows, columns)
-        wide = np.empty((len(rows), len(columns)), ARRAY_TYPES[WIDE])
-        block = encoding.block[0]
-        for strip in strips(rows, len(columns)):
-            blocks = slice(
-                strip.start // block - rows.start // block, (strip.stop - 1) // block + 1 - rows.start // block
-            )
-            codes = self._codes(info, region.index, strip, columns)
-            wide[strip.start - rows.start : strip.stop - rows.start] = dequantize(
-                codes, scales[blocks], encoding, (strip.start, columns.start)
-            )
-        return wide.T if encoding.transposed else wide
-
-    def _codes(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Array:
+    def _codes(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
         """A rectangle of a matrix of codes, one per byte."""
-        encoding, _ = info.encoded
-        height, width = info.code_matrix()
-        a_byte = encoding.codes_a_byte
+        encoding, stored, _ = tensor.coded
+        height, width = tensor.code_matrix()
+        a_byte = encoding.kind.codes_a_byte
         row_bytes = width // a_byte
         in_bytes = range(columns.start // a_byte, -(-columns.stop // a_byte))
-        packed = self._box(info.file, info.offset + sum(index) * height * row_bytes, row_bytes, rows, in_bytes)
+        offset = stored.offset + sum(index) * height * row_bytes
+        packed = self._box(stored.file, offset, row_bytes, rows, in_bytes)
         first = columns.start - in_bytes.start * a_byte
         return unpack(packed, encoding)[:, first : first + len(columns)]
 
-    def _scales(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Tensor:
-        """Those of the blocks that a rectangle of codes has a part in, fp32.
-
-        Raises:
-            ExpertMeshError: one is not finite.
-        """
-        encoding, place = info.encoded
-        scales = scale_values(self._stored_scales(info, index, rows, columns), encoding.scale_dtype)
-        if not scales.isfinite().all():
-            path = self.directory / place.file
-            raise ExpertMeshError(f"{path}: tensor {place.name} has scales that are not finite")
-        return scales
-
-    def _stored_scales(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Array:
-        """Their bytes, block row by block row."""
-        encoding, place = info.encoded
-        height, width = encoding.num_scales(info.code_matrix())
+    def _scales(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
+        """Bytes of the scales of the blocks that a rectangle of codes has a part in, block row by block row."""
+        encoding, _, stored = tensor.coded
+        height, width = encoding.num_scales(tensor.code_matrix())
         item = DTYPE_BYTES[encoding.scale_dtype]
-        offset = place.offset + sum(index) * height * width * item
+        offset = stored.offset + sum(index) * height * width * item
         down, across = (
             range(run.start // size, (run.stop - 1) // size + 1)
             for run, size in zip((rows, columns), encoding.block, strict=True)
         )
-        return self._box(place.file, offset, width * item, down, range(across.start * item, across.stop * item))
+        return self._box(stored.file, offset, width * item, down, range(across.start * item, across.stop * item))
 
-    def _box(self, file: str, offset: int, row_bytes: int, rows: range, columns: range) -> Array:
+    # ---- bytes ----
+
+    def _box(self, file: Path, offset: int, row_bytes: int, rows: range, columns: range) -> Array:
         """Bytes of a matrix that begins at `offset` in a file: a rectangle of its rows, in bytes."""
-        self._open(self.directory / file)
         data = np.empty((len(rows), len(columns)), np.uint8)
         offset += rows.start * row_bytes
         if len(columns) == row_bytes:
-            self._fill(as_bytes(data), offset)
+            self._fill(file, as_bytes(data), offset)
             return data
+        self._open(file)
         if hasattr(os, "posix_fadvise"):  # the kernel foresees no strides
             os.posix_fadvise(self.file, offset, len(rows) * row_bytes, os.POSIX_FADV_WILLNEED)
         for row, part in enumerate(data):
-            self._fill(as_bytes(part), offset + row * row_bytes + columns.start)
+            self._fill(file, as_bytes(part), offset + row * row_bytes + columns.start)
         return data
 
-    def _fill(self, buffer: memoryview, offset: int) -> None:
-        assert self.path is not None
-        fill_from(self.file, buffer, offset, self.path)
+    def _fill(self, file: Path, buffer: memoryview, offset: int) -> None:
+        self._open(file)
+        fill_from(self.file, buffer, offset, file)
 
     def _open(self, path: Path) -> None:
-        if path != self.path:
-            self.close()
-            try:
-                self.file, self.path = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
-            except OSError as error:
-                raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
+        if path is self.path or path == self.path:
+            return
+        self.close()
+        try:
+            self.file, self.path = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+        except OSError as error:
+            raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
 
     def close(self) -> None:
         if self.path is not None:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +21,12 @@ from ...moe.hf_model.rope import RopeScaling
 from ...moe.util.errors import ExpertMeshError
 from ..files.dtype_names import DTYPE_BYTES, DTYPE_NAMES, FLOATS
 from ..files.dtypes import wider
-from ..files.encodings import (
-    StoredForm,
-    TensorInfo,
-    check_quantization,
-    decoded,
-    encodings_in,
-    quantization_of,
-    stored_forms,
-)
-from ..files.file_layout import INDEX_NAME, SINGLE_NAME, DiskTensor, OutputTensor
+from ..files.encodings import check_quantization, decoded, encodings_in, quantization_of
+from ..files.file_layout import INDEX_NAME, SINGLE_NAME
 from ..files.paths import check_regular, named_file
+from ..files.tensors import DiskTensor, StoredTensor
 from .reader import SafetensorsReader
-from .untrained_tensors import Carried, find_carried, summary
+from .untrained_tensors import summary
 
 if TYPE_CHECKING:
     from ...moe.hf_model.rope import RopeChange
@@ -167,69 +159,44 @@ class Checkpoint:
     Attributes:
         source: the directory and its config.
         tensors: what it holds, in the model's order.
+        exported: what a Hugging Face directory of this model holds, in this order; of tensors that are encoded there,
+            how.
         tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
-        infos: file, shape and dtype of each tensor, by name.
-        exported: what a Hugging Face directory of this model holds, in this order.
         carried: those that belong to no trained module (see `checkpoints.hf.names`), and go along as they are.
         drops_untrained: whether, instead, they do not go along, and an export's config does not claim them.
-        left_out: names of tensors that only say how activations were rounded, which are dropped where codes are
+        activation_scales: tensors that only say how activations were rounded, which are left out where codes are
             dequantized.
         row_sums: of each tensor, where the directory has them (see `checkpoints.files.checksums`).
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
-        stored_forms: how encoded ones of `exported` lie in a Hugging Face directory, by name, as far as is known.
-        activation_scales: those that are `left_out`, as files have them.
         origin: the checkpoint in whose encoding an export is; None: nothing is encoded.
     """
 
     source: ModelSource
     tensors: list[DiskTensor]
-    tied_copies: list[DiskTensor]
-    infos: dict[str, TensorInfo]
-    exported: list[OutputTensor]
-    carried: list[Carried] = field(default_factory=list)
+    exported: list[DiskTensor]
+    tied_copies: list[DiskTensor] = field(default_factory=list)
+    carried: list[DiskTensor] = field(default_factory=list)
     drops_untrained: bool = False
-    left_out: list[str] = field(default_factory=list)
+    activation_scales: list[DiskTensor] = field(default_factory=list)
     row_sums: dict[str, int] | None = None
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    stored_forms: dict[str, StoredForm] = field(default_factory=dict)
-    activation_scales: list[Carried] = field(default_factory=list)
     origin: Checkpoint | None = None
 
     def reader(self) -> SafetensorsReader:
         """A reader of its parameters; one a thread."""
-        return SafetensorsReader(self.source.path, self.infos, self.tensors)
-
-    def encoded_as(self, origin: Checkpoint) -> Checkpoint:
-        """The same, but that an export has the encoding that `origin` has in Hugging Face form.
-
-        Raises:
-            ExpertMeshError: it cannot be made.
-        """
-        from .requantized import check_encodable  # needs torch
-
-        check_encodable(origin)
-        return replace(self, origin=origin)
-
-    def exporting(self, parameters: Collection[str], dtype: str) -> Checkpoint:
-        """The same, but that an export has these parameters or buffers in another dtype."""
-        exported = [
-            replace(output, dtype=dtype) if output.tensor.regions[0].parameter in parameters else output
-            for output in self.exported
-        ]
-        return replace(self, exported=exported)
+        return SafetensorsReader(self.tensors)
 
     @property
     def encodings(self) -> str:
-        """How many tensors of a Hugging Face directory have which encoding, in words."""
-        return encodings_in(self.stored_forms.values())
+        """How many tensors of a Hugging Face directory have which encoding, in words; empty where none has any."""
+        return encodings_in(self.exported)
 
     @property
     def encoded_parameters(self) -> set[str]:
         """Parameters with quantized rows."""
-        tensors = (tensor for tensor in self.tensors if self.infos[tensor.name].encoding is not None)
-        return {region.parameter for tensor in tensors for region in tensor.regions}
+        return {region.parameter for tensor in self.tensors if tensor.encoding is not None for region in tensor.regions}
 
     @property
     def parameter_dtypes(self) -> dict[str, str]:
@@ -237,9 +204,49 @@ class Checkpoint:
         dtypes: dict[str, str] = {}
         for tensor in self.tensors:
             for region in tensor.regions:
-                dtype = self.infos[tensor.name].dtype
-                dtypes[region.parameter] = wider(dtypes.get(region.parameter, dtype), dtype)
+                dtypes[region.parameter] = wider(dtypes.get(region.parameter, tensor.dtype), tensor.dtype)
         return dtypes
+
+    @property
+    def carried_summary(self) -> str:
+        """What is carried, in a few words; empty where nothing is."""
+        return summary(self.carried, [tensor.name for tensor in self.exported]) if self.carried else ""
+
+    @property
+    def all_files(self) -> list[Path]:
+        """Those that hold the weights, and those that hold what is carried."""
+        return sorted({*self.files, *(part.file for tensor in self.carried for part in tensor.parts)})
+
+    # ---- the same, but for what an export is to be ----
+
+    def encoded_as(self, origin: Checkpoint) -> Checkpoint:
+        """The same, but that an export has the encoding that `origin` has in Hugging Face form.
+
+        Raises:
+            ExpertMeshError: it cannot be made.
+        """
+        for tensor in origin.exported:
+            if tensor.encoding is not None and not tensor.encoding.has_encoder:
+                raise ExpertMeshError(
+                    f"--export-encoding source: {origin.source.path} has {tensor.name} as {tensor.encoding}, for which "
+                    "no encoder is published; export in bfloat16 (leave the flag out), and quantize the export"
+                )
+        said = origin.source.quantization
+        if isinstance(said, dict) and said.get("activation_scheme") == "static" and not origin.activation_scales:
+            raise ExpertMeshError(
+                f"--export-encoding source: config.json of {origin.source.path} says that it has scales of activations "
+                "(activation_scheme static), and it has none, as EP shards have none: take the Hugging Face form as "
+                "source"
+            )
+        return replace(self, origin=origin)
+
+    def exporting(self, parameters: Collection[str], dtype: str) -> Checkpoint:
+        """The same, but that an export has these parameters or buffers in another dtype."""
+        exported = [
+            replace(tensor, dtype=dtype) if tensor.regions[0].parameter in parameters else tensor
+            for tensor in self.exported
+        ]
+        return replace(self, exported=exported)
 
     def dropping_untrained(self) -> Checkpoint:
         """The same, but that what is not trained does not go along.
@@ -266,28 +273,6 @@ class Checkpoint:
         from the config, and would no longer be right."""
         carried = [tensor for tensor in self.carried if not names.is_computed(tensor.name)]
         return replace(self, source=replace(self.source, rope_scaling=scaling), carried=carried)
-
-    @property
-    def carried_summary(self) -> str:
-        """What is carried, in a few words; empty where nothing is."""
-        names = [output.tensor.name for output in self.exported]
-        return summary(self.carried, names) if self.carried else ""
-
-    @property
-    def in_hf_form(self) -> list[OutputTensor]:
-        """All that a Hugging Face directory of this model holds; what is carried comes last."""
-        if self.origin is not None:
-            from .requantized import outputs_as_in  # needs torch
-
-            carried = [output for tensor in self.carried for output in tensor.as_stored()]
-            carried += [tensor.in_hf_form() for tensor in self.origin.activation_scales]
-            return [*outputs_as_in(self.origin, self.exported), *carried]
-        return [*self.exported, *(tensor.in_hf_form() for tensor in self.carried)]
-
-    @property
-    def all_files(self) -> list[Path]:
-        """Those that hold the weights, and those that hold what is carried."""
-        return sorted({*self.files, *(file for tensor in self.carried for file in tensor.files)})
 
 
 def resolve_model(model: str, flag: str = "--model") -> Path:
@@ -462,61 +447,57 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
             mis-shaped or of an unsupported dtype. The message names it.
     """
-    stored = read_headers(source.path)
-    found = decoded(stored, source.quantization, names.experts_transposed)
-    infos = found.infos
-    matched = names.match({name: info.shape for name, info in infos.items()})
+    found = decoded(read_headers(source.path), source.quantization, names.experts_transposed)
+    matched = names.match({name: tensor.shape for name, tensor in found.tensors.items()})
     wrong = dict(found.problems)
     for name, problem in matched.problems.items():
-        wrong.setdefault(name, f"{problem} ({infos[name].file})" if name in infos else problem)
-    for tensor in matched.tensors + matched.tied_copies:
-        is_buffer = tensor.regions[0].parameter in names.buffers
-        supported = DTYPE_NAMES if is_buffer else FLOATS
-        if infos[tensor.name].dtype not in supported:
-            wrong[tensor.name] = _unsupported(infos[tensor.name], tensor.name, supported)
+        known = found.tensors.get(name)
+        wrong.setdefault(name, problem if known is None else f"{problem} ({known.file.name})")
+    tensors, copies = (
+        [replace(found.tensors[name], regions=regions) for name, regions in each.items()]
+        for each in (matched.tensors, matched.tied_copies)
+    )
+    for tensor in tensors + copies:
+        supported = DTYPE_NAMES if tensor.regions[0].parameter in names.buffers else FLOATS
+        if tensor.dtype not in supported:
+            wrong[tensor.name] = (
+                f"tensor {tensor.name} in {tensor.file.name} has dtype {tensor.dtype}; it must be one of "
+                f"{', '.join(supported)}"
+            )
     if strict and wrong:
         raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
-    tensors = [tensor for tensor in matched.tensors if tensor.name not in wrong]
-    exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + matched.tied_copies]
-    files = sorted({source.path / file for info in infos.values() for file in info.files})
+    tensors = [tensor for tensor in tensors if tensor.name not in wrong]
     return Checkpoint(
         source,
         tensors,
-        matched.tied_copies,
-        infos,
-        exported,
-        find_carried(matched.untrained, infos, stored, source.path),
-        left_out=found.left_out,
-        files=files,
+        tensors + copies,
+        copies,
+        [found.tensors[name] for name in matched.untrained],
+        activation_scales=found.left_out,
+        files=sorted({part.file for tensor in found.tensors.values() for part in tensor.parts}),
         problems=list(wrong.values()),
-        stored_forms=stored_forms({output.tensor.name: infos[output.tensor.name] for output in exported}, stored),
-        activation_scales=find_carried(found.left_out, stored, stored, source.path),
     )
 
 
-def _unsupported(info: TensorInfo, name: str, supported: Iterable[str]) -> str:
-    return f"tensor {name} in {info.file} has dtype {info.dtype}; it must be one of {', '.join(supported)}"
-
-
-def read_headers(path: Path) -> dict[str, TensorInfo]:
+def read_headers(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in the files of a Hugging Face directory.
 
     Raises:
         ExpertMeshError: a file is missing, damaged or outside the directory, or not as the index has it.
     """
-    infos: dict[str, TensorInfo] = {}
+    stored: dict[str, StoredTensor] = {}
     weight_map = _weight_map(path)
     for file in _files(path, weight_map):
-        for name, info in read_header(path / file).items():
+        for name, part in read_header(path / file).items():
             if weight_map is not None and weight_map.get(name) != file:
                 raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
-            infos[name] = info
+            stored[name] = part
     for name, file in (weight_map or {}).items():
-        if name not in infos:
+        if name not in stored:
             raise ExpertMeshError(
                 f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not contain it"
             )
-    return infos
+    return stored
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
@@ -549,7 +530,7 @@ def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
     return sorted(some_tensor)
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Every tensor in a safetensors file.
 
     Raises:
@@ -557,7 +538,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             known.
     """
     check_regular(file)
-    infos = {}
+    stored = {}
     try:
         with open(file, "rb") as stream:
             offset = 8 + int.from_bytes(stream.read(8), "little")
@@ -570,8 +551,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                     raise ExpertMeshError(
                         f"{file}: tensor {name} has dtype {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
                     )
-                infos[name] = TensorInfo(file.name, shape, dtype, offset)
-                offset += prod(shape) * DTYPE_BYTES[dtype]
+                stored[name] = StoredTensor(name, shape, dtype, file, offset)
+                offset += stored[name].num_bytes
     except (SafetensorError, OSError) as error:
         raise ExpertMeshError(f"{file}: not a complete safetensors file: {error}") from error
-    return infos
+    return stored

@@ -76,7 +76,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
     others = {tensor.name for tensor in checkpoint.carried}
     whole = whole_model(checkpoint.source.config)
     if whole is not None:
-        found = [output.tensor.name for output in checkpoint.exported] + sorted(others)
+        found = [tensor.name for tensor in checkpoint.exported] + sorted(others)
         targets = _targets(whole, found, names.shape.num_experts)
         missing = [same for same in _same_tensors(whole) if not same & targets.keys()]
         others -= {name for target in targets for name in targets[target]}

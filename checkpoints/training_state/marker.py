@@ -13,8 +13,9 @@ from ..ep_shards.manifest import open_checkpoint
 from ..files.checksums import check_seal, file_checksum
 from ..files.directories import is_there
 from ..files.paths import named_file
+from ..files.tensors import DiskTensor
 from ..hf.source import Checkpoint, check_fields, open_source, read_json
-from ..hf.untrained_tensors import Carried
+from ..hf.untrained_tensors import sample
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
@@ -175,8 +176,8 @@ def carried_record(origin: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _described(tensor: Carried) -> dict[str, Any]:
-    return {"shape": list(tensor.info.shape), "dtype": tensor.info.dtype, "sample": tensor.sample()}
+def _described(tensor: DiskTensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "sample": sample(tensor)}
 
 
 def check_carried(path: Path, checkpoint: Checkpoint) -> None:
@@ -243,7 +244,7 @@ def with_carried(
 
 def _find(
     checkpoint: Checkpoint, recorded: dict[str, Any], path: Path, directory: Path
-) -> tuple[list[Carried], str | None]:
+) -> tuple[list[DiskTensor], str | None]:
     """(the recorded tensors in a model's directory, None), or (none, what is wrong)."""
     if not directory.is_dir():
         return [], f"the model that the run began with is no longer in {directory}"

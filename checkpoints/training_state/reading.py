@@ -1,6 +1,5 @@
 """Training checkpoints as sources of exports and comparisons, outside of any process group."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
 from ..ep_shards.manifest import exported_from
 from ..files.dtype_names import DTYPE_CODES
-from ..files.dtypes import as_array, torch_dtype
-from ..files.encodings import TensorInfo
-from ..files.file_layout import DiskTensor, Region
-from ..hf.reader import Piece
+from ..files.dtypes import Array, as_array, torch_dtype
+from ..files.tensors import DiskTensor, Region
 from ..hf.source import Checkpoint, open_source, well_formed
 from .marker import MARKER, check_file, read_marker, recorded_transposed, with_carried
 from .state_table import StateReader, load_state
@@ -24,23 +21,18 @@ class TrainingReader:
     held at a time."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path):
-        self.checkpoint = checkpoint
+        self.tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self.path = path
-        self.parameter = self.dtype = ""
-        self.content = torch.empty(0)
+        self.parameter, self.content = "", torch.empty(0)
 
-    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
-        (tensor,) = (t for t in self.checkpoint.tensors if t.name == parameter)
+    def rows(self, parameter: str, rows: range) -> tuple[Array, str]:
+        tensor = self.tensors[parameter]
         if parameter != self.parameter:
-            self.dtype = self.checkpoint.infos[parameter].dtype
-            self.content = torch.empty(tensor.shape, dtype=torch_dtype(self.dtype))
-            state = {f"model.{parameter}": self.content}
-            load_state(state, self.path / "state", no_dist=True)
-            if tensor.regions[0].transposed:
-                self.content = self.content.t()
-            self.parameter = parameter
-        content = self.content.view(-1) if self.content.dim() == 0 else self.content
-        yield Piece(rows, as_array(content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
+            content = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+            load_state({f"model.{parameter}": content}, self.path / "state", no_dist=True)
+            content = content.t() if tensor.regions[0].transposed else content
+            self.parameter, self.content = parameter, content.view(-1) if content.dim() == 0 else content
+        return as_array(self.content[rows.start : rows.stop]), tensor.dtype
 
     def close(self) -> None:
         self.parameter, self.content = "", torch.empty(0)
@@ -67,7 +59,7 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
     source = open_source(path / "model")
     names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
-    tensors, infos = [], {}
+    tensors = []
     recorded = recorded_transposed(path)
     for name in recorded:
         if len(names.parameters.get(name, ())) != 2:
@@ -81,10 +73,8 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
         if str(entry.properties.dtype) not in DTYPE_CODES:
             raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
         region = Region(name, range(rows_of(held)), transposed=name in otherwise)
-        tensors.append(DiskTensor(name, shape, (region,)))
-        infos[name] = TensorInfo("state", shape, DTYPE_CODES[str(entry.properties.dtype)])
+        tensors.append(DiskTensor(name, shape, DTYPE_CODES[str(entry.properties.dtype)], (region,)))
     with well_formed(path / MARKER):
         exported = exported_from(marker["exported"], names)
     files = [path / name for name in marker["files"] if name.startswith("state/")]
-    checkpoint = Checkpoint(source, tensors, [], infos, exported, files=files)
-    return with_carried(checkpoint, marker, path, strict, base)
+    return with_carried(Checkpoint(source, tensors, exported, files=files), marker, path, strict, base)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.files.dtypes import as_tensor
-from expertmesh.checkpoints.files.encodings import Encoding, dequantize, pack, scale_values, unpack
-from expertmesh.checkpoints.hf.reader import gather
+from expertmesh.checkpoints.files.encodings import dequantize, pack, scale_values, unpack
+from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.checkpoints.opening import open_readable
 from tests.checkpoints.commands import Tensors, run
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
@@ -72,7 +72,7 @@ def content(path: Path) -> Tensors:
     reader = readable.make_reader()
     found = {}
     for name, shape in readable.names.parameters.items():
-        rows = gather(reader, name, range(shape[0] if shape else 1))
+        rows = reader.rows(name, range(shape[0] if shape else 1))
         assert rows is not None
         found[name] = as_tensor(np.ascontiguousarray(rows[0]), rows[1]).clone()
     reader.close()

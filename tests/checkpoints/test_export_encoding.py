@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from expertmesh.checkpoints.convert import HowToWrite, write_hf
-from expertmesh.checkpoints.files.encodings import Encoding, encode, scale_values
+from expertmesh.checkpoints.files.encodings import encode, scale_values
+from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.checkpoints.opening import open_readable
 from tests.checkpoints.commands import change_tensors, read, run
 from tests.checkpoints.test_encodings import SOURCES, sources

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from expertmesh.checkpoints.files.file_layout import Region
+from expertmesh.checkpoints.files.tensors import Region
 from expertmesh.checkpoints.hf.names import Matched, Names
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.families import causal_families
@@ -60,9 +60,9 @@ def assembled(names: Names, tensors: Tensors) -> Tensors:
     matched = match(names, tensors)
     assert matched.problems == {}
     found = {name: torch.full(shape, float("nan")) for name, shape in names.parameters.items()}
-    for tensor in matched.tensors:
-        for region in tensor.regions:
-            matrix = tensors[tensor.name][region.index].float()
+    for name, regions in matched.tensors.items():
+        for region in regions:
+            matrix = tensors[name][region.index].float()
             rows = matrix.view(1) if matrix.dim() == 0 else matrix.t() if region.transposed else matrix
             place = found[region.parameter].view(-1) if matrix.dim() == 0 else found[region.parameter]
             assert place[region.rows.start : region.rows.stop].isnan().all()
@@ -104,17 +104,18 @@ def test_same_weights_as_in_transformers(saved: Callable[..., Tensors], family: 
 def test_parts_of_unlike_sizes(saved: Callable[..., Tensors]) -> None:
     """Queries, keys and values of grouped attention, which are one matrix on the hub."""
     names, tensors = names_of("sarvam_moe"), saved("sarvam_moe")
-    (joined,) = (tensor for tensor in match(names, tensors).tensors if "1.attention.query_key_value" in tensor.name)
+    matched = match(names, tensors).tensors
+    (joined,) = (name for name in matched if "1.attention.query_key_value" in name)
     attention = "model.layers.1.self_attn"
-    assert joined.regions == (
+    assert matched[joined] == (
         Region(f"{attention}.q_proj.weight", range(64), first=0),
         Region(f"{attention}.k_proj.weight", range(32), first=64),
         Region(f"{attention}.v_proj.weight", range(32), first=96),
     )
-    short = match(names, {**tensors, joined.name: tensors[joined.name][:-1]}).problems
-    assert short == {joined.name: f"tensor {joined.name} has shape [127, 32]; the config asks for [128, 32]"}
-    absent = match(names, {name: tensor for name, tensor in tensors.items() if name != joined.name}).problems
-    assert absent == {joined.name: f"tensor {joined.name} is missing"}
+    short = match(names, {**tensors, joined: tensors[joined][:-1]}).problems
+    assert short == {joined: f"tensor {joined} has shape [127, 32]; the config asks for [128, 32]"}
+    absent = match(names, {name: tensor for name, tensor in tensors.items() if name != joined}).problems
+    assert absent == {joined: f"tensor {joined} is missing"}
 
 
 def test_transposed_beside_experts(saved: Callable[..., Tensors]) -> None:
@@ -125,8 +126,7 @@ def test_transposed_beside_experts(saved: Callable[..., Tensors]) -> None:
     inputs, outputs = names.parameters[name]
     assert inputs != outputs
     assert tensors[name].shape == (outputs, inputs)
-    (tensor,) = (tensor for tensor in match(names, tensors).tensors if tensor.name == name)
-    assert tensor.regions == (Region(name, range(inputs), transposed=True),)
+    assert match(names, tensors).tensors[name] == (Region(name, range(inputs), transposed=True),)
     assert_same(assembled(names, tensors), expected(names, theirs_of("mixtral", head_dim=16)))
     misshapen = match(names, {**tensors, name: tensors[name].t()}).problems
     assert misshapen == {name: f"tensor {name} has shape {[inputs, outputs]}; the config asks for {[outputs, inputs]}"}
@@ -149,7 +149,7 @@ def test_tensors_come_in_the_models_order(saved: Callable[..., Tensors]) -> None
     """Layer by layer, in a layer the experts one after another, whatever the order in the file."""
     tensors = saved("mixtral")
     matched = match(names_of("mixtral"), dict(reversed(tensors.items())))
-    names = [tensor.name for tensor in matched.tensors]
+    names = list(matched.tensors)
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "lm_head.weight"
     experts = [name for name in names if name.startswith(PREFIX)]
@@ -221,13 +221,12 @@ def test_tied_embeddings(saved: Callable[..., Tensors]) -> None:
 
     twice = {**tensors, "lm_head.weight": table}
     assert_same(assembled(names, twice), wanted)
-    (copy,) = match(names, twice).tied_copies
-    assert copy.name == "lm_head.weight"
-    assert [region.parameter for region in copy.regions] == ["model.embed_tokens.weight"]
+    ((copy, (region,)),) = match(names, twice).tied_copies.items()
+    assert (copy, region.parameter) == ("lm_head.weight", "model.embed_tokens.weight")
 
     of_head = {"lm_head.weight": table, **without(tensors, "model.embed_tokens.weight")}
     assert_same(assembled(names, of_head), wanted)
-    assert match(names, of_head).tied_copies == []
+    assert not match(names, of_head).tied_copies
 
     assert match(names, without(tensors, "model.embed_tokens.weight")).problems == {
         "model.embed_tokens.weight": "tensor model.embed_tokens.weight is missing"

@@ -152,9 +152,9 @@ def names_on_disk(family: str) -> dict[tuple[str, int], str]:
         base_of(family).save_pretrained(folder, save_original_format=True)
         shapes = {name: tuple(x.shape) for name, x in load_file(Path(folder) / "model.safetensors").items()}
     return {
-        (region.parameter, region.rows.start // names.experts[region.parameter]): tensor.name.removesuffix(".weight")
-        for tensor in names.match(shapes).tensors
-        for region in tensor.regions
+        (region.parameter, region.rows.start // names.experts[region.parameter]): name.removesuffix(".weight")
+        for name, regions in names.match(shapes).tensors.items()
+        for region in regions
         if region.parameter in names.experts
     }
 

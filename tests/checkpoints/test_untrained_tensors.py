@@ -18,9 +18,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint
 from expertmesh.checkpoints.files.dtypes import as_tensor
-from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.files.encodings import decoded
+from expertmesh.checkpoints.files.tensors import DiskTensor
 from expertmesh.checkpoints.hf.source import open_source, read_header
-from expertmesh.checkpoints.hf.untrained_tensors import find_carried
+from expertmesh.checkpoints.hf.untrained_tensors import carried_values
 from expertmesh.checkpoints.training_state import marker
 from expertmesh.checkpoints.training_state.marker import carried_record, check_carried
 from expertmesh.moe.hf_model.rope import read_rope_scaling
@@ -273,19 +274,14 @@ def test_encoded_predictors_are_dequantized_in_exports(encoded: Path, tmp_path: 
 def test_mxfp4_is_dequantized_as_transformers_does_it(tmp_path: Path) -> None:
     """A stack of matrices in MXFP4, of which only one that is not trained is left."""
     blocks, scales = to_mxfp4(torch.randn(3, 5, 64))
-    infos = {
-        "mtp.experts.up_blocks": TensorInfo("x.safetensors", tuple(blocks.shape), "U8"),
-        "mtp.experts.up_scales": TensorInfo("x.safetensors", tuple(scales.shape), "U8"),
-    }
     save_file({"mtp.experts.up_blocks": blocks, "mtp.experts.up_scales": scales}, tmp_path / "x.safetensors")
     stored = read_header(tmp_path / "x.safetensors")
-    assert stored == infos
     for transposed in (True, False):
-        (carried,) = find_carried(["mtp.experts.up"], decoded(stored, None, transposed).infos, stored, tmp_path)
+        carried = decoded(stored, None, transposed).tensors["mtp.experts.up"]
         expected = convert_moe_packed_tensors(blocks, scales).contiguous()
         expected = expected if transposed else expected.transpose(1, 2)
-        found = np.concatenate(list(carried.values()))
-        assert torch.equal(as_tensor(found, "BF16").view(*carried.info.shape), expected)
+        found = np.concatenate(list(carried_values(carried)))
+        assert torch.equal(as_tensor(found, "BF16").view(*carried.shape), expected)
 
 
 def test_long_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +290,9 @@ def test_long_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
     tensors = {"a": torch.randn(7, 3, 5), "b": torch.randn(120), "c": torch.tensor(1.5), "d": torch.randn(0, 4)}
     save_file(tensors, tmp_path / "x.safetensors")
     stored = read_header(tmp_path / "x.safetensors")
-    for carried in find_carried(tensors, stored, stored, tmp_path):
-        pieces = list(carried.values())
+    for part in stored.values():
+        carried = DiskTensor(part.name, part.shape, part.dtype, parts=(part,))
+        pieces = list(carried_values(carried))
         assert all(piece.nbytes <= 100 for piece in pieces)
         assert all(piece.size % 5 == 0 for piece in pieces if carried.name == "a")
         found = np.concatenate([*pieces, np.empty(0, np.float32)])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
 from expertmesh.checkpoints.files.checksums import file_checksum
-from expertmesh.checkpoints.files.file_layout import DiskTensor, Region
+from expertmesh.checkpoints.files.tensors import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
 from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed
@@ -183,17 +183,18 @@ def test_inspect_of_what_another_config_describes(forms: list[Path], tmp_path: P
 
 def test_a_tied_copy_of_what_lies_in_several_tensors(tmp_path: Path) -> None:
     whole = torch.arange(5000.0).view(2500, 2)
-    upper = DiskTensor("upper", (1100, 2), (Region("e", range(1100)),))
-    rest = DiskTensor("lower", (1400, 2), (Region("e", range(1100, 2500)),))
-    copy = DiskTensor("copy", (2500, 2), (Region("e", range(2500)),))
+    rows = {"upper": range(1100), "lower": range(1100, 2500), "copy": range(2500)}
     for place, differs in ((None, False), (0, True), (1099, True), (1100, True), (2499, True)):
         repeated = whole.clone()
         if place is not None:
             repeated[place, 1] += 1
         parts = {"upper": whole[:1100].clone(), "lower": whole[1100:].clone(), "copy": repeated}
         save_file(parts, tmp_path / "model.safetensors")
-        infos = read_header(tmp_path / "model.safetensors")
-        checkpoint = Checkpoint(ModelSource(tmp_path, ""), [upper, rest], [copy], infos, [])
+        stored = read_header(tmp_path / "model.safetensors")
+        upper, lower, copy = (
+            DiskTensor(name, (len(run), 2), "F32", (Region("e", run),), (stored[name],)) for name, run in rows.items()
+        )
+        checkpoint = Checkpoint(ModelSource(tmp_path, ""), [upper, lower], [], [copy])
         assert list(tied_copies_that_differ(checkpoint)) == ([(copy, "e")] if differs else [])
 
 

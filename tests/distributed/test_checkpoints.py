@@ -5,7 +5,6 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 from expertmesh.checkpoints.files.dtypes import Array
+from expertmesh.checkpoints.files.tensors import DiskTensor
+from expertmesh.checkpoints.hf import untrained_tensors
 from expertmesh.checkpoints.hf.export import export_model
-from expertmesh.checkpoints.hf.untrained_tensors import Carried
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.topology import Topology
@@ -197,14 +197,15 @@ def _export_slowly(source: Path, out: Path) -> None:
     """Rank 0 takes twice as long to read what is carried over as a collective may."""
     group, topology = start_process_group(use_cpu=True, timeout_seconds=60), Topology(2, 2)
     model, _, checkpoint = sharded_model(source, topology, CASE)
-    (carried,) = checkpoint.carried
+    values = untrained_tensors.carried_values
+
+    def slowly(tensor: DiskTensor) -> Iterator[Array]:
+        time.sleep(8)
+        yield from values(tensor)
+
+    untrained_tensors.carried_values = slowly
     _set_pg_timeout(timedelta(seconds=4))
-    export_model(model, replace(checkpoint, carried=[_Slow(**vars(carried))]), topology, out, patient=group)
+    export_model(model, checkpoint, topology, out, patient=group)
+    untrained_tensors.carried_values = values
     _set_pg_timeout(timedelta(seconds=60))
     end_process_group()
-
-
-class _Slow(Carried):
-    def values(self) -> Iterator[Array]:
-        time.sleep(8)
-        yield from super().values()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.files.encodings import Encoding, encode
+from expertmesh.checkpoints.files.encodings import encode
+from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool

@@ -130,8 +130,9 @@ def loaded(path: Path) -> Tensors:
     reader = readable.make_reader()
     found = {}
     for name, shape in readable.names.parameters.items():
-        pieces = reader.pieces(name, range(shape[0]))
-        found[name] = torch.cat([as_tensor(piece.data, piece.dtype).clone() for piece in pieces])
+        rows = reader.rows(name, range(shape[0]))
+        assert rows is not None
+        found[name] = as_tensor(*rows).clone()
         assert found[name].shape == shape
     reader.close()
     return found

@@ -440,7 +440,7 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
     ],
     "mxfp4": [
         (lambda t: t[SCALES].view(-1)[5].fill_(255), f"{WEIGHTS}: tensor {SCALES} has scales that are not finite"),
-        (lambda t: t.pop(SCALES), f"{BLOCKS} .* has no scales: {SCALES} is missing"),
+        (lambda t: t.pop(SCALES), f"{BLOCKS} .* has dtype U8, but its scales {SCALES} are missing"),
         (lambda t: t.pop(BLOCKS), f"{SCALES} .* has scales of a tensor that is missing"),
         (lambda t: t.update({SCALES: t[SCALES][:, :-1]}), rf"{SCALES} .* has shape \[8, 31, 1\]; its blocks ask for"),
         (lambda t: t.update({SCALES: t[SCALES].float()}), f"{SCALES} .* has dtype F32; scales have"),

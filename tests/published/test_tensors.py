@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from expertmesh.checkpoints.files.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.files.encodings import decoded
+from expertmesh.checkpoints.files.tensors import StoredTensor
 from expertmesh.checkpoints.hf.source import ModelSource, open_source
 from tests.published.models import CONFIGS
 from tests.published.tensors import TENSORS, Published
@@ -54,16 +55,16 @@ def test_published_tensors_map_without_a_rest(name: str, tmp_path: Path) -> None
     source = shortened(name, published.changes, tmp_path)
     names = source.names
     tensors = list(tensors_of(published, names.shape.num_experts))
-    infos = {tensor: TensorInfo(FILE, shape, dtype) for tensor, shape, dtype, _ in tensors}
-    assert len(infos) == len(tensors)
-    found = decoded(infos, source.quantization, names.experts_transposed)
-    matched = names.match({tensor: info.shape for tensor, info in found.infos.items()})
+    stored = {tensor: StoredTensor(tensor, shape, dtype) for tensor, shape, dtype, _ in tensors}
+    assert len(stored) == len(tensors)
+    found = decoded(stored, source.quantization, names.experts_transposed)
+    matched = names.match({name: tensor.shape for name, tensor in found.tensors.items()})
     assert found.problems == {}
     assert matched.problems == {}
     untrained = {tensor for tensor, _, _, is_trained in tensors if not is_trained}
-    assert set(matched.untrained) == untrained & set(found.infos)
-    assert {tensor.name for tensor in matched.tensors} == set(found.infos) - untrained
-    assert matched.tied_copies == []
+    assert set(matched.untrained) == untrained & set(found.tensors)
+    assert set(matched.tensors) == set(found.tensors) - untrained
+    assert not matched.tied_copies
 
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checkpoints.files.file_layout import overlap
+from ...checkpoints.files.tensors import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
