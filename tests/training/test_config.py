@@ -10,6 +10,7 @@ from transformers.trainer_utils import SchedulerType
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.sizes import parse_size
+from expertmesh.training.config.flags import group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -103,7 +104,7 @@ def test_help_has_every_flag_once_in_its_group(
             printed.setdefault(title, []).append(flag[1])
     groups: dict[str, list[str]] = {}
     for setting in fields(TrainConfig):
-        groups.setdefault(setting.metadata["group"], []).append("--" + setting.name.replace("_", "-"))
+        groups.setdefault(group_of(TrainConfig, setting.name), []).append("--" + setting.name.replace("_", "-"))
     assert tuple(groups) == GROUPS
     assert list(printed.items()) == [("options", ["--help", "--config"]), *groups.items()]
 

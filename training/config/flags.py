@@ -5,6 +5,7 @@ import sys
 from argparse import Action, ArgumentError, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from inspect import get_annotations
 from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,11 +19,12 @@ class FlagParser(Parser):
     """Has a flag for each field of a dataclass.
 
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
-    a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
-    under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
-    "scope", "needs" and "of_export", which say nothing to a parser. "scope" marks a setting that may be another on each
-    node: "input", a place that is read; "output", one that is written; "node", anything. "help" and "choices" may be
-    functions without arguments: the parser has what they return when it is made.
+    a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
+    (groups come in the order of their first fields). A field's metadata go to `add_argument`, but for "aliases", its
+    other names, and "scope", "needs", "least" and "of_export", which say nothing to a parser. "scope" marks a setting
+    that may be another on each node: "input", a place that is read; "output", one that is written; "node", anything.
+    "least" is the smallest value that it may have. "help" and "choices" may be functions without arguments: the parser
+    has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -43,7 +45,7 @@ class FlagParser(Parser):
         self.names: dict[str, str] = {}
         groups: dict[str, _ArgumentGroup] = {}
         for setting in fields(settings):
-            title = setting.metadata["group"]
+            title = group_of(settings, setting.name)
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             self._add_flag(groups[title], setting)
@@ -118,7 +120,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("group", "scope", "needs", "of_export"):
+        for other in ("scope", "needs", "least", "of_export"):
             arguments.pop(other, None)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
@@ -130,6 +132,12 @@ class FlagParser(Parser):
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
         group.add_argument(*map(flag_of, names), dest=setting.name, **arguments)
+
+
+def group_of(settings: type, name: str) -> str:
+    """The title of a field's flag in `--help`."""
+    title: str = next(vars(base)["GROUP"] for base in settings.__mro__ if name in get_annotations(base))
+    return title
 
 
 def default_of(setting: Field[Any]) -> Any:

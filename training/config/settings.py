@@ -1,6 +1,7 @@
 """The settings of a run, by the groups in which `--help` prints them, and what must be so within each.
 
-A flag's name is its field's; what goes beyond a group is in `training.config.train_config`.
+A flag's name is its field's, and its group that of its class; what goes beyond a group is in
+`training.config.train_config`.
 """
 
 import re
@@ -39,12 +40,13 @@ MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
 
 
-def _flag(group: str, default: Any, help: str | Callable[[], str], **metadata: Any) -> Any:
-    return field(default=default, metadata={"group": group, "help": help, **metadata})
+def _flag(default: Any, help: str | Callable[[], str], **metadata: Any) -> Any:
+    """A setting; see `FlagParser`."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
-def _list(group: str, help: str, **metadata: Any) -> Any:
-    return field(default_factory=list, metadata={"group": group, "help": help, **metadata})
+def _list(help: str, *default: str, **metadata: Any) -> Any:
+    return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
 
 
 def _checkpointing(text: str) -> str:
@@ -136,8 +138,9 @@ def split_names(entries: list[str]) -> list[str]:
 class ModelSettings:
     """What is trained."""
 
+    GROUP = "Model"
+
     model: str = _flag(
-        "Model",
         "",
         "Directory of a Hugging Face checkpoint, or a hub id",
         aliases=["model_name_or_path"],
@@ -145,15 +148,9 @@ class ModelSettings:
         metavar="DIR",
     )
     tokenizer: str = _flag(
-        "Model",
-        "",
-        "Directory or hub id of the tokenizer, if not the model's own",
-        scope="input",
-        metavar="DIR",
-        of_export=True,
+        "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR", of_export=True
     )
     rope_scaling: str = _flag(
-        "Model",
         "",
         "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
         "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
@@ -174,56 +171,47 @@ class ModelSettings:
 class DataSettings:
     """What the model is trained on, and what a batch looks like."""
 
+    GROUP = "Data"
+
     dataset: list[str] = _list(
-        "Data",
         "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
         scope="input",
         metavar="FILE",
     )
     dataset_config: str = _flag(
-        "Data",
         "",
         "Configuration of a directory with a dataset card, or of a hub dataset",
         aliases=["dataset_config_name"],
         metavar="NAME",
     )
     dataset_split: str = _flag(
-        "Data", "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
+        "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
     )
     dataset_num_proc: int | None = _flag(
-        "Data", None, "Processes that tokenize (default: by the size of the data)", scope="node"
+        None, "Processes that tokenize (default: by the size of the data)", scope="node", least=1
     )
-    messages_column: str = _flag(
-        "Data", "", "Column with the conversation (default: found by its name)", metavar="NAME"
-    )
-    prompt_column: str = _flag("Data", "", "Column with the prompt", metavar="NAME")
-    response_column: str = _flag("Data", "", "Column with the response", metavar="NAME")
-    system_column: str = _flag("Data", "", "Column with the system prompt", metavar="NAME")
-    text_column: str = _flag("Data", "", "Column with plain text, all of which is trained on", metavar="NAME")
-    sample_by: SampleBy = _flag(
-        "Data", "line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file"
-    )
+    messages_column: str = _flag("", "Column with the conversation (default: found by its name)", metavar="NAME")
+    prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
+    response_column: str = _flag("", "Column with the response", metavar="NAME")
+    system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
+    text_column: str = _flag("", "Column with plain text, all of which is trained on", metavar="NAME")
+    sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
     chat_template: str = _flag(
-        "Data",
         "",
         f"Chat template: {', '.join(BUILT_IN)}, or a Jinja file (default: the tokenizer's)",
         scope="input",
         metavar="NAME",
         of_export=True,
     )
-    prompt_template: str = _flag(
-        "Data", "", "Instead of a chat template: the text before the response, containing {prompt}"
-    )
+    prompt_template: str = _flag("", "Instead of a chat template: the text before the response, containing {prompt}")
     train_on: TrainOn = _flag(
-        "Data", "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
+        "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
     )
-    max_seq_length: int = _flag("Data", 1024, "Truncate samples to this many tokens; length of packed sequences")
-    packing: bool = _flag(
-        "Data", False, "Pack several samples into one sequence, each with its own positions and attention"
-    )
-    group_by_length: bool = _flag("Data", False, "Batch samples of similar length, without --packing")
+    max_seq_length: int = _flag(1024, "Truncate samples to this many tokens; length of packed sequences", least=2)
+    packing: bool = _flag(False, "Pack several samples into one sequence, each with its own positions and attention")
+    group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing")
     preview: bool = _flag(
-        "Data", False, "Print the first sequences as the model sees them and what the data contain, then exit"
+        False, "Print the first sequences as the model sees them and what the data contain, then exit"
     )
 
     def check_data(self) -> None:
@@ -245,74 +233,66 @@ class DataSettings:
 class ParallelSettings:
     """The parallel layout."""
 
+    GROUP = "Parallelism"
+
     ep_size: int = _flag(
-        "Parallelism",
         1,
         "Expert-parallel ranks: experts are sharded over them; must divide the number of experts and of ranks",
+        least=1,
     )
     cp_size: int = _flag(
-        "Parallelism",
         1,
         "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
         "heads. Layers that mix tokens otherwise than by attention are computed with complete sequences",
+        least=1,
     )
     tp_size: int = _flag(
-        "Parallelism",
         1,
         "Tensor-parallel ranks, of one node: attention heads, dense MLPs and the vocabulary are divided by them, and "
         "between these each sequence is split over them; must divide the number of ranks and of key and value heads",
+        least=1,
     )
     async_tp: bool = _flag(
-        "Parallelism",
         False,
         "With --tp-size, on GPUs that NVLink connects: exchange positions in parts beside the GEMMs before and after",
         needs=_TP._replace(resets=True),
     )
     loss_parallel: bool = _flag(
-        "Parallelism",
-        True,
-        "With --tp-size: divide the vocabulary too, so that no rank has all of a token's logits",
-        needs=_TP,
+        True, "With --tp-size: divide the vocabulary too, so that no rank has all of a token's logits", needs=_TP
     )
     pp_size: int = _flag(
-        "Parallelism",
         1,
         "Pipeline-parallel ranks: the decoder layers are distributed over them, each to world/N ranks; must divide the "
         "number of ranks",
+        least=1,
     )
     pipeline_schedule: ScheduleName | None = _flag(
-        "Parallelism",
         None,
         "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: zero-bubble, or "
         "1f1b, with --pipeline-chunks interleaved)",
         needs=_PP,
     )
     pipeline_chunks: int = _flag(
-        "Parallelism",
         None,
         "Stages per pipeline rank; more of them shorten the bubble (default: 1; 2 with --pipeline-schedule "
         "interleaved)",
         needs=_PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
+        least=1,
     )
     pipeline_layers: str | None = _flag(
-        "Parallelism",
         None,
         "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast such that the slowest is as fast as can "
         "be, and all fit)",
         metavar="N,N...",
     )
     dense_shard: DenseShard = _flag(
-        "Parallelism", "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
+        "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
     )
     overlap_chunks: int = _flag(
-        "Parallelism",
-        1,
-        "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
-        needs=_EP,
+        1, "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off", needs=_EP, least=1
     )
-    dispatch: str = _flag("Parallelism", "auto", help_of_dispatch, choices=DISPATCHER_ENTRIES.choices, needs=_EP)
+    dispatch: str = _flag("auto", help_of_dispatch, choices=DISPATCHER_ENTRIES.choices, needs=_EP)
     dispatch_sums: DispatchSums = _flag(
-        "Parallelism",
         "same",
         lambda: (
             f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a token's experts: as "
@@ -321,15 +301,15 @@ class ParallelSettings:
         needs=_SUMS,
     )
     ranks_per_node: int | None = _flag(
-        "Parallelism",
         None,
         "Ranks with fast links between them, for --dispatch and --tp-size (default: those on one host)",
         needs=_NODES,
+        least=1,
     )
     ddp_timeout: int = _flag(
-        "Parallelism",
         1800,
         "Seconds after which a rank that makes no progress, or a collective that does not finish, ends the run",
+        least=1,
     )
 
     def check_parallelism(self) -> None:
@@ -372,8 +352,9 @@ class ParallelSettings:
 class MemorySettings:
     """What is kept, freed, recomputed and offloaded."""
 
+    GROUP = "Memory"
+
     gradient_checkpointing: Checkpointing = _flag(
-        "Memory",
         "none",
         "Recompute each layer in backward: all of it (full, also without a value), or all but routing, all-to-alls "
         "and attention (selective)",
@@ -383,18 +364,16 @@ class MemorySettings:
         const="full",
     )
     keep_expert_products: int = _flag(
-        "Memory", 0, "Layers whose first expert GEMMs' outputs selective checkpointing stores", needs=_SELECTIVE
+        0, "Layers whose first expert GEMMs' outputs selective checkpointing stores", needs=_SELECTIVE, least=0
     )
     offload_activations: bool = _flag(
-        "Memory", False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
+        False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
     )
-    offload: bool = _flag(
-        "Memory", False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU"
-    )
+    offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU")
     reshard_after_forward: bool = _flag(
-        "Memory", True, "Free each layer's gathered parameters after its forward; off: after its backward"
+        True, "Free each layer's gathered parameters after its forward; off: after its backward"
     )
-    force: bool = _flag("Memory", False, "Start even if the memory forecast says that the model does not fit")
+    force: bool = _flag(False, "Start even if the memory forecast says that the model does not fit")
 
     def check_memory(self) -> None:
         if self.keep_expert_products and self.gradient_checkpointing == "full":
@@ -413,49 +392,37 @@ class MemorySettings:
 class PrecisionSettings:
     """What computes, and in which dtype."""
 
-    bf16: bool = _flag(
-        "Precision and kernels",
-        False,
-        "Compute in bfloat16; parameters, gradients and optimizer state stay fp32",
-    )
-    tf32: bool = _flag(
-        "Precision and kernels", False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on"
-    )
+    GROUP = "Precision and kernels"
+
+    bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32")
+    tf32: bool = _flag(False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on")
     expert_precision: Precision = _flag(
-        "Precision and kernels",
         "same",
         "Expert GEMMs: as everything else, or in fp8 with row-wise scales, on GPUs of compute capability 9 (H100, "
         "H200); emulated on CPUs",
     )
     dense_precision: Precision = _flag(
-        "Precision and kernels",
         "same",
         "GEMMs of attention's projections, dense MLPs and shared experts: as everything else, or in fp8 with row-wise "
         "scales, on GPUs of compute capability 9 and above; emulated on CPUs",
     )
-    expert_kernel: str = _flag("Precision and kernels", "auto", help_of_kernels, metavar="NAME")
+    expert_kernel: str = _flag("auto", help_of_kernels, metavar="NAME")
     attn_implementation: str = _flag(
-        "Precision and kernels",
         "auto",
         "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a mask of length squared "
         "or has no sinks; eager if neither works",
         metavar="NAME",
     )
     cross_entropy: CrossEntropy = _flag(
-        "Precision and kernels",
         "auto",
         "Logits of part of the sequence at a time (chunked; liger: by liger-kernel, on GPUs) or of all of it (full). "
         "auto: liger on a GPU if installed, else chunked",
     )
     cpu_matmul: CpuMatmul = _flag(
-        "Precision and kernels",
-        "auto",
-        "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume",
+        "auto", "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume"
     )
-    compile: bool = _flag(
-        "Precision and kernels", False, "Compile attention and norms with torch.compile", aliases=["torch_compile"]
-    )
-    use_cpu: bool = _flag("Precision and kernels", False, "Stay on the CPU even if there is a GPU")
+    compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"])
+    use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU")
 
     def check_precision(self) -> None:
         check_kernel_name(self.expert_kernel)
@@ -476,27 +443,23 @@ class PrecisionSettings:
 class ScheduleSettings:
     """How much data makes a step, how many steps there are, and the learning rate over them."""
 
-    per_device_train_batch_size: int = _flag(
-        "Batch and schedule", 8, "Sequences per micro-batch, per rank (or CP group)"
-    )
-    gradient_accumulation_steps: int = _flag("Batch and schedule", 1, "Micro-batches per optimizer step")
-    global_batch_size: int | None = _flag("Batch and schedule", None, "Sequences per optimizer step; sets accumulation")
+    GROUP = "Batch and schedule"
+
+    per_device_train_batch_size: int = _flag(8, "Sequences per micro-batch, per rank (or CP group)", least=1)
+    gradient_accumulation_steps: int = _flag(1, "Micro-batches per optimizer step", least=1)
+    global_batch_size: int | None = _flag(None, "Sequences per optimizer step; sets accumulation", least=1)
     num_train_epochs: float = _flag(
-        "Batch and schedule",
         1.0,
         "Passes over the data, without --max-steps",
         needs=Needs("--max-steps -1", lambda config: config.max_steps < 0),
+        least=0,
     )
-    max_steps: int = _flag("Batch and schedule", -1, "Optimizer steps; -1: use epochs; 0: only load and export")
-    lr_scheduler_type: str = _flag(
-        "Batch and schedule", "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME"
-    )
-    lr_scheduler_kwargs: str = _flag(
-        "Batch and schedule", "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON"
-    )
-    warmup_steps: float = _flag("Batch and schedule", 0, "Warm-up steps; below 1: fraction of all steps", metavar="N")
-    warmup_ratio: float = _flag("Batch and schedule", 0.0, "Warm-up as a fraction of all steps")
-    seed: int = _flag("Batch and schedule", 42, "Seed of the data order and of dropout and jitter")
+    max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1)
+    lr_scheduler_type: str = _flag("linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME")
+    lr_scheduler_kwargs: str = _flag("", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON")
+    warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0)
+    warmup_ratio: float = _flag(0.0, "Warm-up as a fraction of all steps", least=0)
+    seed: int = _flag(42, "Seed of the data order and of dropout and jitter", least=0)
 
     def check_batch(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -520,33 +483,32 @@ class ScheduleSettings:
 class OptimizerSettings:
     """What is made of gradients."""
 
-    optim: str = _flag("Optimizer", ADAMW_FUSED.name, optimizers_in_words, type=_optimizer, choices=OPTIMIZERS.names)
-    learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
+    GROUP = "Optimizer"
+
+    optim: str = _flag(ADAMW_FUSED.name, optimizers_in_words, type=_optimizer, choices=OPTIMIZERS.names)
+    learning_rate: float = _flag(5e-5, "Peak learning rate", least=0)
     weight_decay: float = _flag(
-        "Optimizer", 0.0, "Weight decay; norms and biases are exempt", needs=_heeded_as("weight_decay")
+        0.0, "Weight decay; norms and biases are exempt", needs=_heeded_as("weight_decay"), least=0
     )
-    adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1", needs=_heeded_as("adam_beta1"))
-    adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2", needs=_heeded_as("adam_beta2"))
-    adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon", needs=_heeded_as("adam_epsilon"))
+    adam_beta1: float = _flag(0.9, "AdamW's beta1", needs=_heeded_as("adam_beta1"))
+    adam_beta2: float = _flag(0.999, "AdamW's beta2", needs=_heeded_as("adam_beta2"))
+    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon", needs=_heeded_as("adam_epsilon"), least=0)
     shampoo_frequency: int = _flag(
-        "Optimizer",
-        10,
-        "With --optim shampoo: steps between two preconditioners",
-        needs=_heeded_as("shampoo_frequency"),
+        10, "With --optim shampoo: steps between two preconditioners", needs=_heeded_as("shampoo_frequency"), least=1
     )
     shampoo_start: int | None = _flag(
-        "Optimizer",
         None,
         "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
         needs=_heeded_as("shampoo_start"),
+        least=1,
     )
     shampoo_block_size: int = _flag(
-        "Optimizer",
         1024,
         "With --optim shampoo: cut matrices into blocks of this size",
         needs=_heeded_as("shampoo_block_size"),
+        least=2,
     )
-    max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
+    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0)
 
     @property
     def optimizer_entry(self) -> OptimizerEntry:
@@ -564,35 +526,36 @@ class OptimizerSettings:
 class RoutingSettings:
     """How the experts' load is kept even, and when it is warned of."""
 
+    GROUP = "MoE routing"
+
     router_aux_loss_coef: float | None = _flag(
-        "MoE routing",
         None,
         "Weight of the load-balancing loss, over the experts that were chosen (default: the model config's, if it sets "
         "output_router_logits, else 0)",
+        least=0,
     )
     router_aux_loss_per_layer: bool = _flag(
-        "MoE routing",
         False,
         "Balance every layer separately; off, as in transformers: their sum, in which one layer's excess on an expert "
         "offsets another's shortage",
         needs=Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
     )
-    router_z_loss_coef: float = _flag("MoE routing", 0.0, "Weight of the router z-loss")
+    router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss", least=0)
     router_bias_update_rate: float = _flag(
-        "MoE routing",
         0.0,
         "Auxiliary-loss-free balancing: change of the routers' correction biases per step, towards even load; for "
         "families that have them",
+        least=0,
     )
     router_warn_steps: int = _flag(
-        "MoE routing", 100, "Warn of experts that get no tokens, or most of them, within N steps; 0: never"
+        100, "Warn of experts that get no tokens, or most of them, within N steps; 0: never", least=0
     )
     router_warn_load: float | None = _flag(
-        "MoE routing",
         None,
         "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to the greatest possible, "
         "experts / experts per token)",
         needs=Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
+        least=1,
     )
 
 
@@ -600,29 +563,26 @@ class RoutingSettings:
 class AdapterSettings:
     """What of the model is trained, and what the rest is held in."""
 
-    adapter: Adapter = _flag("LoRA and freezing", "none", "lora: train low-rank adapters beside the frozen weights")
-    lora_rank: int = _flag("LoRA and freezing", 16, "LoRA rank r", aliases=["lora_r"], needs=_LORA)
-    lora_alpha: float = _flag("LoRA and freezing", 32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA)
-    lora_dropout: float = _flag("LoRA and freezing", 0.0, "Dropout on LoRA inputs", needs=_LORA)
-    lora_targets: list[str] = field(
-        default_factory=lambda: ["attention", "experts"],
-        metadata={
-            "group": "LoRA and freezing",
-            "metavar": "NAME",
-            "help": "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
-            "searched for in names of linear layers; separated by commas or spaces",
-            "needs": _LORA,
-        },
+    GROUP = "LoRA and freezing"
+
+    adapter: Adapter = _flag("none", "lora: train low-rank adapters beside the frozen weights")
+    lora_rank: int = _flag(16, "LoRA rank r", aliases=["lora_r"], needs=_LORA, least=1)
+    lora_alpha: float = _flag(32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA, least=0)
+    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", needs=_LORA)
+    lora_targets: list[str] = _list(
+        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
+        "searched for in names of linear layers; separated by commas or spaces",
+        *("attention", "experts"),
+        metavar="NAME",
+        needs=_LORA,
     )
-    use_rslora: bool = _flag("LoRA and freezing", False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA)
+    use_rslora: bool = _flag(False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA)
     base_dtype: BaseDtype = _flag(
-        "LoRA and freezing",
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
         needs=_LORA,
     )
     init_adapter: str = _flag(
-        "LoRA and freezing",
         "",
         "Start from the adapter in a directory, written by PEFT or an earlier run. Its rank, alpha and targets hold "
         "where none are given",
@@ -630,18 +590,14 @@ class AdapterSettings:
         metavar="DIR",
     )
     adapter_format: AdapterFormat = _flag(
-        "LoRA and freezing",
         "auto",
         "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
         "checkpoint stores its experts",
         needs=_LORA,
         of_export=True,
     )
-    merge: bool = _flag(
-        "LoRA and freezing", False, "Also export the model with the adapter merged into its weights", needs=_LORA
-    )
+    merge: bool = _flag(False, "Also export the model with the adapter merged into its weights", needs=_LORA)
     freeze: list[str] = _list(
-        "LoRA and freezing",
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
         "searched for in names of parameters; separated by commas or spaces",
         metavar="NAME",
@@ -668,42 +624,37 @@ class AdapterSettings:
 class EvaluationSettings:
     """Losses and sample generations in between steps."""
 
-    eval_dataset: list[str] = _list(
-        "Evaluation", "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE"
-    )
+    GROUP = "Evaluation"
+
+    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset", scope="input", metavar="FILE")
     eval_dataset_split: str = _flag(
-        "Evaluation",
         "test",
         "Split of --eval-dataset, likewise",
         metavar="NAME",
         needs=Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
     )
-    eval_ratio: float = _flag(
-        "Evaluation", 0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset"
-    )
+    eval_ratio: float = _flag(0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset")
     eval_steps: int = _flag(
-        "Evaluation", 0, "Evaluate every N steps, and at the end; 0: after every epoch", needs=_EVALUATES
+        0, "Evaluate every N steps, and at the end; 0: after every epoch", needs=_EVALUATES, least=0
     )
     per_device_eval_batch_size: int = _flag(
-        "Evaluation", 8, "Sequences per micro-batch of an evaluation, per rank (or CP group)", needs=_EVALUATES
+        8, "Sequences per micro-batch of an evaluation, per rank (or CP group)", needs=_EVALUATES, least=1
     )
-    early_stopping_patience: int = _flag("Evaluation", 0, "Stop after N evaluations without a better loss; 0: never")
+    early_stopping_patience: int = _flag(0, "Stop after N evaluations without a better loss; 0: never", least=0)
     early_stopping_threshold: float = _flag(
-        "Evaluation",
         0.0,
         "Least decrease of the loss that counts as better",
         needs=Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
+        least=0,
     )
     load_best_model_at_end: bool = _flag(
-        "Evaluation", False, "Export the weights of the best evaluation, not the last", of_export=True
+        False, "Export the weights of the best evaluation, not the last", of_export=True
     )
-    generate_steps: int = _flag("Evaluation", 0, "Generate samples for a few prompts every N steps; 0: never")
+    generate_steps: int = _flag(0, "Generate samples for a few prompts every N steps; 0: never", least=0)
     generate_prompts: list[str] = _list(
-        "Evaluation",
-        "Their prompts (default: questions from the evaluation data, else the training data)",
-        needs=_GENERATES,
+        "Their prompts (default: questions from the evaluation data, else the training data)", needs=_GENERATES
     )
-    generate_max_new_tokens: int = _flag("Evaluation", 64, "Longest sample generation, in tokens", needs=_GENERATES)
+    generate_max_new_tokens: int = _flag(64, "Longest sample generation, in tokens", needs=_GENERATES, least=1)
 
     def check_evaluation(self) -> None:
         if not 0 <= self.eval_ratio < 1:
@@ -725,31 +676,22 @@ class EvaluationSettings:
 class CheckpointSettings:
     """What is written, and what is resumed."""
 
+    GROUP = "Checkpoints and export"
+
     output_dir: str = _flag(
-        "Checkpoints and export",
         "output",
         "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
         scope="output",
         metavar="DIR",
     )
-    overwrite_output_dir: bool = _flag(
-        "Checkpoints and export", False, "Replace the results of an earlier run in --output-dir"
-    )
-    save_steps: int = _flag("Checkpoints and export", 500, "Save a training checkpoint every N steps; 0: never")
-    save_total_limit: int | None = _flag(
-        "Checkpoints and export", None, "Training checkpoints to keep (default: all)", needs=_SAVES
-    )
+    overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir")
+    save_steps: int = _flag(500, "Save a training checkpoint every N steps; 0: never", least=0)
+    save_total_limit: int | None = _flag(None, "Training checkpoints to keep (default: all)", needs=_SAVES, least=1)
     async_save: bool = _flag(
-        "Checkpoints and export",
-        True,
-        "Continue training while a checkpoint is written, from a copy in host memory",
-        needs=_SAVES,
+        True, "Continue training while a checkpoint is written, from a copy in host memory", needs=_SAVES
     )
-    on_save_error: OnSaveError = _flag(
-        "Checkpoints and export", "stop", "If saving fails: stop or continue", needs=_SAVES
-    )
+    on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", needs=_SAVES)
     resume: str = _flag(
-        "Checkpoints and export",
         "",
         "Resume from a training checkpoint: its path, or auto for the newest complete one in --output-dir, if any",
         aliases=["resume_from_checkpoint"],
@@ -758,29 +700,18 @@ class CheckpointSettings:
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "Checkpoints and export",
         "With --resume: resume even if the model, or the data, differ from the run's own: model, data",
         metavar="NAME",
         needs=_RESUMES,
     )
     elastic: bool = _flag(
-        "Checkpoints and export",
-        False,
-        "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size",
+        False, "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size"
     )
-    export: bool = _flag(
-        "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
-    )
+    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf")
     max_shard_size: str = _flag(
-        "Checkpoints and export",
-        "5GB",
-        "Size of an exported safetensors file",
-        metavar="SIZE",
-        needs=_EXPORTS_MODEL,
-        of_export=True,
+        "5GB", "Size of an exported safetensors file", metavar="SIZE", needs=_EXPORTS_MODEL, of_export=True
     )
     export_encoding: ExportEncoding = _flag(
-        "Checkpoints and export",
         "plain",
         "Of tensors that --model has quantized: plain exports bfloat16; source quantizes them as they were, unchanged "
         "blocks bit for bit",
@@ -788,7 +719,6 @@ class CheckpointSettings:
         of_export=True,
     )
     drop_untrained: bool = _flag(
-        "Checkpoints and export",
         False,
         "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
         "config.json, instead of copying them unchanged",
@@ -813,25 +743,21 @@ class CheckpointSettings:
 class LogSettings:
     """What is told of a run."""
 
-    logging_steps: int = _flag("Logging and profiling", 1, "Log every N steps")
-    report_to: list[str] = _list(
-        "Logging and profiling", "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME"
-    )
-    run_name: str = _flag("Logging and profiling", "expertmesh", "Name of the run in the trackers", metavar="NAME")
+    GROUP = "Logging and profiling"
+
+    logging_steps: int = _flag(1, "Log every N steps", least=1)
+    report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME")
+    run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME")
     profile: list[str] = _list(
-        "Logging and profiling",
         "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
         "OUTPUT_DIR/profile, and into the report",
         metavar="STEPS",
     )
-    profile_ranks: list[str] = field(
-        default_factory=lambda: ["0"],
-        metadata={
-            "group": "Logging and profiling",
-            "metavar": "RANK",
-            "help": "Ranks that --profile profiles: numbers, or all",
-            "needs": Needs("--profile", lambda config: bool(config.profile)),
-        },
+    profile_ranks: list[str] = _list(
+        "Ranks that --profile profiles: numbers, or all",
+        "0",
+        metavar="RANK",
+        needs=Needs("--profile", lambda config: bool(config.profile)),
     )
 
     def check_profile(self) -> None:
@@ -870,21 +796,19 @@ class LogSettings:
 class DebugSettings:
     """What helps when something is wrong."""
 
+    GROUP = "Debugging"
+
     on_nonfinite: OnNonfinite = _flag(
-        "Debugging", "stop", "At a loss or gradient norm that is not finite: stop, or skip the optimizer step"
+        "stop", "At a loss or gradient norm that is not finite: stop, or skip the optimizer step"
     )
-    detect_anomaly: bool = _flag(
-        "Debugging", False, "Name the first tensor that is not finite, by checking every module's output"
-    )
+    detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite, by checking every module's output")
     check_replicas: int = _flag(
-        "Debugging",
         0,
         "Every N steps, and before each save, compare what several ranks hold copies of: buffers and, with "
         "--dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
+        least=0,
     )
-    deterministic: bool = _flag("Debugging", False, "Bitwise reproducible per layout; slower on GPUs")
+    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs")
     debug_ranks: list[int] = _list(
-        "Debugging",
-        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit",
-        metavar="RANK",
+        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit", metavar="RANK"
     )

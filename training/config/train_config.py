@@ -110,12 +110,14 @@ class TrainConfig(
         return replace(self, **alone, async_tp=False, pipeline_layers=None, pipeline_schedule=None), given
 
     def _check_ranges(self) -> None:
-        for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:  # not true of NaN
-                raise ExpertMeshError(f"{flag_of(name)} {value}: must be {low} or more")
+        for setting in fields(self):
+            value, low = getattr(self, setting.name), setting.metadata.get("least")
+            if value is None or low is None:
+                continue
+            if not low <= value < math.inf:  # not true of NaN
+                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be {low} or more")
             if isinstance(value, int) and value >= 2**63:
-                raise ExpertMeshError(f"{flag_of(name)} {value}: must be below 2^63")
+                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be below 2^63")
 
     def _check_combinations(self) -> None:
         """Check settings of several groups against one another."""
@@ -204,53 +206,6 @@ class TrainConfig(
         comments = [f"# chosen for this run: {name}: {value}\n" for name, value in (chosen or {}).items()]
         with whole(path) as partial:
             partial.write_text("".join(comments) + yaml.safe_dump(settings, sort_keys=False))
-
-
-_AT_LEAST = {
-    "overlap_chunks": 1,
-    "ranks_per_node": 1,
-    "keep_expert_products": 0,
-    "max_seq_length": 2,
-    "ep_size": 1,
-    "cp_size": 1,
-    "pp_size": 1,
-    "tp_size": 1,
-    "pipeline_chunks": 1,
-    "ddp_timeout": 1,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "global_batch_size": 1,
-    "num_train_epochs": 0,
-    "max_steps": -1,
-    "learning_rate": 0,
-    "warmup_steps": 0,
-    "warmup_ratio": 0,
-    "weight_decay": 0,
-    "adam_epsilon": 0,
-    "shampoo_frequency": 1,
-    "shampoo_start": 1,
-    "shampoo_block_size": 2,
-    "max_grad_norm": 0,
-    "router_aux_loss_coef": 0,
-    "router_z_loss_coef": 0,
-    "router_bias_update_rate": 0,
-    "lora_rank": 1,
-    "lora_alpha": 0,
-    "check_replicas": 0,
-    "router_warn_steps": 0,
-    "router_warn_load": 1,
-    "seed": 0,
-    "logging_steps": 1,
-    "save_steps": 0,
-    "save_total_limit": 1,
-    "eval_steps": 0,
-    "per_device_eval_batch_size": 1,
-    "early_stopping_patience": 0,
-    "early_stopping_threshold": 0,
-    "generate_steps": 0,
-    "generate_max_new_tokens": 1,
-    "dataset_num_proc": 1,
-}
 
 
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}
