@@ -6,7 +6,7 @@ One of your own is one call of `training.optim.optimizer.register_optimizer`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...moe.util.registry import Registry
@@ -81,7 +81,12 @@ class OtherName(NamedTuple):
     flags: str
 
 
-@dataclass(frozen=True)
+def no_settings(settings: Mapping[str, Any]) -> list[StateSetting]:
+    """`state_settings` of an optimizer whose state means the same with all settings."""
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerEntry:
     """An optimizer, as flags, forecasts, resumes and messages know it.
 
@@ -105,29 +110,24 @@ class OptimizerEntry:
 
     name: str
     help: str
-    aliases: tuple[str, ...]
-    other_tools: tuple[OtherName, ...]
-    other_switches: tuple[OtherName, ...]
+    aliases: tuple[str, ...] = ()
+    other_tools: tuple[OtherName, ...] = ()
+    other_switches: tuple[OtherName, ...] = ()
     heeds: tuple[str, ...]
-    forecast_reads: tuple[str, ...]
-    state_settings: Callable[[Mapping[str, Any]], list[StateSetting]]
-    parameters_in_bf16: bool
-    is_tried_where_nothing_fits: bool
+    forecast_reads: tuple[str, ...] = ()
+    state_settings: Callable[[Mapping[str, Any]], list[StateSetting]] = no_settings
+    parameters_in_bf16: bool = False
+    is_tried_where_nothing_fits: bool = False
     state_bytes: "Callable[[ParameterShape, TrainConfig], float]"
-    matrix_kernels: "Callable[[tuple[int, int], TrainConfig], list[BlockKernels]] | None"
+    matrix_kernels: "Callable[[tuple[int, int], TrainConfig], list[BlockKernels]] | None" = None
     calls: UpdateCalls
     tensors: UpdateTensors
-    dry_run: Mapping[str, Any]
+    dry_run: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def takes_matrices(self) -> bool:
         """Whether it computes with whole matrices."""
         return self.matrix_kernels is not None
-
-
-def no_settings(settings: Mapping[str, Any]) -> list[StateSetting]:
-    """`state_settings` of an optimizer whose state means the same with all settings."""
-    return []
 
 
 # Low-bit AdamW
@@ -242,80 +242,49 @@ ADAMW_FUSED = OptimizerEntry(
         ),
         OtherName("paged_adamw paged_adamw_32bit", "--optim adamw_torch_fused --offload"),
     ),
-    other_switches=(),
     heeds=_OF_ADAMW,
-    forecast_reads=(),
-    state_settings=no_settings,
-    parameters_in_bf16=False,
-    is_tried_where_nothing_fits=False,
     state_bytes=lambda parameter, config: 8,
-    matrix_kernels=None,
     calls=UpdateCalls(parameter=0, block=0, lot=0),
     tensors=UpdateTensors(on_cpu=0, on_gpu=0, as_large_as="parameter"),
-    dry_run={},
 )
 ADAMW_8BIT = OptimizerEntry(
     name="adamw_torch_8bit",
     help="AdamW with 8-bit state",
-    aliases=(),
     other_tools=(OtherName("adamw_*bit adam_8bit paged_adamw_8bit", "--optim adamw_torch_8bit"),),
-    other_switches=(),
     heeds=_OF_ADAMW,
-    forecast_reads=(),
-    state_settings=no_settings,
-    parameters_in_bf16=False,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
-    matrix_kernels=None,
     calls=UpdateCalls(parameter=9, block=0, lot=0),
     tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
-    dry_run={},
 )
 ADAMW_BF16 = OptimizerEntry(
     name="adamw_bf16",
     help="AdamW with parameters, gradients and state in bf16 and stochastic rounding",
-    aliases=(),
     other_tools=(OtherName("adamw_anyprecision adamw_kahan", "--optim adamw_bf16"),),
     other_switches=(OtherName("pure_bf16", "--bf16 --optim adamw_bf16"),),
     heeds=_OF_ADAMW,
-    forecast_reads=(),
-    state_settings=no_settings,
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
     state_bytes=lambda parameter, config: 2 * parameter.element_size,
-    matrix_kernels=None,
     calls=UpdateCalls(parameter=9, block=0, lot=0),
     tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
-    dry_run={},
 )
 MUON = OptimizerEntry(
     name="muon",
     help="Muon for attention's and the experts' matrices, with AdamW for the rest",
-    aliases=(),
-    other_tools=(),
     other_switches=(OtherName("use_muon", "--optim muon"),),
     heeds=_OF_ADAMW,
-    forecast_reads=(),
-    state_settings=no_settings,
-    parameters_in_bf16=False,
-    is_tried_where_nothing_fits=False,
     state_bytes=lambda parameter, config: 4 if parameter.matrix_rows else 8,
     matrix_kernels=_muon_kernels,
     calls=UpdateCalls(parameter=0, block=13, lot=35),
     tensors=UpdateTensors(on_cpu=5, on_gpu=5, as_large_as="matrix"),
-    dry_run={},
 )
 SHAMPOO = OptimizerEntry(
     name="shampoo",
     help="Distributed Shampoo for the same matrices, with AdamW for the rest",
-    aliases=(),
-    other_tools=(),
-    other_switches=(),
     heeds=(*_OF_ADAMW, *_OF_SHAMPOO, "shampoo_start"),
     forecast_reads=_OF_SHAMPOO,
     state_settings=_shampoo_state_settings,
-    parameters_in_bf16=False,
-    is_tried_where_nothing_fits=False,
     state_bytes=_shampoo_state_bytes,
     matrix_kernels=_shampoo_kernels,
     calls=UpdateCalls(parameter=0, block=22, lot=38),
