@@ -96,24 +96,6 @@ def _divided_cross_entropy(dtype: torch.dtype) -> None:
     fused_gradient(logits, targets, highest, exp_sums)
 
 
-def _norms(dtype: torch.dtype) -> None:
-    """Norms of the residual stream, and of heads."""
-    from expertmesh.training.fused.fused_norm_triton import norm_backward, norm_forward
-
-    for rows, width in ((TOKENS, D), (32 * TOKENS, 128)):
-        x, weight = _empty(dtype, rows, width), _empty(dtype, width)
-        norm_forward(x, weight, 1e-5, "rounded")
-        norm_backward(x, x, weight, _empty(torch.float32, rows), "rounded", weight_needs=True)
-
-
-def _rotary(dtype: torch.dtype) -> None:
-    from expertmesh.training.fused.fused_rotary_triton import rotate
-
-    heads, table = _empty(dtype, 1, TOKENS, 32, 128), _empty(dtype, 1, TOKENS, 128)
-    for backwards in (False, True):
-        rotate(heads, table, table, heads, 128, "whole", pairs_in=False, pairs_out=False, backwards=backwards)
-
-
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
@@ -130,7 +112,6 @@ SCALES = "one value per 256"
 CODES = "one byte per value, per thread as many as 128 bits of weight hold"
 TABLE = "looked up, one value at a time"
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
-NORMS = {"factor": "one value per row", **dict.fromkeys(("weight", "sums"), "one of a head's 128 values per thread")}
 ROW_FIGURES = ("highest", "exp_sums", "at_target")
 CASTS = {
     **dict.fromkeys(("scales", "largest", "numbers"), "one value per row or column"),
@@ -143,8 +124,6 @@ EXAMPLES = [
     Example(_swiglu, torch.float32),
     Example(_permute, torch.bfloat16, CHOICES),
     Example(_permute, torch.float32, CHOICES),
-    Example(_norms, torch.bfloat16, NORMS),
-    Example(_rotary, torch.bfloat16),
     Example(_dequantizing, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
     Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,11 @@ interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or sys.platform != "linux", reason="Triton's interpreter is for machines without a GPU"
 )
 """Marks tests that call `prepare_megablocks`. Triton comes for Linux alone; there, to lack it is no reason to skip."""
+
+with_liger = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("liger_kernel") is None, reason="needs liger-kernel, and no GPU"
+)
+"""Marks tests that run liger-kernel's kernels by the interpreter (see `interpret_liger`)."""
 
 
 def prepare_megablocks() -> None:
@@ -54,3 +61,22 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(rounded.view(torch.uint8).numpy(), dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
+
+
+def interpret_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have liger-kernel's norms run by the interpreter, which gives kernels numbers as Python's own, and knows nothing
+    of libdevice."""
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+    from triton.runtime import interpreter
+
+    as_it_was = interpreter._implicit_cvt
+
+    def implicit_cvt(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return as_it_was(argument)
+        handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", implicit_cvt)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))

@@ -62,7 +62,7 @@ from .data.chat import answer_ends
 from .data.samples import prompt_tokens
 from .elastic import fit_to_ranks
 from .evaluate import Evaluation, mean_loss
-from .fused.fuse import fuse_layers
+from .fused.liger import use_liger
 from .generate import generate
 from .inputs import load_tokenizer
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
@@ -162,7 +162,7 @@ def assemble(
     if compiles and config.compile:
         trained.append(compile_layers(model))
     if device_type == "cuda":
-        fuse_layers(model)
+        trained.append(use_liger(model, compute_dtype(config)))
     attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))
     if config.tp_size > 1 and config.loss_parallel:
         trained.append(divide_vocabulary(model, config.cross_entropy))

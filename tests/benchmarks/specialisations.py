@@ -56,23 +56,6 @@ def _fp8(rows: int, width: int) -> None:
     fused_runs(x, ends, ends, -(-rows // 16) * 16 + 16 * EXPERTS)
 
 
-def _norms(rows: int, width: int) -> None:
-    from expertmesh.training.fused.fused_norm_triton import norm_backward, norm_forward
-
-    x, weight, factor = torch.zeros(rows, width), torch.zeros(width), torch.zeros(rows)
-    norm_forward(x, weight, 1e-5, "rounded")
-    norm_backward(x, x, weight, factor, "rounded", weight_needs=True)
-
-
-def _rotary(rows: int, width: int) -> None:
-    from expertmesh.training.fused.fused_rotary_triton import rotate
-
-    # of others it is of the length whether a sequence begins at such a multiple
-    width = -(-width // 16) * 16
-    heads, table = torch.zeros(2, rows, 4, width), torch.zeros(2, rows, width)
-    rotate(heads, table, table, heads, width, "whole", pairs_in=False, pairs_out=False, backwards=False)
-
-
 def _loss(rows: int, width: int) -> None:
     from expertmesh.training.loss.head_triton import fused_gradient, fused_loss_and_gradient, fused_row_figures
 
@@ -83,7 +66,7 @@ def _loss(rows: int, width: int) -> None:
         fused_gradient(logits, some, highest, exp_sums)
 
 
-CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _norms, _rotary, _loss)
+CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _loss)
 
 
 def main() -> None:

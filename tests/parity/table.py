@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.families.configs import TEXT_IDS
-from tests.interpreter import interpreted
+from tests.interpreter import interpreted, with_liger
 from tests.parity import within
 from tests.parity.case import SAMPLES, random_samples
 from tests.parity.compare import Bits, Tolerance
@@ -341,7 +341,7 @@ STAGES: list[Row] = [
 ]
 
 FUSED = rows(
-    "Triton's norms", "4 ep 2, release", family="qwen3_moe", within=within.triton, steps=2, marks=(interpreted,),
+    "liger's norms", "4 ep 2, release", family="qwen3_moe", within=within.liger, steps=2, marks=(with_liger,),
     samples=random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=TEXT_IDS), **SELECTIVE,
 )  # fmt: skip
 

@@ -5,16 +5,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.training import engine
-from expertmesh.training.fused import fused_norm, fused_rotary
-from expertmesh.training.fused.fuse import fuse_layers
+from expertmesh.training.fused import trial
+from expertmesh.training.fused.liger import use_liger
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.model_setup.compiling import compilation
-from tests.interpreter import prepare_megablocks
+from tests.interpreter import interpret_liger, prepare_megablocks
 
 
 @contextmanager
@@ -47,21 +48,22 @@ def _compiled(backend: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def triton() -> Iterator[None]:
-    """Triton's kernels for norms and rotary positions alone, interpreted."""
+def liger() -> Iterator[None]:
+    """liger-kernel's norms and rotary positions, interpreted."""
 
-    def fuse_and_attach(model: Any, kind: Any) -> None:
-        assert fuse_layers(model)
+    def use_and_attach(model: Any, kind: Any) -> None:
+        assert "differ" not in use_liger(model, torch.float32)
         attach_loss_head(model, kind)
 
     def takes_triton(tensor: Tensor) -> bool:
         return not tensor.is_meta
 
     with (
-        mock.patch.object(fused_norm, "takes_triton", takes_triton),
-        mock.patch.object(fused_rotary, "takes_triton", takes_triton),
-        mock.patch.object(engine, "attach_loss_head", fuse_and_attach),
+        mock.patch.object(trial, "takes_triton", takes_triton),
+        mock.patch.object(engine, "attach_loss_head", use_and_attach),
+        pytest.MonkeyPatch.context() as patch,
     ):
+        interpret_liger(patch)
         yield
 
 

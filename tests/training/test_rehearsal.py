@@ -232,4 +232,4 @@ def test_a_dry_run_runs_no_kernel() -> None:
             patches.enter_context(mock.patch.object(kind, "run", side_effect=AssertionError("a kernel is run")))
         for _ in range(2):
             told = rehearse(flags_of(ep_size=4, packing=True), tiny_config("deepseek_v3"), 8)
-    assert "_rotate_kernel" in {event.name for event in told.recorder.events}
+    assert "_triton_rope" in {event.name for event in told.recorder.events}

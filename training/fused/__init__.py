@@ -1,1 +1,1 @@
-"""Norms and rotary positions in kernels of our own."""
+"""Norms and rotary positions by liger-kernel."""

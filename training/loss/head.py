@@ -16,7 +16,7 @@ target on all ranks together, v = V/n.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +34,7 @@ from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
+from ..fused.trial import try_kernel
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
@@ -114,21 +115,41 @@ def loss_head(model: Any) -> LossHead:
 
 
 def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
-    """The kind of loss for `--cross-entropy name`; "auto" takes liger-kernel on a GPU where it is installed.
+    """The kind of loss for `--cross-entropy name`; "auto" takes liger-kernel on a GPU where it is installed and a trial
+    shows that it computes what ours does.
 
     Raises:
         ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel.
     """
     if name == "auto":
-        return "liger" if device_type == "cuda" and find_spec("liger_kernel") else "chunked"
+        takes_liger = device_type == "cuda" and find_spec("liger_kernel") is not None and liger_agrees()
+        return "liger" if takes_liger else "chunked"
     if name == "liger" and device_type != "cuda":
         raise ExpertMeshError("--cross-entropy liger needs a GPU; use --cross-entropy chunked, which runs anywhere")
     if name == "liger" and not find_spec("liger_kernel"):
         raise ExpertMeshError(
-            "--cross-entropy liger: liger-kernel is not installed; pip install 'liger-kernel>=0.8.5', "
+            "--cross-entropy liger: liger-kernel is not installed; pip install 'expertmesh[gpu]', "
             "or use --cross-entropy chunked"
         )
     return name
+
+
+@cache
+def liger_agrees() -> bool:
+    """Whether liger-kernel's loss and gradients are as near as the chunked ones to what these are in fp32, by a trial
+    on this process's GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    x_1SD, weight_VD = torch.randn(1, 64, 128, generator=generator), torch.randn(320, 128, generator=generator)
+    targets_1S = torch.randint(0, 320, (1, 64), generator=generator).to(device)
+    targets = Targets(targets_1S, torch.arange(0, 64, 2, device=device))
+    chunked, by_liger = (
+        lambda x, weight, loss_sum=loss_sum: loss_sum(x, weight, None, targets)
+        for loss_sum in (chunked_loss_sum, liger_loss_sum)
+    )
+    inputs = [x_1SD.to(device), weight_VD.to(device) / 8]
+    dtypes = (torch.bfloat16, torch.float32)
+    return all(try_kernel(chunked, by_liger, [x.to(dtype) for x in inputs]) is not None for dtype in dtypes)
 
 
 def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:

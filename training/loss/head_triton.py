@@ -1,6 +1,9 @@
 """Cross-entropy and its gradient in one Triton kernel, or in two where each rank has some of the vocabulary. Importing
 this needs triton; see `training.loss.head`.
 
+They stay beside liger-kernel's, whose loss of a divided vocabulary keeps all logits in fp32 for backward (0.8.5): these
+take their gradient in the logits' own memory, a chunk at a time.
+
 Shape suffixes: C rows of logits, V vocabulary, v = V/n of it on this rank.
 """
 

@@ -145,15 +145,8 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.attention.context_parallel_attention": StepModule(None),
     "expertmesh.training.attention.flash": StepModule(None),
     "expertmesh.training.attention.packed_attention": StepModule(None),
-    "expertmesh.training.fused.fused_norm": StepModule("norms"),
-    "expertmesh.training.fused.fused_norm_triton": StepModule(
-        "norms",
-        kernels={"_forward_kernel": writes("out_ptr", "factor_ptr"), "_backward_kernel": writes("d_x_ptr", "sums_ptr")},
-    ),
-    "expertmesh.training.fused.fused_rotary": StepModule("rotary"),
-    "expertmesh.training.fused.fused_rotary_triton": StepModule(
-        "rotary", kernels={"_rotate_kernel": writes("out_ptr")}
-    ),
+    "expertmesh.training.fused.liger_norm": StepModule("norms"),
+    "expertmesh.training.fused.liger_rotary": StepModule("rotary"),
     "expertmesh.training.kept_positions": StepModule(None),
     "expertmesh.training.loss.balance": StepModule("optimizer step"),
     "expertmesh.training.loss.head": StepModule("LM head, loss"),

@@ -11,6 +11,7 @@ from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
 from ...config.train_config import TrainConfig
 from ...engine import assemble, compute_dtype, kernel_of
+from .liger_stand_in import computed_by_torch
 
 HOPPER = (9, 0)
 """A compute capability."""
@@ -41,7 +42,8 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     if config.async_tp:
         config = replace(config, async_tp=False)
     # operators are what is recorded, not what a compiler makes of them
-    model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
+    with computed_by_torch():
+        model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
     if config.optimizer_entry.parameters_in_bf16 and config.adapter == "none" and source.config.dtype != torch.bfloat16:
         # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
         set_parameter_dtype(model, torch.float32, frozen_alone=True)

@@ -34,6 +34,7 @@ from ...pipelined import PipelinedStep
 from ..rates import MEMORY, Operator, Work
 from ..step_parts import written_by
 from .attribution import FSDP, LASTING, Parts, StepPlace
+from .liger_stand_in import recorded
 from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels
 
@@ -630,7 +631,8 @@ def sharing_occasional(recorder: Recorder, functions: Mapping[Callable[..., Any]
 
 @contextmanager
 def recording_triton(recorder: Recorder) -> Iterator[None]:
-    """Have Triton kernels, and what is compiled to one, leave an event with `recorder` in place of being run."""
+    """Have Triton kernels, liger's too, and what is compiled to one, leave an event with `recorder` in place of being
+    run."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
@@ -643,6 +645,7 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
         )
 
     with ExitStack() as patches:
+        patches.enter_context(recorded(recorder.kernel))
         for kind in kinds_of_kernels():
             patches.enter_context(mock.patch.object(kind, "run", launch))
         yield
