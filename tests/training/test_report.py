@@ -19,7 +19,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
-from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan
+from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, Stretch
 from expertmesh.training.report.page import State, write_report
 from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
 
@@ -202,7 +202,7 @@ def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     assert [last + 1 for last in load["last_steps"][:-1]] == load["first_steps"][1:]
     assert content["summary"]["tokens"] == 100 * steps
     # one token among many is not none
-    few = training(1, expert_tokens=[[10**6, 10**6, 1, 0]])
+    few = training(1, expert_tokens=[[10**6, 10**6, 1, 0]], router_entropy=[1.0])
     assert report(tmp_path, few)[1]["load"]["load"] == [[[200, 200, 1, 0]]]
 
 
@@ -212,15 +212,15 @@ def test_expert_load_adds_neighbours_and_loses_nothing(monkeypatch: pytest.Monke
     tokens_NLE = np.random.default_rng(0).integers(0, 1000, (num_logged, LAYERS, EXPERTS))
     load = ExpertLoad(LAYERS, EXPERTS)
     for i, tokens_LE in enumerate(tokens_NLE):
-        load.add(HistorySpan(i, i, 1, tokens_LE, np.full(LAYERS, float(i))))
+        load.add(Stretch(i, i, np.column_stack([tokens_LE, np.full(LAYERS, float(i))])))
     assert len(load.items) <= 8
-    assert {s.num_logged for s in load.items[:-1]} <= {load.length}
+    assert {s.count for s in load.items[:-1]} <= {load.length}
     for s in load.items:
-        assert s.num_logged == s.last_step - s.first_step + 1
-        assert (s.tokens_LE == tokens_NLE[s.first_step : s.last_step + 1].sum(axis=0)).all()
-    assert sum(s.num_logged for s in load.items) == num_logged
+        assert s.count == s.last_step - s.first_step + 1
+        assert (s.total[:, :-1] == tokens_NLE[s.first_step : s.last_step + 1].sum(axis=0)).all()
+    assert sum(s.count for s in load.items) == num_logged
     mean = load.summary()["entropy"][0][0]
-    assert mean == pytest.approx((load.items[0].num_logged - 1) / 2)
+    assert mean == pytest.approx((load.items[0].count - 1) / 2)
 
 
 def test_size_is_bounded_for_many_experts_and_long_generations(tmp_path: Path) -> None:

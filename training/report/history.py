@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +35,30 @@ MAX_OTHERS = 50
 Record = dict[str, Any]
 
 
-class Summed(Protocol):
-    """What consecutive logged values are summed up in."""
+@dataclass
+class Stretch:
+    """Consecutive logged values: their steps, their sum (a number or an array), how many, and the lowest and highest of
+    what they are means of."""
 
-    def add(self, later: Self) -> None: ...
+    first_step: int
+    last_step: int
+    total: Any
+    low: float = 0.0
+    high: float = 0.0
+    count: int = 1
+
+    def add(self, later: "Stretch") -> None:
+        self.last_step = later.last_step
+        self.total = self.total + later.total
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+        self.count += later.count
+
+    @property
+    def mean(self) -> Any:
+        return self.total / self.count
 
 
-T = TypeVar("T", bound=Summed)
-
-
-class Stretches(Generic[T]):
+class Stretches:
     """Logged values in at most `limit` stretches, an even number, of equally many each (the last perhaps fewer).
 
     When the limit is reached, neighbours are added together: from then on a stretch is twice as long.
@@ -53,14 +67,12 @@ class Stretches(Generic[T]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.length = 1
-        self.items: list[T] = []
-        self._in_last = 0
+        self.items: list[Stretch] = []
 
-    def add(self, logged: T) -> None:
+    def add(self, logged: Stretch) -> None:
         """Take in a value, which may be added to by later ones."""
-        if self.items and self._in_last < self.length:
+        if self.items and self.items[-1].count < self.length:
             self.items[-1].add(logged)
-            self._in_last += 1
             return
         if len(self.items) == self.limit:
             for even, odd in zip(self.items[::2], self.items[1::2], strict=True):
@@ -68,31 +80,9 @@ class Stretches(Generic[T]):
             del self.items[1::2]
             self.length *= 2
         self.items.append(logged)
-        self._in_last = 1
 
 
-@dataclass
-class CurvePoint:
-    """Consecutive logged values: how many, their sum, and the lowest and highest of what they are means of."""
-
-    last_step: int
-    count: int
-    total: float
-    low: float
-    high: float
-
-    def add(self, later: "CurvePoint") -> None:
-        self.last_step = later.last_step
-        self.count += later.count
-        self.total += later.total
-        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-
-class Curve(Stretches[CurvePoint]):
+class Curve(Stretches):
     """One figure over the steps it was logged at, in at most MAX_POINTS points.
 
     Attributes:
@@ -104,11 +94,11 @@ class Curve(Stretches[CurvePoint]):
         self.last = self.lowest = math.inf
         self.lowest_step = 0
 
-    def add(self, logged: CurvePoint) -> None:
-        super().add(logged)
+    def add(self, logged: Stretch) -> None:
         self.last = logged.mean
         if self.last < self.lowest:
             self.lowest, self.lowest_step = self.last, logged.last_step
+        super().add(logged)
 
     def median(self) -> float:
         """Returns the median of the points."""
@@ -135,28 +125,12 @@ class Curve(Stretches[CurvePoint]):
         return curve
 
 
-@dataclass
-class HistorySpan:
-    """Consecutive logged steps: tokens of each expert and the routers' entropies, summed over them."""
-
-    first_step: int
-    last_step: int
-    num_logged: int
-    tokens_LE: np.ndarray
-    entropy_L: np.ndarray
-
-    def add(self, later: "HistorySpan") -> None:
-        self.last_step = later.last_step
-        self.num_logged += later.num_logged
-        self.tokens_LE = self.tokens_LE + later.tokens_LE
-        self.entropy_L = self.entropy_L + later.entropy_L
-
-
-class ExpertLoad(Stretches[HistorySpan]):
-    """Tokens of each expert, in at most MAX_CELLS."""
+class ExpertLoad(Stretches):
+    """Of each layer the tokens of each expert and, last, the router's entropy, in at most MAX_CELLS."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         super().__init__(min(max(MAX_CELLS // (num_layers * num_experts), 8), 64) // 2 * 2)
+        self.num_experts = num_experts
 
     def summary(self) -> Record:
         """What the page shows of it.
@@ -170,8 +144,8 @@ class ExpertLoad(Stretches[HistorySpan]):
             "per_stretch": self.length,
             "first_steps": [s.first_step for s in self.items],
             "last_steps": [s.last_step for s in self.items],
-            "load": [_hundredths(s.tokens_LE).tolist() for s in self.items],
-            "entropy": [[_short(h) for h in s.entropy_L / s.num_logged] for s in self.items],
+            "load": [_hundredths(s.total[:, :-1]).tolist() for s in self.items],
+            "entropy": [[_short(h) for h in s.mean[:, -1]] for s in self.items],
         }
 
 
@@ -237,9 +211,11 @@ class History:
         drawn = [metric.name for metric in METRICS if metric.chart is not None]
         for name in [*drawn, *self._others(record)]:
             self._add_value(name, step, record.get(name))
-        entropy_L = np.array(record["router_entropy"], float) if record.get("router_entropy") else None
         if record.get("expert_tokens"):
-            self._add_load(step, np.array(record["expert_tokens"], np.int64), entropy_L)
+            tokens_LE = np.array(record["expert_tokens"], float)
+            entropy_L = record.get("router_entropy") or [math.nan] * len(tokens_LE)
+            self.load = self.load or ExpertLoad(*tokens_LE.shape)
+            self.load.add(Stretch(step, step, np.column_stack([tokens_LE, np.array(entropy_L, float)])))
         if "generations" in record:
             self.generations.add(step, record["generations"])
         if record.get("dropped_tokens") is not None:
@@ -270,14 +246,7 @@ class History:
             self._add_point(name, step, number, number, number)
 
     def _add_point(self, name: str, step: int, value: float, low: float, high: float) -> None:
-        self.curves.setdefault(name, Curve()).add(CurvePoint(step, 1, value, low, high))
-
-    def _add_load(self, step: int, tokens_LE: np.ndarray, entropy_L: np.ndarray | None) -> None:
-        if self.load is None:
-            self.load = ExpertLoad(*tokens_LE.shape)
-        if entropy_L is None:
-            entropy_L = np.full(len(tokens_LE), np.nan)
-        self.load.add(HistorySpan(step, step, 1, tokens_LE, entropy_L))
+        self.curves.setdefault(name, Curve()).add(Stretch(step, step, value, low, high))
 
     def _add_seconds(self, seconds: float, taken: float) -> None:
         """Take in the clock of a start at a record, and how long its steps took. If less has passed on the clock since

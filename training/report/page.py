@@ -115,7 +115,7 @@ def _content(
 
 def _charts(history: History, config: dict[str, Any]) -> list[dict[str, Any]]:
     """How the page draws the curves, and where, in order."""
-    num_experts = None if history.load is None else history.load.items[0].tokens_LE.shape[1]
+    num_experts = None if history.load is None else history.load.num_experts
     others = [(name, Chart(name)) for name in history.curves.keys() - {metric.name for metric in METRICS}]
     charts: dict[str, dict[str, Any]] = {}
     for name, chart in [*((metric.name, metric.chart) for metric in METRICS), *sorted(others)]:
