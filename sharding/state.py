@@ -5,8 +5,10 @@ Loading, saving, resuming, exporting, clipping, the comparison of replicas and t
 read it, and nothing else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,6 +173,18 @@ def has_dtensor(types: Iterable[type]) -> bool:
             too.
     """
     return any(issubclass(kind, DTensor) for kind in types)
+
+
+@contextmanager
+def computing_with(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Within it, a module computes with these tensors in the place of its parameters of these names."""
+    parameters: dict[str, Any] = module._parameters
+    own = {name: parameters[name] for name in values}
+    parameters.update(values)
+    try:
+        yield
+    finally:
+        parameters.update(own)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -74,10 +74,10 @@ from .model_setup.freezing import freeze
 from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from .overlapped_regions import check_async, symmetric_memory
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
-from .tensor_parallel import apply_tensor_parallel, divide_vocabulary
+from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary
+from .tensor_parallel.overlap import check_async, symmetric_memory
 
 
 class Buildable(Protocol):

@@ -49,9 +49,8 @@ class Forward:
         layout: what modules that run sample by sample need to know of segments, once one has run
             (`training.attention.by_sample.SampleLayout`); if the sequences are split, of those that are complete on
             this rank.
-        within_tp: what regions of tensor parallelism have in common, once one has run (`training.tensor_parallel.
-            Within`). gathered: what is the same in all of them, such as rotary positions, by its number; also for
-            recomputation.
+        within_tp: the `Forward` for what is in regions of tensor parallelism, once one has run. gathered: what is the
+            same in all of them, such as rotary positions, by its number; also for recomputation.
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
@@ -69,7 +68,7 @@ class Forward:
     split: Any = None
     segments: tuple[int, ...] | None = None
     layout: Any = None
-    within_tp: Any = None
+    within_tp: "Forward | None" = None
     gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stage: Any = None
     weight_gradients: WeightGradients | None = None

@@ -19,6 +19,7 @@ from torch import nn
 from ..experts.layer import DMoE
 from ..experts.model_facts import facts_of
 from ..experts.model_layers import decoder_layers, router_prefixes
+from ..linear.linear import is_linear
 
 _COLWISE = frozenset({"colwise", "colwise_gather_output"})
 _ROWWISE = frozenset({"rowwise", "rowwise_split_input"})
@@ -78,7 +79,7 @@ def regions_of(model: Any) -> list[Region]:
 
 def _is_linear(module: nn.Module | None) -> bool:
     """Whether it is a linear layer that has something to divide: shared experts may be of width 0."""
-    return isinstance(module, nn.Linear) and module.in_features > 0 and module.out_features > 0
+    return isinstance(module, nn.Linear) and is_linear(module) and module.in_features > 0 and module.out_features > 0
 
 
 def _is_fused(linear: dict[str, str], modules: dict[str, Any]) -> bool:

@@ -10,8 +10,7 @@ Shape suffixes: M rows, m of them on this rank, K the layer's input width, N its
 which this rank may have a part, C the other width.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,32 +29,7 @@ from ..kernels.fp8_casts import (
     plain_multiply,
 )
 from ..util.gpu import computes_on_cpu
-
-
-class Ranks(Protocol):
-    """The ranks that divide a layer; see `TPGroup`."""
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce_max(self, x: Tensor) -> Tensor: ...
-
-    def sum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
-
-    def mine(self, x: Tensor, dim: int = 0) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Division:
-    """What of a linear layer ranks divide.
-
-    Attributes:
-        of: its outputs or its inputs, of which this rank has a part, as its weight has the rows or columns; or nothing:
-            all ranks multiply the same, and of the output's gradient each has one summand.
-    """
-
-    of: Literal["outputs", "inputs", "nothing"]
-    ranks: Ranks
+from .division import Division, Ranks
 
 
 def fp8_product(x: Tensor, weight: Tensor, is_transposed: bool, division: Division | None) -> Tensor:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..util.gpu import computes_on_cpu
-from .fp8 import Division, fp8_product, suits_rows
+from .division import Division
+from .fp8 import fp8_product, suits_rows
 from .low_rank import LowRank, delta
 from .quantized import SCALES, Kind, storages_of, store, stored_linear
 
@@ -29,7 +30,7 @@ class Linear(nn.Linear):
     Attributes:
         is_transposed: whether its weight is (in, out).
         is_fp8: whether bf16 inputs and weights are multiplied in fp8; others as ever.
-        division: what of a layer in fp8 ranks divide, to be set before it is called; None: nothing.
+        division: what of it ranks divide; None: nothing.
         low_rank: of its adapter, `lora_A` (r, in) and `lora_B` (out, r), transposed or not; None: it has none.
     """
 
@@ -44,21 +45,25 @@ class Linear(nn.Linear):
         out = self._multiplied(x)
         if self.low_rank is None:
             return out
-        update = delta(x, self.lora_A, self.lora_B, self.low_rank, self.training)
+        update = delta(x, self.part("lora_A"), self.part("lora_B"), self.low_rank, self.training)
         return torch.add(out, update, alpha=self.low_rank.scale)
 
+    def part(self, name: str) -> Any:
+        """A parameter or, where ranks divide the layer, what this one computes with in its place; None: nothing."""
+        parameter = getattr(self, name)
+        return parameter if parameter is None or self.division is None else self.division.part(name, parameter)
+
     def _multiplied(self, x: Tensor) -> Tensor:
-        storage = storages_of(self).get("weight")
+        weight, bias, storage = self.part("weight"), self.part("bias"), storages_of(self).get("weight")
         if storage is not None:
-            scales: Tensor = getattr(self, "weight" + SCALES)
-            out = stored_linear(x, self.weight, scales, storage, self.is_transposed)
+            out = stored_linear(x, weight, self.part("weight" + SCALES), storage, self.is_transposed)
         elif self.is_fp8 and suits_rows(x):
-            out = fp8_product(x, self.weight, self.is_transposed, self.division)
-        elif self.is_transposed or self.bias is None:
-            out = multiply(x, self.weight, self.is_transposed)
+            out = fp8_product(x, weight, self.is_transposed, self.division)
+        elif self.is_transposed or bias is None:
+            out = multiply(x, weight, self.is_transposed)
         else:
-            return F.linear(x, self.weight, self.bias)
-        return out if self.bias is None else out + self.bias
+            return F.linear(x, weight, bias)
+        return out if bias is None else out + bias
 
 
 def multiply(x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:

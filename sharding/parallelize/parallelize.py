@@ -4,7 +4,7 @@ The loss of every rank is its local sum divided by a global count, so gradients 
 averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...moe.experts.lora import first_values
 from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
-from ...moe.linear.quantized import view_codes
+from ...moe.linear.quantized import SCALES, view_codes
 from ...moe.util.gpu import is_rehearsing_gpu
 from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from ..mesh import Mesh
@@ -30,7 +30,6 @@ from .choices import Strategy
 from .dispatchers import choose_dispatcher
 from .offload import offload_inputs
 from .recompute import checkpoint_layers, keep_products
-from .tensor_parallel import divided_here, place_divided
 from .unreached import reduce_unreached
 
 
@@ -133,6 +132,33 @@ def _make_unit(module: nn.Module, **how: Any) -> None:
     file = type(module).__module__
     fully_shard(module, **how)
     type(module).__module__ = file
+
+
+def divided_here(model: Any) -> Mapping[str, str]:
+    """For each parameter of this rank's stages that is divided, the path of the module whose call needs it. The scales
+    of a quantized one are divided as it is."""
+    divided: Mapping[str, str] = getattr(model, "divided", {})
+    stages = stages_of(model)
+    here = {name: path for name, path in divided.items() if stages is None or stages.is_here(name)}
+    parameters = {name for name, _ in model.named_parameters()} if here else set()
+    return here | {name + SCALES: path for name, path in here.items() if name + SCALES in parameters}
+
+
+def place_divided(model: Any, mesh: Mesh) -> None:
+    """Give each tp rank its part of what tensor parallelism divides, cut along dim 0 and then sharded by FSDP over the
+    ranks with the same tp index, in place; and the modules that are divided their group."""
+    names = divided_here(model)
+    if not getattr(model, "divided", None):
+        return
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        weight = model.get_parameter(name)
+        placed = distribute_tensor(weight.detach(), mesh.tp, [Shard(0)])
+        module: nn.Module = model.get_submodule(owner)
+        module.register_parameter(own_name, nn.Parameter(placed, requires_grad=weight.requires_grad))
+    assert mesh.cp_group is not None
+    assert mesh.cp_group.tp is not None
+    model.tensor_parallel.place(mesh.cp_group.tp, set(names.values()))
 
 
 @dataclass(frozen=True)

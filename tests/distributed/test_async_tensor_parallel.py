@@ -20,11 +20,12 @@ from expertmesh.moe.torch_private import _resolve_process_group
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import engine, overlapped_regions
+from expertmesh.training import engine
 from expertmesh.training.engine import assemble
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.overlapped_regions import SymmetricMemory, check_async, symmetric_memory
 from expertmesh.training.step import compute_gradients
+from expertmesh.training.tensor_parallel import overlap
+from expertmesh.training.tensor_parallel.overlap import SymmetricMemory, check_async, symmetric_memory
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, in_full, my_batches, sharded_model
 from tests.families.configs import TEXT_IDS, tiny_model
@@ -148,15 +149,19 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], lis
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
-        ("mixtral", {}, "exchanges of 3 of 3 regions in parts beside GEMMs (async): 3 at both ends"),
-        ("mixtral", adapted("experts"), "3 of 3 regions in parts beside GEMMs (async): 3 at both ends"),
-        ("mixtral", adapted("q_proj", "k_proj", "v_proj"), "(async): 3 at the end alone"),
-        ("mixtral", adapted("o_proj"), "(async): 3 at the beginning alone"),
+        ("mixtral", {}, "exchanges in parts beside GEMMs (async): at the beginning of 3 of 3 regions, at the end of 3"),
+        ("mixtral", adapted("experts"), "(async): at the beginning of 3 of 3 regions, at the end of 3"),
+        (
+            "mixtral",
+            adapted("q_proj", "k_proj", "v_proj"),
+            "(async): at the beginning of 0 of 3 regions, at the end of 3",
+        ),
+        ("mixtral", adapted("o_proj"), "(async): at the beginning of 3 of 3 regions, at the end of 0"),
         ("mixtral", adapted("attention"), None),
         ("mixtral", adapted("q_proj", base_dtype="nf4"), None),
         # its first layer has a dense MLP
-        ("qwen2_moe", adapted("attention"), "exchanges of 1 of 4 regions in parts"),
-        ("deepseek_v2", {}, "3 at both ends, 3 at the end alone; 3 begin with layers that are not divided"),
+        ("qwen2_moe", adapted("attention"), "at the beginning of 1 of 4 regions, at the end of 1"),
+        ("deepseek_v2", {}, "of 3 of 6 regions, at the end of 6; 3 begin with layers that are not divided"),
     ],
     ids=str,
 )
@@ -197,12 +202,12 @@ def _links(visible: list[list[str]], used: list[int], linked: bool) -> str:
         mock.patch.object(torch.cuda, "device_count", return_value=len(sees)),
         mock.patch.object(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=sees[index])),
         mock.patch.object(
-            overlapped_regions._distributed_c10d,
+            overlap._distributed_c10d,
             "_detect_dma_connectivity",
             return_value=SimpleNamespace(matrix=matrix),
             create=True,
         ),
-        mock.patch.object(overlapped_regions, "enable_symm_mem_for_group"),
+        mock.patch.object(overlap, "enable_symm_mem_for_group"),
     ):
         try:
             symmetric_memory(TPGroup(2, rank, world), torch.device("cuda", used[rank]))

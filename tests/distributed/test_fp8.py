@@ -12,11 +12,13 @@ import torch
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.kernels.fp8_casts import Scaled
 from expertmesh.moe.linear import fp8 as fp8_linear
+from expertmesh.moe.linear import linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import engine, tensor_parallel
+from expertmesh.training import engine
 from expertmesh.training.model_setup.dense_precision import multiply_in_fp8
+from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours
 from tests.families.configs import TEXT_IDS, tiny_model
@@ -86,8 +88,13 @@ def exactly(path: Path, topology: Topology, case: Case, without: str = "") -> Fi
         if without == "scales apart":
             stack.enter_context(mock.patch.object(TPGroup, "all_reduce_max", lambda group, x: x))
         if without == "sums":
-            stack.enter_context(mock.patch.object(tensor_parallel._Alike, "enter", return_value=None))
+            stack.enter_context(mock.patch.object(linear, "fp8_product", _each_summand))
         return ours(path, topology, case)
+
+
+def _each_summand(x: torch.Tensor, weight: torch.Tensor, is_transposed: bool, division: Any) -> torch.Tensor:
+    is_alike = division is not None and division.of == "nothing"
+    return fp8_linear.fp8_product(x, weight, is_transposed, None if is_alike else division)
 
 
 def _multiply_in_fp32(a: Scaled, b: Scaled) -> torch.Tensor:
@@ -155,7 +162,7 @@ def test_parts_that_fp8_does_not_take() -> None:
     model = build_model(tiny_config(**HEADS), "eager")
     multiply_in_fp8(model, "cpu")
     with pytest.raises(ExpertMeshError, match=r"--tp-size 4 leaves each rank 8 of the 32 rows of \S+; use a smaller"):
-        tensor_parallel.apply_tensor_parallel(model, 4)
+        apply_tensor_parallel(model, 4)
 
 
 def _error(found: Figures, wanted: Figures) -> float:

@@ -18,12 +18,12 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import tensor_parallel
 from expertmesh.training.attention.context_parallel_attention import cp_attention
 from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.step import compute_gradients
+from expertmesh.training.tensor_parallel import regions
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full, my_batches, sharded_model
 from tests.distributed.whole_runs import Runs, assert_equal_weights
@@ -212,9 +212,9 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], int
         batches = my_batches(case, TP_2, dist.get_rank(), mesh.cp_group)
         with mock.patch.object(TPGroup, "all_gather", counting), ExitStack() as stack:
             if is_kept:
-                stack.enter_context(mock.patch.object(tensor_parallel, "is_kept_otherwise", return_value=True))
+                stack.enter_context(mock.patch.object(regions, "is_kept_otherwise", return_value=True))
             result = compute_gradients(model, batches, LossWeights(0.0, 0.0))
         grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        regions = len(model.tensor_parallel.regions) * len(batches)
-        figures.append((result.loss, grads, len(sizes), regions))
+        number = len(model.tensor_parallel.regions) * len(batches)
+        figures.append((result.loss, grads, len(sizes), number))
     return figures

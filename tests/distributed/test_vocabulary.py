@@ -23,10 +23,10 @@ from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
-from expertmesh.sharding.parallelize.vocabulary import divide_embedding, divided_vocabulary
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, SplitSequences
 from expertmesh.training.loss.head import chunked_loss_sum, complete_logits, full_loss_sum, vocabulary_loss_sum
+from expertmesh.training.tensor_parallel.divide import DividedEmbedding, undivided_vocabulary
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
 from tests.interpreter import interpreted
@@ -313,8 +313,7 @@ def _embed() -> None:
         expected_BSD.backward(grad_BSD)
         torch.manual_seed(0)
         embedding = kind(VOCABULARY, WIDTH, padding_idx=130).to(dtype)
-        divide_embedding(embedding, group)
-        assert type(embedding).__name__ == kind.__name__
+        DividedEmbedding(embedding, group)
         # as sharding leaves it for a forward
         placed = DTensor.from_local(own(embedding.weight, 0, group), mesh, [Shard(0)], run_check=False)
         embedding.register_parameter("weight", nn.Parameter(placed))
@@ -363,31 +362,30 @@ def _logits(path: Path) -> None:
         complete_logits(torch.ones(1, 2, WIDTH, requires_grad=True), torch.ones(5, WIDTH), None, tp_group())
 
 
-INDIVISIBLE = "(its 320 tokens are no multiple of --tp-size 3)"
-LIGER = "(--cross-entropy liger computes with all of it; chunked computes with parts)"
+INDIVISIBLE = "its 320 tokens are no multiple of --tp-size 3"
+LIGER = "--cross-entropy liger computes with all of it; chunked computes with parts"
 
 
 @pytest.mark.parametrize(
     ("make", "tp_size", "cross_entropy", "embedding", "head"),
     [
-        (tiny_mixtral, 3, "auto", f"complete on each rank {INDIVISIBLE}", f"complete on each rank {INDIVISIBLE}"),
+        (tiny_mixtral, 3, "auto", INDIVISIBLE, INDIVISIBLE),
         (
             *(lambda: tiny_mixtral(tie_word_embeddings=True), 2, "auto"),
-            *("complete on each rank (tied to the head)", "complete on each rank (tied to the embedding)"),
+            *("tied to the head", "tied to the embedding"),
         ),
-        (tiny_mixtral, 2, "liger", "divided", f"complete on each rank {LIGER}"),
-        (tiny_mixtral, 2, "chunked", "divided", "divided"),
+        (tiny_mixtral, 2, "liger", None, LIGER),
+        (tiny_mixtral, 2, "chunked", None, None),
         *(
-            (make, 2, "auto", "divided", "complete on each rank (its logits are scaled or capped afterwards)")
+            (make, 2, "auto", None, "its logits are scaled or capped afterwards")
             for make in (scaled_logits, capped_logits)
         ),
     ],
     ids=["indivisible", "tied", "liger", "chunked", "scaled", "capped"],
 )
-def test_what_is_divided(make: Any, tp_size: int, cross_entropy: str, embedding: str, head: str) -> None:
+def test_what_is_divided(make: Any, tp_size: int, cross_entropy: str, embedding: str | None, head: str | None) -> None:
     config = make().config
     if make in (scaled_logits, capped_logits):
         config.tie_word_embeddings = False
-    found = divided_vocabulary(build_model(config), tp_size, cross_entropy)
-    assert found.line() == f"vocabulary: embedding {embedding}, head {head}"
-    assert (found.embedding, found.head) == (embedding == "divided", head == "divided")
+    found = undivided_vocabulary(build_model(config), tp_size, cross_entropy)
+    assert found == {"embedding": embedding, "head": head}

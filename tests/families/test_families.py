@@ -30,7 +30,7 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.planning.families_command import main
 from expertmesh.training.step import compute_gradients
-from expertmesh.training.tensor_parallel import apply_tensor_parallel
+from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     attention_mask,

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from expertmesh.moe.experts.lora import Lora, add_adapters
 from expertmesh.moe.linear import fp8 as fp8_linear
-from expertmesh.moe.linear.fp8 import Division, suits_fp8
+from expertmesh.moe.linear.division import Division
+from expertmesh.moe.linear.fp8 import suits_fp8
 from expertmesh.moe.linear.linear import hold_transposed, use_fp8
 from tests.tiny import relative_error
 

@@ -18,7 +18,7 @@ from expertmesh.training.evaluate import inference
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compile_layers
-from expertmesh.training.tensor_parallel import apply_tensor_parallel
+from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.families.configs import tiny_config as tiny_family
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 

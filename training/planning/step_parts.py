@@ -119,6 +119,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.moe.linear.dequantize_triton": StepModule(
         "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}
     ),
+    "expertmesh.moe.linear.division": StepModule(None),
     "expertmesh.moe.linear.fp8": StepModule(None),
     "expertmesh.moe.linear.linear": StepModule(None),
     "expertmesh.moe.linear.low_rank": StepModule("adapters"),
@@ -132,9 +133,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.sharding.parallelize.offload": StepModule(None),
     "expertmesh.sharding.parallelize.parallelize": StepModule(None, lasting=("zeros_by_rows",)),
     "expertmesh.sharding.parallelize.recompute": StepModule(None),
-    "expertmesh.sharding.parallelize.tensor_parallel": StepModule(None),
     "expertmesh.sharding.parallelize.unreached": StepModule(None),
-    "expertmesh.sharding.parallelize.vocabulary": StepModule(None),
     "expertmesh.sharding.parallelize.weight_gradients": StepModule(None),
     "expertmesh.sharding.pipeline.cut": StepModule(None),
     "expertmesh.sharding.pipeline.pipeline": StepModule("pipeline"),
@@ -147,7 +146,6 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.attention.packed_attention": StepModule(None),
     "expertmesh.training.fused.liger_norm": StepModule("norms"),
     "expertmesh.training.fused.liger_rotary": StepModule("rotary"),
-    "expertmesh.training.kept_positions": StepModule(None),
     "expertmesh.training.loss.balance": StepModule("optimizer step"),
     "expertmesh.training.loss.head": StepModule("LM head, loss"),
     "expertmesh.training.loss.head_triton": StepModule(
@@ -174,10 +172,12 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.optim.matrices": StepModule("optimizer step"),
     "expertmesh.training.optim.muon": StepModule("optimizer step", lasting=("Muon._begin",)),
     "expertmesh.training.optim.shampoo": StepModule("optimizer step", lasting=("Shampoo._begin", "Shampoo._factor")),
-    "expertmesh.training.overlapped_regions": StepModule(None),
     "expertmesh.training.pipelined": StepModule("pipeline"),
     "expertmesh.training.step": StepModule("the step"),
-    "expertmesh.training.tensor_parallel": StepModule(None),
+    "expertmesh.training.tensor_parallel.divide": StepModule(None),
+    "expertmesh.training.tensor_parallel.kept_positions": StepModule(None),
+    "expertmesh.training.tensor_parallel.overlap": StepModule(None),
+    "expertmesh.training.tensor_parallel.regions": StepModule(None),
     "torch.distributed.tensor._sharding_prop": StepModule(
         None, lasting=("ShardingPropagator._propagate_tensor_meta_non_cached",)
     ),

@@ -28,6 +28,7 @@ from ....moe.dispatch.alltoall import LocalDispatcher
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import PLAIN_ENTRY
 from ....moe.dispatch.dispatcher_registry import DISPATCHERS, Dispatcher, DispatchOptions, NodeGroups
+from ....moe.experts.forward import Forward
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
@@ -44,19 +45,17 @@ from ....sharding.collectives.single import ALL_GATHER, REDUCE_SCATTER
 from ....sharding.collectives.tensor_parallel import TPGroup
 from ....sharding.parallelize.offload import offload_inputs
 from ....sharding.parallelize.recompute import checkpoint_layers, keep_products
-from ....sharding.parallelize.tensor_parallel import give_group
 from ....sharding.pipeline.survey import survey
 from ....sharding.stages import Stages
 from ....sharding.state import divided_of, parameters_of
 from ....sharding.topology import Axis, rows_of
-from ... import tensor_parallel
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch
 from ...engine import compute_dtype
 from ...loss.balance import LossWeights
 from ...micro_batch import forward_of, token_loss_sum
 from ...optim.optimizer import matrix_parts, state_bytes
-from ...tensor_parallel import Within
+from ...tensor_parallel import regions
 from ..planner.measured import (
     BlockUpdate,
     LayerExchange,
@@ -124,7 +123,7 @@ class Measurer:
         if config.tp_size > 1:
             ranks: Any = _Group(config.tp_size, "tp")
             self.tp = TPGroup(config.tp_size, 0, ranks)
-            give_group(model, set(model.divided.values()), self.tp)
+            model.tensor_parallel.place(self.tp, set(model.divided.values()))
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
         self.kept = set(fp32_parameters(model).values())
@@ -257,15 +256,10 @@ class _Measurement:
                 if own and not self.workload.experts_gathered and self.workload.has_gradients and whole.requires_grad:
                     made[whole].grad = torch.empty(shape, dtype=whole.dtype)
             module._parameters[name] = made[whole]
-        self.parts = {own for whole, own in made.items() if whole in self.of.divided}
         for layer in (each for number in self.of.first for each in moe_layers(self.layers[number])):
             layer.dispatcher = self._dispatcher()
             layer.mlp.working = type(layer.mlp.working)()
             layer.mlp.working.are_kept = self.workload.keeps_casts
-
-    def _part(self, parameter: Tensor, group: TPGroup) -> Tensor:
-        """In place of tensor parallelism's own: what is divided is this rank's part already."""
-        return parameter if parameter in self.parts else group.mine(parameter)
 
     def _dispatcher(self) -> Dispatcher:
         w, num_experts = self.workload, self.of.num_experts
@@ -471,22 +465,21 @@ class _Measurement:
 
             return call
 
-        gather = Within.gather
+        gather = regions.gather_once
 
-        def gather_once(within: Within, x: Tensor, dim: int, group: TPGroup) -> Tensor:
+        def gather_once(forward: Forward, x: Tensor, dim: int, group: TPGroup) -> Tensor:
             assert self.recorder is not None
             # what all layers have in common is gathered in the first one alone
-            self.in_common += 0 if id(x) in within.gathered else x.nbytes * group.size
+            self.in_common += 0 if id(x) in forward.gathered else x.nbytes * group.size
             with self.recorder.paused(), self.live.paused():
-                return gather(within, x, dim, group)
+                return gather(forward, x, dim, group)
 
         with ExitStack() as stack:
             patches: list[Any] = [
                 *(mock.patch.object(m, "UnderWay", partial(_UnderWay, self)) for m in (exchange, context_parallel)),
                 telling_rows(exchange_counts, told_once, exchange_all),
                 *(mock.patch.object(dist, name, exchange_at_once(kind)) for name, kind in _AT_ONCE.items()),
-                mock.patch.object(Within, "gather", gather_once),
-                mock.patch.object(tensor_parallel, "_part", self._part),
+                mock.patch.object(regions, "gather_once", gather_once),
                 never_tracing(),
                 assuming_even_counts(),
             ]

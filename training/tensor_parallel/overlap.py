@@ -3,48 +3,38 @@ they wait for, or that waits for them (Wang et al., ASPLOS 2023; torch's symmetr
 
 A region's first layers are computed of each rank's positions as they arrive; of its last layer each rank's summand is
 sent as soon as it is there. In backward these change places. What is computed is the same. What backward gathers once
-more, for weights' gradients (see `training.kept_positions`), is waited for.
+more, for weights' gradients (see `training.tensor_parallel.kept_positions`), is waited for.
 
 Shape suffixes: n ranks of the group, K inputs and N outputs of a layer.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.collectives.tensor_parallel import TPGroup
-
-
-class Operators(Protocol):
-    """Matmuls in parts beside an exchange of the ranks of a group."""
-
-    def gather_multiply(self, x: Tensor, weights_KN: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
-        """(all ranks' x, one after the other along `dim`; the products of that with each of the weights)."""
-        ...
-
-    def multiply_scatter(self, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
-        """This rank's part, along `dim`, of the sum of all ranks' x · weight_KN."""
-        ...
+from ...moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.collectives.tensor_parallel import TPGroup
 
 
 class SymmetricMemory:
-    """The operators by torch, on GPUs that reach each other's memory over NVLink."""
+    """torch's operators for matmuls in parts beside an exchange, on GPUs that reach each other's memory over NVLink."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.name = group.group_name
 
     def gather_multiply(self, x: Tensor, weights_KN: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
+        """(all ranks' x, one after the other along `dim`; the products of that with each of the weights)."""
         gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, list(weights_KN), dim, self.name)
         return gathered, products
 
     def multiply_scatter(self, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
+        """This rank's part, along `dim`, of the sum of all ranks' x · weight_KN."""
         part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight_KN, "sum", dim, self.name)
         return part
 
@@ -57,7 +47,7 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     """
     assert group.ranks is not None
     # one number is another GPU in another process, or the same one, wherever CUDA_VISIBLE_DEVICES differs
-    visible = [_name_of_gpu(index) for index in range(torch.cuda.device_count())]
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     gpus: list[Any] = [None] * group.size
     dist.all_gather_object(gpus, visible[device.index], group=group.ranks)
     if hidden := [gpu for gpu in gpus if gpu not in visible]:
@@ -80,11 +70,6 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     return SymmetricMemory(group.ranks)
 
 
-def _name_of_gpu(index: int) -> str:
-    """The same in all processes that see it, on all nodes another."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def check_async(device_type: str) -> None:
     """
     Raises:
@@ -97,7 +82,7 @@ def check_async(device_type: str) -> None:
 
 
 def gather_multiply(
-    operators: Operators,
+    operators: SymmetricMemory,
     group: TPGroup,
     x: Tensor,
     weights_NK: Sequence[Tensor],
@@ -113,7 +98,7 @@ def gather_multiply(
     return gathered, outputs
 
 
-def multiply_scatter(operators: Operators, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
+def multiply_scatter(operators: SymmetricMemory, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
     """This rank's positions of what the ranks' layers add up to. Differentiable."""
     part: Tensor = _MultiplyScatter.apply(operators, dim, x, weight_KN)
     return part
@@ -123,7 +108,7 @@ class _GatherMultiply(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        operators: Operators,
+        operators: SymmetricMemory,
         group: TPGroup,
         dim: int,
         note: Callable[[Tensor], None],
@@ -159,7 +144,7 @@ class _GatherMultiply(torch.autograd.Function):
 
 class _MultiplyScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operators: Operators, dim: int, x: Tensor, weight_KN: Tensor) -> Tensor:
+    def forward(ctx: Any, operators: SymmetricMemory, dim: int, x: Tensor, weight_KN: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_KN)
         ctx.operators, ctx.dim = operators, dim
         return operators.multiply_scatter(x, weight_KN, dim)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..moe.torch_private import _top_saved_tensors_default_hooks
-from ..sharding.collectives.tensor_parallel import TPGroup
+from ...moe.torch_private import _top_saved_tensors_default_hooks
+from ...sharding.collectives.tensor_parallel import TPGroup
 
 
 def is_kept_otherwise() -> bool:
