@@ -14,17 +14,16 @@ Shape suffixes: B sequences, n of them complete on this rank, S positions, L = S
 H/c of them, A head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...moe.dispatch.exchange import UnderWay
+from .differentiable import exchanged
 from .tensor_parallel import TPGroup
 
 
@@ -65,17 +64,17 @@ class CPGroup:
         The number of heads must be a multiple of the ranks; it may differ between tensors, as may the width.
         """
         parts_BLHA = [x.transpose(1, 2) for x in parts_BHLA]
-        return [x.permute(1, 2, 0, 3) for x in _exchanged(parts_BLHA, self._send_heads, self._send_positions)]
+        return [x.permute(1, 2, 0, 3) for x in exchanged(parts_BLHA, self._send_heads, self._send_positions)]
 
     def to_positions(self, out_BShA: Tensor) -> Tensor:
         """The inverse of `to_heads` for attention's output: (B, L, H, A)."""
-        (out_BLHA,) = _exchanged([out_BShA.transpose(0, 1)], self._send_positions, self._send_heads)
+        (out_BLHA,) = exchanged([out_BShA.transpose(0, 1)], self._send_positions, self._send_heads)
         return out_BLHA
 
     def to_sequences(self, *parts_BL: Tensor) -> list[Tensor]:
         """Returns, for each tensor (B, L, ...) of all sequences at this rank's positions, this rank's sequences at all
         positions, (n, S, ...). Gradients of a sequence that several ranks get are added up."""
-        return _exchanged(parts_BL, self._send_sequences, partial(self._return_sequences, len(parts_BL[0])))
+        return exchanged(parts_BL, self._send_sequences, partial(self._return_sequences, len(parts_BL[0])))
 
     def to_ranges(self, number: int, *parts_nS: Tensor) -> list[Tensor]:
         """The inverse of `to_sequences`, for results: (B, L, ...).
@@ -83,7 +82,7 @@ class CPGroup:
         Args:
             number: of sequences, B.
         """
-        return _exchanged(parts_nS, partial(self._send_ranges, number), self._return_ranges)
+        return exchanged(parts_nS, partial(self._send_ranges, number), self._return_ranges)
 
     def sequences_of(self, rank: int, number: int) -> range:
         """Which of so many sequences a rank of the group gets complete: one at least."""
@@ -186,25 +185,3 @@ class CPGroup:
 
 def _wait(begun: "UnderWay | Tensor") -> Tensor:
     return begun if isinstance(begun, Tensor) else begun.wait()
-
-
-_Send = Callable[[Sequence[Tensor]], list[Tensor]]
-
-
-def _exchanged(parts: Sequence[Tensor], send: _Send, send_gradients: _Send) -> list[Tensor]:
-    """What `send` gives, differentiable: what have gradients are sent first, and then the others."""
-    with_grad = iter(_Exchange.apply(send, send_gradients, *(x for x in parts if x.is_floating_point())))
-    others = iter(send([x for x in parts if not x.is_floating_point()]))
-    return [next(with_grad if x.is_floating_point() else others) for x in parts]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, send: _Send, send_gradients: _Send, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.send_gradients = send_gradients
-        return tuple(send(parts))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.send_gradients(grads)

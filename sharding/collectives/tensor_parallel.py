@@ -10,14 +10,13 @@ Shape suffixes: n ranks of the group, S positions, L = S/n of them on this rank,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...moe.util.gpu import computes_on_cpu
+from .differentiable import exchanged
 from .single import all_gather, reduce_scatter
 
 
@@ -36,8 +35,6 @@ class TPGroup:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' tensors, which have one shape, one after the other along `dim`. Differentiable: the gradient is
         the sum of all ranks'."""
-        if not x.is_floating_point():
-            return self.all_gather(x, dim)
         return _differentiable(x, partial(self.all_gather, dim=dim), partial(self.sum_scatter, dim=dim))
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -121,21 +118,5 @@ class TPGroup:
 
 
 def _differentiable(x: Tensor, exchange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]) -> Tensor:
-    out: Tensor = _Exchange.apply(x, exchange, of_gradient)
+    (out,) = exchanged([x], lambda parts: [*map(exchange, parts)], lambda grads: [*map(of_gradient, grads)])
     return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, exchange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.of_gradient = of_gradient
-        # the same memory as a tensor of its own: a view that a function's forward returns, nobody may change in place,
-        # and models do, as where they clamp queries
-        return exchange(x).data
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.of_gradient(grad), None, None

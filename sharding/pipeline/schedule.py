@@ -250,23 +250,11 @@ def sends(action: Action, pp_size: int, num_stages: int) -> bool:
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Per pp rank the most micro-batches, of a stage each, whose forward is done and whose backward is not."""
-    return [_peak(actions, {"forward": 1, "backward": -1}) for actions in schedule]
+    return [most_held(actions, {"forward": 1, "backward": -1}) for actions in schedule]
 
 
-def peak_queued(schedule: Schedule) -> list[int]:
-    """Per pp rank the most micro-batches, of a stage each, whose backward is done and whose weights are not; 0 in a
-    schedule without weights."""
-    has_weights = any(action.kind == "weights" for action in chain.from_iterable(schedule))
-    return [_peak(actions, {"backward": 1, "weights": -1}) if has_weights else 0 for actions in schedule]
-
-
-def peak_held(schedule: Schedule) -> list[int]:
-    """Per pp rank the most micro-batches, of a stage each, that are in flight or queued."""
-    has_weights = any(action.kind == "weights" for action in chain.from_iterable(schedule))
-    return [_peak(actions, {"forward": 1, "weights" if has_weights else "backward": -1}) for actions in schedule]
-
-
-def _peak(actions: Sequence[Action], change: dict[Kind, int]) -> int:
+def most_held(actions: Sequence[Action], change: dict[Kind, int]) -> int:
+    """The most that a rank holds, which each kind of action changes by so much."""
     held = peak = 0
     for action in actions:
         held += change.get(action.kind, 0)

@@ -13,14 +13,14 @@ from expertmesh.sharding.pipeline.schedule import (
     Compute,
     Event,
     Exchange,
+    Kind,
     Schedule,
     ScheduleName,
     communications,
     forward_schedule,
     make_schedule,
-    peak_held,
+    most_held,
     peak_in_flight,
-    peak_queued,
     receives,
     sends,
     source,
@@ -224,6 +224,21 @@ def test_ranks_that_wait_for_one_another() -> None:
 
 def seconds(schedule: Schedule, costs: Costs) -> float:
     return Timetable(schedule).seconds([costs])[0]
+
+
+def peak_queued(schedule: Schedule) -> list[int]:
+    """Per pp rank the most micro-batches, of a stage each, whose backward is done and whose weights are not."""
+    return [most_held(actions, {"backward": int(has_weights(schedule)), "weights": -1}) for actions in schedule]
+
+
+def peak_held(schedule: Schedule) -> list[int]:
+    """Per pp rank the most micro-batches, of a stage each, that are in flight or queued."""
+    last: Kind = "weights" if has_weights(schedule) else "backward"
+    return [most_held(actions, {"forward": 1, last: -1}) for actions in schedule]
+
+
+def has_weights(schedule: Schedule) -> bool:
+    return any(action.kind == "weights" for action in chain.from_iterable(schedule))
 
 
 def check(schedule: Schedule, pp_size: int, chunks: int, micro_batches: int) -> None:

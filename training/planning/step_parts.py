@@ -127,6 +127,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.moe.util.recompute_cache": StepModule(None),
     "expertmesh.sharding.clipping": StepModule("clipping"),
     "expertmesh.sharding.collectives.context_parallel": StepModule(None),
+    "expertmesh.sharding.collectives.differentiable": StepModule(None),
     "expertmesh.sharding.collectives.gloo": StepModule(None),
     "expertmesh.sharding.collectives.single": StepModule(None),
     "expertmesh.sharding.collectives.tensor_parallel": StepModule(None),
