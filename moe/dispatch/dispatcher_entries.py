@@ -22,6 +22,11 @@ class EPGroup:
     def spans_nodes(self) -> bool:
         return self.ranks_per_node is None or self.ranks_per_node < self.size
 
+    @property
+    def ranks_of_token(self) -> float:
+        """On how many ranks the experts of a token are, on average, where each choice is as likely to be on any."""
+        return self.size * (1 - (1 - 1 / self.size) ** self.top_k)
+
 
 @dataclass(frozen=True)
 class DispatcherEntry:
@@ -50,6 +55,10 @@ class DispatcherEntry:
     elsewhere: tuple[str, ...]
 
 
+_FEW_RANKS = 2 / 3
+"""Of a token's choices, at most as many ranks as `auto` sends it to once each, within a node. Forecast for Qwen3
+30B-A3B on 8 H100, where 8 choices are on 5.3 ranks: 5 to 12 % more tokens/s."""
+
 PLAIN_ENTRY = DispatcherEntry(
     "plain",
     how="a row for each choice",
@@ -67,7 +76,7 @@ RANK_ENTRY = DispatcherEntry(
     sums=True,
     by_nodes=False,
     without_nodes="rank",
-    auto=lambda group: None,
+    auto=lambda group: 30 if not group.spans_nodes and group.ranks_of_token <= _FEW_RANKS * group.top_k else None,
     is_recorded=True,
     elsewhere=(),
 )
@@ -115,7 +124,8 @@ def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k
 def help_of_dispatch() -> str:
     """What `--help` says of `--dispatch`."""
     ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHER_ENTRIES.entries())
-    return f"How tokens travel to their experts. {ways}. auto: node if an EP group spans nodes, else plain"
+    auto = "node if an EP group spans nodes, else rank if that sends a third fewer rows, else plain"
+    return f"How tokens travel to their experts. {ways}. auto: {auto}"
 
 
 def table_of_dispatchers() -> str:

@@ -394,9 +394,13 @@ def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, r
 
 
 @pytest.mark.parametrize(
-    ("asked", "ep_size", "ranks_on_node", "num_experts", "taken"),
+    ("asked", "ep_size", "ranks_on_node", "top_k", "taken"),
     [
         ("auto", 8, 8, 2, "plain"),
+        # 5.3 ranks for 8 choices, 3.3 for 4
+        ("auto", 8, 8, 8, "rank"),
+        ("auto", 8, 8, 4, "plain"),
+        ("auto", 2, 2, 4, "rank"),
         ("auto", 16, 8, 2, "node"),
         ("auto", 16, 8, 1, "plain"),
         ("auto", 4, 1, 2, "rank"),
@@ -408,9 +412,9 @@ def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, r
     ],
 )
 def test_auto_goes_by_which_ranks_share_a_node(
-    asked: str, ep_size: int, ranks_on_node: int | None, num_experts: int, taken: str
+    asked: str, ep_size: int, ranks_on_node: int | None, top_k: int, taken: str
 ) -> None:
-    assert resolve_dispatch(asked, ep_size, ranks_on_node, num_experts).name == taken
+    assert resolve_dispatch(asked, ep_size, ranks_on_node, top_k).name == taken
 
 
 @pytest.mark.parametrize(
