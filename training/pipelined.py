@@ -315,7 +315,9 @@ class PipelinedStep(_Run):
         numbers = {experts: number for number, experts in enumerate(moe_layers(model))}
         self.num_moe_layers, layers = len(numbers), decoder_layers(model)
         self.experts = [[e for layer in part for e in moe_layers(layers[layer])] for part in self.stages.layers]
-        self.moe_numbers = [[numbers[experts] for experts in part] for part in self.experts]
+        # one after the other: a list of them would have to be copied to the device, for which the host waits
+        firsts = [numbers[part[0]] if part else 0 for part in self.experts]
+        self.moe_numbers = [slice(n, n + len(part)) for n, part in zip(firsts, self.experts, strict=True)]
         self.is_trained_before = _trained_before(model, self.stages)
         self.routing = self._nothing()
         if self.pipeline.later is not None:
@@ -393,7 +395,7 @@ class PipelinedStep(_Run):
     def _no_sums(self) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._router_shapes(-1)]
 
-    def _routing(self, stats: Sequence[RouterStats], numbers: Sequence[int]) -> Routing:
+    def _routing(self, stats: Sequence[RouterStats], numbers: slice) -> Routing:
         """Of all layers, 0 for those of other stages."""
         here, whole = routing_of(stats), self._nothing()
         whole.counts_LE[numbers] = here.counts_LE
