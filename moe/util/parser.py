@@ -93,8 +93,11 @@ class PlainHelp(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or isinstance(action, Switch) or action.nargs == 0:
             return ", ".join(action.option_strings) or super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
-        return f"{', '.join(action.option_strings)} {value}"
+        return f"{', '.join(action.option_strings)} {self.value_of(action)}"
+
+    def value_of(self, action: argparse.Action) -> str:
+        """What a flag takes, as in "N" or "FILE..."."""
+        return self._format_args(action, self._get_default_metavar_for_optional(action))
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return {int: "N", float: "X"}.get(action.type, "TEXT")  # type: ignore[call-overload]

@@ -15,7 +15,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import nearest
 from expertmesh.training.config.optimizers import OPTIMIZERS
 from expertmesh.training.config.other_tools import _VALUES, rows
-from expertmesh.training.config.train_config import TrainConfig, _parser, make_config, parse_config
+from expertmesh.training.config.train_config import TrainConfig, make_config, make_parser, parse_config
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 OURS = {name for setting in fields(TrainConfig) for name in (setting.name, *setting.metadata.get("aliases", []))}
@@ -42,7 +42,7 @@ def test_every_flag_that_is_advised_exists() -> None:
             assert flag[2:].replace("-", "_") in OURS | {"config"} or flag in TORCHRUN, text
     for text in [*_VALUES.values(), *OF_OPTIMIZERS]:
         flags = re.sub(r"^give |,? \(.*|, .*", "", text) if text.startswith(("give", "--")) else ""
-        assert not _parser().parse_known_args([*NEEDED, *flags.split()])[1]
+        assert not make_parser().parse_known_args([*NEEDED, *flags.split()])[1]
 
 
 def test_every_flag_of_transformers_and_trl_has_an_answer() -> None:
@@ -128,7 +128,7 @@ def test_keys_and_keyword_arguments_answer_likewise(tmp_path: Path) -> None:
 
 def test_what_is_near() -> None:
     """Any one typing error in a flag is understood; what merely shares letters is not."""
-    flags = [option for option in _parser()._option_string_actions if option.startswith("--")]
+    flags = [option for option in make_parser()._option_string_actions if option.startswith("--")]
     for number, flag in enumerate(flag for flag in flags if len(flag) > 10):
         at = 3 + number % 5
         exchanged = flag[: at - 1] + flag[at] + flag[at - 1] + flag[at + 1 :]

@@ -236,7 +236,7 @@ def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) 
             near), or an invalid value.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    config = _parse(_parser(beside), arguments)
+    config = _parse(make_parser(beside), arguments)
     if not config.dataset and (config.max_steps != 0 or config.preview):
         raise ExpertMeshError("--dataset is missing: files, directories or hub ids (only --max-steps 0 goes without)")
     return config
@@ -248,14 +248,14 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ExpertMeshError: an unknown name (as in `parse_config`), or an invalid value.
     """
-    parser = _parser()
+    parser = make_parser()
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     file = given.pop("config", None)
     arguments = [] if file is None else [f"--config={file}"]
     return _parse(parser, arguments + _arguments(parser, given, ""))
 
 
-def _parser(beside: Sequence[str] = ()) -> FlagParser:
+def make_parser(beside: Sequence[str] = ()) -> FlagParser:
     parser = FlagParser(
         TrainConfig,
         beside,
@@ -346,7 +346,7 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
     Raises:
         ExpertMeshError: as `parse_config`, but for settings that do not go together.
     """
-    return _given(_parser(beside), arguments)
+    return _given(make_parser(beside), arguments)
 
 
 def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:

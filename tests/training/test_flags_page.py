@@ -1,0 +1,22 @@
+"""The page of all flags."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from expertmesh.moe.util.parser import flag_of
+from expertmesh.training.config.flags_page import page
+from expertmesh.training.config.train_config import TrainConfig
+
+FILE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
+
+
+def test_it_is_what_the_command_prints() -> None:
+    assert FILE.read_text(encoding="utf-8") == page(), "make it anew: its first lines say how"
+
+
+def test_every_setting_has_a_row_of_three_cells() -> None:
+    rows = [line for line in page().splitlines() if line.startswith("| `--")]
+    named = {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)", row.split(" | ")[0])}
+    assert named >= {flag_of(setting.name) for setting in fields(TrainConfig)}
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5}

@@ -1,0 +1,61 @@
+"""The page of all flags: `python -m expertmesh.training.config.flags_page > docs/reference/flags.md`."""
+
+from argparse import Action
+from dataclasses import fields
+from typing import Any
+
+from ...moe.util.parser import PlainHelp, Switch
+from .settings import Needs
+from .train_config import TrainConfig, make_parser
+
+HEAD = """# Flags of train_ep.py
+
+Every flag may also be a key of the YAML file that `--config` names, with underscores for dashes, and an argument of
+`expertmesh.load`. A switch takes no value, or `true` or `false`. This page is made by a command:
+
+```sh
+python -m expertmesh.training.config.flags_page > docs/reference/flags.md
+```
+"""
+
+
+def page() -> str:
+    """All flags by group, as Markdown."""
+    needs = {setting.name: setting.metadata.get("needs") for setting in fields(TrainConfig)}
+    parts = [HEAD]
+    for group in make_parser()._action_groups:
+        rows = [_row(action, needs.get(action.dest)) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            title = "General" if group.title == "options" else group.title
+            parts.append(
+                "\n".join([f"## {title}\n", "| flag | default | what it does |", "| --- | --- | --- |", *rows, ""])
+            )
+    return "\n".join(parts)
+
+
+def _row(action: Action, needs: Needs | None) -> str:
+    names = [flag for flag in action.option_strings if not flag.startswith("--no-")]
+    shown = "" if isinstance(action, Switch) else f" {PlainHelp('').value_of(action)}"
+    flags = ", ".join(f"`{flag}{shown}`" for flag in names)
+    told = _in_cell(action.help or "").rstrip(".") + "."
+    if needs is not None:
+        told += f" Has an effect only with {_in_cell(needs.in_words)}."
+    return f"| {flags} | {_default(action)} | {told} |"
+
+
+def _default(action: Action) -> str:
+    default: Any = action.default
+    if isinstance(default, bool):
+        return f"on; `--no-{action.option_strings[0][2:]}`" if default else "off"
+    if default is None or default in ("", []):
+        return ""
+    return f"`{' '.join(map(str, default)) if isinstance(default, list) else default}`"
+
+
+def _in_cell(text: str) -> str:
+    """A help text, argparse's escapes undone, in a cell of a table."""
+    return " ".join(text.replace("%%", "%").replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    print(page(), end="")
