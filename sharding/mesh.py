@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..moe.torch_private import _set_pg_timeout
 from .collectives.context_parallel import CPGroup
-from .collectives.groups import make_group
-from .collectives.nccl import few_blocks
+from .collectives.groups import few_blocks, make_group
 from .collectives.pipeline_groups import PipelineGroups, make_pipeline_groups
 from .collectives.tensor_parallel import TPGroup
 from .collectives.warm_up import warm_up

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..moe.util.errors import ExpertMeshError
-from .collectives.single import all_gather
+from .collectives.groups import all_gather
 from .state import StateTensor, state_of
 from .topology import REPLICATED, Layout, Topology
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 LEFT = 16
-"""Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.collectives.nccl`)."""
+"""Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.collectives.groups`)."""
 
 _IS_BESIDE: ContextVar[bool] = ContextVar("_IS_BESIDE", default=False)
 

@@ -1,10 +1,13 @@
-"""The process groups that are made beside those of a device mesh, and what groups are called in messages."""
+"""The process groups that are made beside those of a device mesh, with their options; what groups are called in
+messages; and collectives of one tensor, by the names that the installed release of torch gives them."""
 
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from ...moe.kernels.carve_out import LEFT
 from ..topology import Axis, Topology
 
 
@@ -44,3 +47,28 @@ def group_name(description: str) -> str:
     if description in ("default_pg", "mesh_default"):
         return "world"
     return "" if description == "undefined" else description.removeprefix("mesh_")
+
+
+def few_blocks(device_type: str) -> Any:
+    """Options with which NCCL has no more blocks than expert GEMMs in chunks leave it multiprocessors (see
+    `moe.kernels.carve_out`). torch writes into them: for one group only. None where there is no NCCL."""
+    if device_type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = LEFT
+    return options
+
+
+# another name since torch 2.13
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather every rank's `part`, one after the other along dim 0, into `out`."""
+    getattr(dist, ALL_GATHER)(out, part, group=group)
+
+
+def reduce_scatter(out: Tensor, data: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's part, along dim 0, of the sum of all ranks' `data` into `out`."""
+    getattr(dist, REDUCE_SCATTER)(out, data, group=group)

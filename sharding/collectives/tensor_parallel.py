@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...moe.util.gpu import computes_on_cpu
 from .differentiable import exchanged
-from .single import all_gather, reduce_scatter
+from .groups import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)

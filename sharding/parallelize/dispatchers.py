@@ -10,7 +10,7 @@ from ...moe.dispatch import alltoall, dedup  # noqa: F401
 from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, resolve_dispatch
 from ...moe.dispatch.dispatcher_registry import DISPATCHERS, Dispatcher, DispatchOptions
 from ...moe.util.errors import ExpertMeshError
-from ..collectives.nccl import few_blocks
+from ..collectives.groups import few_blocks
 from ..collectives.node_groups import find_nodes, make_node_groups
 from ..mesh import Mesh
 from ..topology import Topology

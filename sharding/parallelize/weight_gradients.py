@@ -22,7 +22,7 @@ from ...moe.experts.model_layers import moe_layers
 from ...moe.kernels.weight_gradients import ExpertsCall, WeightGradients
 from ...moe.util.gpu import is_rehearsing_gpu
 from ..collectives.gloo import GlooReduceScatter, SharedMemory
-from ..collectives.single import reduce_scatter
+from ..collectives.groups import reduce_scatter
 from ..mesh import Mesh
 
 

@@ -129,7 +129,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.sharding.collectives.context_parallel": StepModule(None),
     "expertmesh.sharding.collectives.differentiable": StepModule(None),
     "expertmesh.sharding.collectives.gloo": StepModule(None),
-    "expertmesh.sharding.collectives.single": StepModule(None),
+    "expertmesh.sharding.collectives.groups": StepModule(None),
     "expertmesh.sharding.collectives.tensor_parallel": StepModule(None),
     "expertmesh.sharding.parallelize.offload": StepModule(None),
     "expertmesh.sharding.parallelize.parallelize": StepModule(None, lasting=("zeros_by_rows",)),

@@ -41,7 +41,7 @@ from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives import context_parallel
 from ....sharding.collectives.context_parallel import CPGroup
-from ....sharding.collectives.single import ALL_GATHER, REDUCE_SCATTER
+from ....sharding.collectives.groups import ALL_GATHER, REDUCE_SCATTER
 from ....sharding.collectives.tensor_parallel import TPGroup
 from ....sharding.parallelize.offload import offload_inputs
 from ....sharding.parallelize.recompute import checkpoint_layers, keep_products
