@@ -77,7 +77,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "use_liger_kernel use_liger enable_liger_kernel liger_kernel_config liger_* cut_cross_entropy "
         "cross_entropy_loss_fusion cross_entropy_fusion_impl",
-        "give --cross-entropy liger (auto takes it on a GPU if it is installed); there are no other such switches",
+        "leave it out: on a GPU liger-kernel's loss, norms and rotary positions are taken where they are installed and "
+        "compute the same (pip install 'expertmesh[gpu]'); --cross-entropy says what computes the loss",
         "",
     ),
     ("use_unsloth use_unsloth_gc unsloth_* lora_mlp_kernel lora_qkv_kernel lora_o_kernel shift_attn", _NEVER, "false"),

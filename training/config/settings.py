@@ -416,7 +416,7 @@ class PrecisionSettings:
     cross_entropy: CrossEntropy = _flag(
         "auto",
         "Logits of part of the sequence at a time (chunked; liger: by liger-kernel, on GPUs) or of all of it (full). "
-        "auto: liger on a GPU if installed, else chunked",
+        "auto: liger on a GPU if installed and as exact, else chunked",
     )
     cpu_matmul: CpuMatmul = _flag(
         "auto", "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume"

@@ -27,6 +27,7 @@ class Matrix:
         held: the matrix's rows that each rank of its group holds.
         columns: which of the parameter's.
         number: of the matrix among those of its parameter, over all ranks.
+        owner: the rank of its group that computes with the whole of it (see `rounds_of`).
     """
 
     parameter: Tensor
@@ -34,6 +35,7 @@ class Matrix:
     held: tuple[range, ...]
     columns: range
     number: int = 0
+    owner: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,29 +106,16 @@ def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
     return blocks
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A matrix, and the rank of its group that computes with the whole of it."""
-
-    matrix: Matrix
-    owner: int
-
-
-def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Owned]]:
-    """Matrices in lots of at most one for each of the `size` ranks of their group, like shapes together."""
+def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
+    """Matrices in lots of at most one for each of the `size` ranks of their group, its owner; like shapes together."""
     in_order = sorted(matrices, key=lambda matrix: matrix.shape, reverse=True)
     lots = [in_order[start : start + size] for start in range(0, len(in_order), size)]
-    return [[Owned(matrix, owner) for owner, matrix in enumerate(lot)] for lot in lots]
-
-
-def with_gradients(lot: Sequence[Owned]) -> list[Owned]:
-    """Those of a lot of which something is learned: the others have no gradient on any rank."""
-    return [owned for owned in lot if owned.matrix.parameter.grad is not None]
+    return [[replace(matrix, owner=owner) for owner, matrix in enumerate(lot)] for lot in lots]
 
 
 def on_owners(
     pieces: Sequence[Sequence[Tensor]],
-    lot: Sequence[Owned],
+    lot: Sequence[Matrix],
     group: dist.ProcessGroup,
     compute: Callable[[Matrix, list[Tensor]], Tensor],
 ) -> list[Tensor]:
@@ -141,10 +130,10 @@ def on_owners(
         This rank's rows of each result.
     """
     me, number = dist.get_rank(group), len(pieces[0])
-    mine = next((owned.matrix for owned in lot if owned.owner == me), None)
+    mine = next((matrix for matrix in lot if matrix.owner == me), None)
     sent = [0] * dist.get_world_size(group)
-    for owned, piece in zip(lot, pieces, strict=True):
-        sent[owned.owner] = piece[0].numel()
+    for matrix, piece in zip(lot, pieces, strict=True):
+        sent[matrix.owner] = piece[0].numel()
     received = [0] * len(sent) if mine is None else [len(rows) * mine.shape[1] for rows in mine.held]
     whole = _all_to_all(
         torch.cat([each.flatten() for piece in pieces for each in piece]),
@@ -160,7 +149,7 @@ def on_owners(
         computed = compute(mine, [torch.cat(rows).view(mine.shape) for rows in zip(*in_order, strict=True)])
         parts = computed.flatten().split([received[rank] for rank in order])
         whole = torch.cat([parts[order.index(rank)] for rank in range(len(order))])
-    returned = _all_to_all(whole, received, sent, group).split([sent[owned.owner] for owned in lot])
+    returned = _all_to_all(whole, received, sent, group).split([sent[matrix.owner] for matrix in lot])
     return [part.view_as(piece[0]) for part, piece in zip(returned, pieces, strict=True)]
 
 
@@ -172,6 +161,9 @@ def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.Pro
 
 class MatrixOptimizer(ResumableOptimizer):
     """What optimizers of matrices, with an AdamW for other parameters, have in common.
+
+    Each matrix, or block of one, is gathered on one rank of the group that holds its rows, its change is computed there
+    and sent back: the result does not depend on how it is cut, the ranks share the work, and none holds more than one.
 
     Args:
         dense: the matrices over `mesh.dense_shards`.
@@ -203,9 +195,53 @@ class MatrixOptimizer(ResumableOptimizer):
         adamw.state = self.state
         self.adamw = adamw
         self.device = torch.device(mesh.grid.device_type)
-        self.rounds: list[tuple[list[Owned], dist.ProcessGroup]] = []
+        self.rounds: list[tuple[list[Matrix], dist.ProcessGroup]] = []
         for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
             if block_size is not None:
                 me = dist.get_rank(group)
                 matrices = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
             self.rounds += [(lot, group) for lot in rounds_of(matrices, dist.get_world_size(group))]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of all parameters. All ranks call it together."""
+        assert closure is None
+        # what has no gradient has none on any rank
+        trained = [parameter for parameter in self.matrix_group["params"] if parameter.grad is not None]
+        for parameter in trained:
+            if not self.state[parameter]:
+                self._begin(parameter)
+        if trained:
+            self._count(trained)
+        weight_decay = self.matrix_group["weight_decay"]
+        for all_of_lot, group in self.rounds:
+            lot = [matrix for matrix in all_of_lot if matrix.parameter.grad is not None]
+            if not lot:
+                continue
+            changes = on_owners([self._pieces(matrix) for matrix in lot], lot, group, self._change)
+            for matrix, change_RD in zip(lot, changes, strict=True):
+                weight_RD = matrix.rows_of(matrix.parameter)
+                weight_RD.mul_(1 - self.matrix_group["lr"] * weight_decay)
+                weight_RD.add_(change_RD.to(weight_RD.device), alpha=-self._rate(matrix))
+        self.adamw.step()
+
+    def _begin(self, parameter: Tensor) -> None:
+        """Make a parameter's state before its first step."""
+        raise NotImplementedError
+
+    def _count(self, trained: list[Tensor]) -> None:
+        """Take the new gradients into the parameters' moments."""
+        raise NotImplementedError
+
+    def _pieces(self, matrix: Matrix) -> list[Tensor]:
+        """This rank's rows of what a change is computed of."""
+        raise NotImplementedError
+
+    def _change(self, matrix: Matrix, whole: list[Tensor]) -> Tensor:
+        """Of the complete pieces: what is subtracted from the matrix, times its rate."""
+        raise NotImplementedError
+
+    def _rate(self, matrix: Matrix) -> float:
+        """The learning rate of a matrix."""
+        rate: float = self.matrix_group["lr"]
+        return rate

@@ -4,7 +4,6 @@ Shape suffixes: R rows of a block of a matrix, D its columns.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor
 from ...checkpoints.training_state.resuming import StateLayout
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
+from .matrices import Matrix, MatrixOptimizer
 
 RIDGE = 1e-5
 """Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,
@@ -32,17 +31,13 @@ class Shampoo(MatrixOptimizer):
     L^(-1/4) and R^(-1/4). Its update has the direction of L^(-1/4)·M·R^(-1/4), where M is the first moment, and the
     Frobenius norm of AdamW's; until the first roots are taken it is AdamW's. Weight decay is AdamW's.
 
-    Each block is brought together on one rank of the group that holds its rows, which keeps its factors and roots: what
-    comes out does not depend on how matrices are cut, and the ranks share work and memory.
+    A block's factors and roots are kept by its owner: the ranks share the memory.
     State of a matrix: `exp_avg` and `exp_avg_sq` of its shape, `step`; on a block's rank `left_N`, `right_N` and their
     roots `left_root_N`, `right_root_N`, in fp32; N numbers the blocks of a parameter. With square blocks 24 bytes per
     parameter in all.
 
     Args:
-        dense: the matrices over `mesh.dense_shards`.
-        experts: those over `mesh.dp`.
-        adamw: the optimizer of all other parameters; its groups and state become this one's.
-        mesh: the ranks.
+        dense, experts, adamw, mesh: see `MatrixOptimizer`.
         lr, betas, eps, weight_decay: of the matrices, as AdamW's.
         frequency: steps from one taking of roots to the next. start: the step at which they are first taken.
         block_size: the most rows and columns of a block.
@@ -67,44 +62,24 @@ class Shampoo(MatrixOptimizer):
         super().__init__(dense, experts, adamw, mesh, settings, block_size)
         self.frequency, self.start = frequency, start
         self.mine = {
-            (owned.matrix.parameter, owned.matrix.number)
+            (matrix.parameter, matrix.number)
             for lot, group in self.rounds
-            for owned in lot
-            if owned.owner == dist.get_rank(group)
+            for matrix in lot
+            if matrix.owner == dist.get_rank(group)
         }
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters. All ranks call it together."""
-        assert closure is None
-        self._count()
-        for lot, group in self.rounds:
-            trained = with_gradients(lot)
-            if trained:
-                pieces = [self._pieces(owned.matrix) for owned in trained]
-                changes = on_owners(pieces, trained, group, self._change)
-                for owned, change_RD in zip(trained, changes, strict=True):
-                    self._update(owned.matrix, change_RD)
-        self.adamw.step()
-
-    def _count(self) -> None:
-        """Begin an update: one more step, and moments of the new gradients."""
-        beta1, beta2 = self.matrix_group["betas"]
-        for parameter in self.matrix_group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if "step" not in state:
-                self._begin(parameter)
-            state["step"] += 1
-            grad = local_tensor(parameter.grad)
-            local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
-            local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
 
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         state["step"] = torch.zeros(())
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    def _count(self, trained: list[Tensor]) -> None:
+        beta1, beta2 = self.matrix_group["betas"]
+        for parameter in trained:
+            state, grad = self.state[parameter], local_tensor(parameter.grad)  # type: ignore[arg-type]
+            state["step"] += 1
+            local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
+            local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
 
     def _pieces(self, matrix: Matrix) -> list[Tensor]:
         """This rank's rows of a block's gradient, of its first moment, and of AdamW's change of it."""
@@ -141,11 +116,6 @@ class Shampoo(MatrixOptimizer):
         # resumed, it is where the parameter is, with --offload in host memory
         state[name] = state[name].to(self.device)
         return state[name]
-
-    def _update(self, matrix: Matrix, change_RD: Tensor) -> None:
-        lr, weight_decay = self.matrix_group["lr"], self.matrix_group["weight_decay"]
-        weight_RD = matrix.rows_of(matrix.parameter)
-        weight_RD.mul_(1 - lr * weight_decay).add_(change_RD.to(weight_RD.device), alpha=-lr)
 
     def state_layout(self, parameter: Tensor, key: str) -> StateLayout:
         """How a tensor of a parameter's state lies on the ranks: a factor or root on its block's alone."""
