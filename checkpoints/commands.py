@@ -14,7 +14,7 @@ from .files.dtype_names import FLOATS
 from .files.paths import read_ahead
 from .hf.source import resolve_model
 from .inspection import describe, describe_model, read_heads, with_claims_checked
-from .opening import is_training, open_readable
+from .opening import is_training, open_any
 from .training_state.marker import MARKER, check_file, read_marker
 from .verify import compare
 
@@ -99,7 +99,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
             "model of an adapter and its base"
         )
     else:
-        a, b = (open_readable(path, strict=False) for path in paths)
+        a, b = (open_any(path, strict=False) for path in paths)
         comparison = compare(a, b, arguments.rtol, arguments.ignore_config)
     for line in comparison.differences:
         print(folded(line))
@@ -133,14 +133,13 @@ def inspect_command(arguments: argparse.Namespace) -> int:
             check_file(path, file, described)
         print("checksums   match; there is no model to compare adapters with")
         return 0
-    readable = open_readable(path, strict=False)
-    readable, without_tensors = with_claims_checked(readable)
-    for line in describe_model(readable, without_tensors):
+    checkpoint, without_tensors = with_claims_checked(open_any(path, strict=False))
+    for line in describe_model(checkpoint, without_tensors):
         print(folded(line))
     check_all_bytes(path)
     in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
     print("checksums   match" if in_this_form else "checksums   none in this form")
-    return 1 if readable.checkpoint.problems else 0
+    return 1 if checkpoint.problems else 0
 
 
 def _resolve(name: str, command: str) -> Path:

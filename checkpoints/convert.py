@@ -38,7 +38,7 @@ from .hf.reader import ParameterReader, kept_encodings, tied_copies_that_differ
 from .hf.requantized import hf_outputs
 from .hf.side_files import copy_side_files, side_files
 from .hf.source import Checkpoint
-from .opening import Readable, is_training, open_origin, open_readable
+from .opening import is_training, open_any, open_origin
 
 DONE = ".done"
 """What the name of a note ends with: the file of that name is written, and this is known of it."""
@@ -74,8 +74,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
     """
-    readable = _to_be_written(open_readable(source_path, drop_untrained=how.drop_untrained), how)
-    source, names, checkpoint = readable.checkpoint.source, readable.names, readable.checkpoint
+    checkpoint = _to_be_written(open_any(source_path, drop_untrained=how.drop_untrained), how)
+    source, names = checkpoint.source, checkpoint.names
     num_experts = names.shape.num_experts
     if ep_size < 1 or num_experts % ep_size:
         fits = either(divisors(num_experts))
@@ -83,33 +83,32 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
         )
     check_all_bytes(source_path)
-    _check_tied_copies(checkpoint)
+    for copy, original in tied_copies_that_differ(checkpoint):
+        raise ExpertMeshError(f"{source.path}: {copy.name} differs from {original}, its tied twin")
     stored_dtypes = checkpoint.parameter_dtypes
     dtypes = {
         name: stored_dtypes[name] if dtype is None or name in names.buffers else dtype for name in names.parameters
     }
-    exported = checkpoint.exported
-    if dtype is not None:
-        exported = [
-            replace(tensor, dtype=dtypes[tensor.regions[0].parameter], parts=(), encoding=None) for tensor in exported
-        ]
-    encodings = kept_encodings(checkpoint, names) if dtype is None else {}
-    files = shard_files(checkpoint, names, dtypes, encodings, ep_size, how.max_shard_size)
+    encodings = kept_encodings(checkpoint) if dtype is None else {}
+    files = shard_files(checkpoint, dtypes, encodings, ep_size, how.max_shard_size)
     files += carried_files(checkpoint.carried, dtype is None, how.max_shard_size)
+    made = checkpoint
+    if dtype is not None:
+        exported = [replace(t, dtype=dtypes[t.regions[0].parameter], parts=(), encoding=None) for t in made.exported]
+        made = replace(checkpoint, exported=exported)
 
-    place = _prepare(readable, out, MANIFEST, how.overwrite)
-    records = _write(files, place, readable, how)
+    place = _prepare(checkpoint, out, MANIFEST, how.overwrite)
+    records = _write(files, place, checkpoint, how)
     with write_errors(out):
         # beside codes the config goes on to say how they are read
-        origin = source.path if dtype is None and checkpoint.encodings else None
+        origin = source.path if made.encodings else None
         copy_side_files(source, place, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
         written = {record.name for record in records}
         for file in sorted({path for path in place.rglob("*") if path.is_file()} - {*traces(place)}):
             name = file.relative_to(place).as_posix()
             if name not in written:
                 records.append(FileRecord(name, file.stat().st_size, file_checksum(file)))
-        manifest = make_manifest(source, names, ep_size, files, records, exported, checkpoint.carried, source_path.name)
-        _finish(place, out, MANIFEST, json.dumps(manifest, indent=1))
+        _finish(place, out, MANIFEST, json.dumps(make_manifest(made, ep_size, files, records), indent=1))
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
 
@@ -118,40 +117,41 @@ def export_offline(source_path: Path, out: Path, how: HowToWrite, base: Path | N
     files). Its index, or its only file, makes it complete, and is written last.
 
     Args:
-        base: of a training checkpoint (see `open_readable`).
+        base: of a training checkpoint (see `open_any`).
 
     Raises:
         ExpertMeshError: the source is damaged, or `out` is not to be had.
     """
-    source = open_readable(source_path, True, base, how.drop_untrained)
+    checkpoint = open_any(source_path, True, base, how.drop_untrained)
     check_all_bytes(source_path)
+    origin = checkpoint
     if how.as_source and is_training(source_path):
-        source = replace(source, origin=open_origin(source_path, base, source.names))
-    write_hf(source, out, how)
+        origin = open_origin(source_path, base, checkpoint.names)
+    write_hf(checkpoint, out, how, origin)
 
 
-def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
-    """Write what a source reads as, in Hugging Face form.
+def write_hf(checkpoint: Checkpoint, out: Path, how: HowToWrite, origin: Checkpoint | None = None) -> None:
+    """Write what a checkpoint reads as, in Hugging Face form.
+
+    Args:
+        origin: in whose encoding, if that is asked for; None: its own.
 
     Raises:
         ExpertMeshError: `out` is not to be had.
     """
-    source = _to_be_written(source, how)
-    checkpoint = source.checkpoint
+    checkpoint = _to_be_written(checkpoint, how)
     if how.as_source:
-        checkpoint = encoded_as_source(checkpoint, source.origin or checkpoint, how.tell)
-        source = replace(source, checkpoint=checkpoint)
+        checkpoint = encoded_as_source(checkpoint, origin or checkpoint, how.tell)
     files = plan_hf_files(hf_outputs(checkpoint), how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
-    place = _prepare(source, out, last, how.overwrite)
-    records = _write(files, place, source, how)
+    place = _prepare(checkpoint, out, last, how.overwrite)
+    records = _write(files, place, checkpoint, how)
     with write_errors(out):
-        origin = None if checkpoint.origin is None else checkpoint.origin.source.path
-        copy_side_files(checkpoint.source, place, how.tokenizer, checkpoint.drops_untrained, origin)
+        encoded_as = None if checkpoint.origin is None else checkpoint.origin.source.path
+        copy_side_files(checkpoint.source, place, how.tokenizer, checkpoint.drops_untrained, encoded_as)
         _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
-    if origin is not None:
-        for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
-            how.tell_errors(line)
+    for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
+        how.tell_errors(line)
 
 
 def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable[[str], None]) -> Checkpoint:
@@ -169,23 +169,21 @@ def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable
     return checkpoint
 
 
-def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
-    """A source with or without what is not trained, as was asked for."""
-    checkpoint = source.checkpoint
+def _to_be_written(checkpoint: Checkpoint, how: HowToWrite) -> Checkpoint:
+    """A checkpoint with or without what is not trained, as was asked for."""
     if how.drop_untrained:
         how.tell(f"dropped, as they are not trained: {checkpoint.carried_summary or 'no tensors'}")
-        return replace(source, checkpoint=checkpoint.dropping_untrained())
+        return checkpoint.dropping_untrained()
     if checkpoint.carried:
         how.tell(f"copied unchanged, as they are not trained: {checkpoint.carried_summary}")
-    return source
+    return checkpoint
 
 
-def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> Path:
+def _prepare(checkpoint: Checkpoint, out: Path, last: str, overwrite: bool) -> Path:
     """Make the directory to write into: `out`, or, where that is to be replaced once the new one is complete, one
     beside it. A complete `out`, which has the file `last`, is replaced only if told so; an unfinished one is
     continued, and so is what is beside it."""
-    checkpoint = source.checkpoint
-    read = [source.path, checkpoint.source.path, *(tensor.file.parent for tensor in checkpoint.carried)]
+    read = [checkpoint.path, checkpoint.source.path, *(tensor.file.parent for tensor in checkpoint.carried)]
     read += [] if checkpoint.origin is None else [checkpoint.origin.source.path]
     check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
     side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
@@ -220,10 +218,10 @@ def _continued(place: Path) -> Path:
     return place
 
 
-def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToWrite) -> list[FileRecord]:
+def _write(files: Sequence[OutputFile], out: Path, checkpoint: Checkpoint, how: HowToWrite) -> list[FileRecord]:
     try:
-        fingerprint = _fingerprint(files, source.checkpoint)
-        return write_files(files, out, source.make_reader, fingerprint, how.workers, how.show_progress)
+        fingerprint = _fingerprint(files, checkpoint)
+        return write_files(files, out, checkpoint.reader, fingerprint, how.workers, how.show_progress)
     except OSError as error:
         raise ExpertMeshError(
             f"{error.filename or out}: cannot be written: {error.strerror}; finished files are kept: "
@@ -251,11 +249,6 @@ def _finish(place: Path, out: Path, last: str, content: str | None) -> None:
     forget_progress(place)
     if place != out:
         replace_directory(place, out.resolve())
-
-
-def _check_tied_copies(checkpoint: Checkpoint) -> None:
-    for copy, original in tied_copies_that_differ(checkpoint):
-        raise ExpertMeshError(f"{checkpoint.source.path}: {copy.name} differs from {original}, its tied twin")
 
 
 def write_files(

@@ -14,9 +14,8 @@ from .files.dtype_names import ALL_NAMES, DTYPE_CODES
 from .files.encodings import decoded
 from .files.tensors import DiskTensor, StoredTensor
 from .hf.reader import tied_copies_that_differ
-from .hf.source import open_source, read_header, read_headers, read_json
+from .hf.source import Checkpoint, open_source, read_header, read_headers, read_json
 from .hf.untrained_parts import unfilled
-from .opening import Readable
 from .training_state.marker import MARKER, read_marker
 
 
@@ -86,10 +85,10 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
             yield f"  {part.file.name}  {name}  {list(part.shape)}  {ALL_NAMES[part.dtype]}"
 
 
-def describe_model(readable: Readable, without_tensors: str | None = None) -> Iterator[str]:
+def describe_model(checkpoint: Checkpoint, without_tensors: str | None = None) -> Iterator[str]:
     """Lines: the model's experts, parameters in all, active per token and per rank at each ep; what is left out;
     whether the checkpoint is complete."""
-    checkpoint, names = readable.checkpoint, readable.names
+    names = checkpoint.names
     num_experts, top_k = names.shape.num_experts, names.shape.top_k
     yield f"experts     {num_experts} in each of {names.num_moe_layers} layers, top-{top_k} routing"
     total = sum(prod(shape) for name, shape in names.parameters.items() if name not in names.buffers)
@@ -111,12 +110,11 @@ def describe_model(readable: Readable, without_tensors: str | None = None) -> It
         yield "complete    yes"
 
 
-def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:
+def with_claims_checked(checkpoint: Checkpoint) -> tuple[Checkpoint, str | None]:
     """The same, what transformers would fill with random values among the checkpoint's problems, and tied tensors that
     differ; and what config.json claims and transformers does without, if no tensor is of it."""
-    checkpoint = readable.checkpoint
     raw = read_json(checkpoint.source.path / "config.json")
-    lacking, without_tensors = unfilled(raw, checkpoint, readable.names)
+    lacking, without_tensors = unfilled(raw, checkpoint)
     if lacking is not None:
         said = f"{lacking}; an export with --drop-untrained has a config that does not claim them"
         checkpoint = replace(checkpoint, problems=[*checkpoint.problems, said])
@@ -124,8 +122,7 @@ def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:
         f"tensor {copy.name} differs from {original}, though config.json ties them"
         for copy, original in tied_copies_that_differ(checkpoint)
     ]
-    checkpoint = replace(checkpoint, problems=[*checkpoint.problems, *differing])
-    return replace(readable, checkpoint=checkpoint), without_tensors
+    return replace(checkpoint, problems=[*checkpoint.problems, *differing]), without_tensors
 
 
 def _form(path: Path) -> str:

@@ -88,7 +88,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> 
 @torch.no_grad()
 def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) -> dict[str, int]:
     """The row sums of what this rank has read and owns."""
-    reader = checkpoint.reader()
+    reader = checkpoint.file_reader()
     sums: dict[str, int] = {}
     for parameter, shard in shards.items():
         for tensor, region in reader.places.get(parameter, ()):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .ep_shards.manifest import open_checkpoint
-from .hf.reader import ParameterReader
 from .hf.source import Checkpoint, open_source
 from .training_state.marker import MARKER
 
@@ -16,20 +13,8 @@ if TYPE_CHECKING:
     from .hf.names import Names
 
 
-@dataclass(frozen=True)
-class Readable:
-    """A checkpoint of any form, a training checkpoint included, and how to read its parameters. `make_reader` may be
-    called once a thread. origin: the model that a training checkpoint's run began with, where it was asked for."""
-
-    path: Path
-    checkpoint: Checkpoint
-    names: Names
-    make_reader: Callable[[], ParameterReader]
-    origin: Checkpoint | None = None
-
-
-def open_readable(path: Path, strict: bool = True, base: Path | None = None, drop_untrained: bool = False) -> Readable:
-    """Open what lies at `path`, outside of any process group.
+def open_any(path: Path, strict: bool = True, base: Path | None = None, drop_untrained: bool = False) -> Checkpoint:
+    """Open what lies at `path`, a training checkpoint included, outside of any process group.
 
     Args:
         strict: stop at what is wrong with its tensors; else list it in the checkpoint's `problems`.
@@ -40,13 +25,11 @@ def open_readable(path: Path, strict: bool = True, base: Path | None = None, dro
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
     """
     if is_training(path):
-        from .training_state.reading import TrainingReader, open_training  # of all forms the one that needs torch
+        from .training_state.reading import open_training  # of all forms the one that needs torch
 
-        training = open_training(path, strict and not drop_untrained, base)
-        return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
+        return open_training(path, strict and not drop_untrained, base)
     source = open_source(path)
-    checkpoint = open_checkpoint(source, source.names, strict)
-    return Readable(path, checkpoint, source.names, checkpoint.reader)
+    return open_checkpoint(source, source.names, strict)
 
 
 def is_training(path: Path) -> bool:

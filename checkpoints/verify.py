@@ -11,8 +11,8 @@ from .files.dtype_names import ALL_NAMES
 from .files.dtypes import Array, as_double, cast, same_bits
 from .files.tensors import DiskTensor, Region, overlap
 from .hf.reader import tied_copies_that_differ
+from .hf.source import Checkpoint
 from .hf.untrained_tensors import carried_values
-from .opening import Readable
 
 _NOT_COMPUTED = {
     # who wrote the file, how the tensors are stored, what outputs are called
@@ -34,23 +34,23 @@ class Comparison:
     num_tensors: int
 
 
-def compare(a: Readable, b: Readable, rtol: float | None, ignore_config: bool = False) -> Comparison:
+def compare(a: Checkpoint, b: Checkpoint, rtol: float | None, ignore_config: bool = False) -> Comparison:
     """Compare all that `a` and `b` have: their configs, as far as they change what is computed, and the union of their
     tensors. Of each tensor first whether both have it, then its shape, then dtype and bits; or, with `rtol`, values
     within rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale per block cannot be that near to small values:
     where one of the two is encoded, the largest value of the row takes the place of the value. What one side lacks, or
     has too much, by its own config is a difference as well. Tensors that are carried over are compared likewise."""
-    differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
+    differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.problems]
     for side in (a, b):
-        for copy, original in tied_copies_that_differ(side.checkpoint):
+        for copy, original in tied_copies_that_differ(side):
             differences.append(f"{copy.name}: differs from {original}, its tied twin ({side.path})")
     if not ignore_config:
         differences += _config_differences(a, b)
     of_a, of_b = _Side(a, is_second=False), _Side(b, is_second=True)
     names = set(of_a.tensors)
-    for tensor in a.checkpoint.exported:
+    for tensor in a.exported:
         differences += _tensor_differences(tensor, tensor.regions, of_a, of_b, rtol)
-    for tensor in b.checkpoint.exported:
+    for tensor in b.exported:
         namesake = of_a.tensors.get(tensor.name)
         if namesake is None or namesake.shape == tensor.shape:
             rest = tuple(region for region in tensor.regions if not of_a.covers(region, of_b))
@@ -58,7 +58,7 @@ def compare(a: Readable, b: Readable, rtol: float | None, ignore_config: bool = 
             differences += _tensor_differences(tensor, rest, of_b, of_a, rtol)
     of_a.reader.close()
     of_b.reader.close()
-    carried_a, carried_b = ({tensor.name: tensor for tensor in side.checkpoint.carried} for side in (a, b))
+    carried_a, carried_b = ({tensor.name: tensor for tensor in side.carried} for side in (a, b))
     for name in sorted(carried_a.keys() | carried_b.keys()):
         if name in carried_a and name in carried_b:
             problem = whole_difference(carried_a[name], carried_b[name], rtol)
@@ -70,9 +70,9 @@ def compare(a: Readable, b: Readable, rtol: float | None, ignore_config: bool = 
     return Comparison(differences, len({*names, *carried_a, *carried_b}))
 
 
-def _config_differences(a: Readable, b: Readable) -> Iterator[str]:
+def _config_differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     """A line for each key that changes what is computed, transformers' defaults filled in on both sides."""
-    configs = [side.checkpoint.source.config for side in (a, b)]
+    configs = [side.source.config for side in (a, b)]
     if configs[0].model_type != configs[1].model_type:  # whose keys mean different things
         found = [{"model_type": config.model_type} for config in configs]
     else:
@@ -100,15 +100,15 @@ class _Side:
         is_second: whether it is the one that differences name last.
     """
 
-    def __init__(self, readable: Readable, is_second: bool):
+    def __init__(self, checkpoint: Checkpoint, is_second: bool):
         self.is_second = is_second
-        self.path = readable.path
-        self.reader = readable.make_reader()
-        self.parameters, self.experts = readable.names.parameters, readable.names.experts
-        self.aliases = readable.names.aliases
-        self.encoded = readable.checkpoint.encoded_parameters
-        self.is_sound = not readable.checkpoint.problems
-        self.tensors = {tensor.name: tensor for tensor in readable.checkpoint.exported}
+        self.path = checkpoint.path
+        self.reader = checkpoint.reader()
+        self.parameters, self.experts = checkpoint.names.parameters, checkpoint.names.experts
+        self.aliases = checkpoint.names.aliases
+        self.encoded = checkpoint.encoded_parameters
+        self.is_sound = not checkpoint.problems
+        self.tensors = {tensor.name: tensor for tensor in checkpoint.exported}
         self.dtypes = {region.parameter: t.dtype for t in self.tensors.values() for region in t.regions}
 
     def covers(self, region: Region, other: "_Side") -> bool:

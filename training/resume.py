@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoints.fingerprint import explain_model
 from ..checkpoints.hf.source import well_formed
-from ..checkpoints.training_state.marker import recorded_facts, recorded_settings
+from ..checkpoints.training_state.marker import read_marker
 from ..checkpoints.training_state.resuming import find_checkpoint
 from ..moe.hf_model.rope import read_rope_scaling
 from ..moe.util.errors import ExpertMeshError
@@ -56,7 +56,8 @@ def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, te
     """
     with raise_together():
         if ranks.rank == 0:
-            compare_run(path, recorded_facts(path), recorded_settings(path), config, facts, tell)
+            marker = read_marker(path)
+            compare_run(path, marker["facts"], marker["settings"], config, facts, tell)
 
 
 def compare_run(

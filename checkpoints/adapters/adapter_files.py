@@ -11,10 +11,10 @@ Shape suffixes: E experts, r rank.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -106,15 +106,15 @@ def export_adapter(
         model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
     shards = sharded_parameters(model, topology, adapters_of(model))
-    with replacing(out) as partial, raise_together(), write_errors(out):
-        write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, partial)
-        if partial is not None:
-            with whole(partial / CONFIG) as file:
+    with replacing(out) as directory, raise_together(), write_errors(out):
+        write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
+        if directory is not None:
+            with whole(directory / CONFIG) as file:
                 file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             if (scaling := checkpoint.source.rope_scaling) is not None:
-                (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
-            write_generation_config(checkpoint.source, partial)
-            write_tokenizer(checkpoint.source, tokenizer, partial)
+                (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
+            write_generation_config(checkpoint.source, directory)
+            write_tokenizer(checkpoint.source, tokenizer, directory)
 
 
 def read_rope(path: Path) -> RopeScaling | None:
@@ -287,6 +287,22 @@ class _Found:
     scale: float
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """What an adapter has beside a parameter.
+
+    Attributes:
+        ranks: that A and B may have, by the shapes in the file's header: two where their values alone tell whether gate
+            and up share an A.
+        scale: what B · A is multiplied by.
+        read: gives A and B, an expert's along dim 0 where the parameter is experts'.
+    """
+
+    ranks: set[int]
+    scale: float
+    read: Callable[[], LoraPair]
+
+
 class Adapter:
     """An adapter in a directory, that PEFT or `export_adapter` wrote, for a model of these names.
 
@@ -295,7 +311,8 @@ class Adapter:
         class_names: of the class that its config names; its names are read as well as the model's own.
 
     Attributes:
-        pair: (parameter) -> A and B beside it; the last few are kept.
+        beside: by the model's parameters that it changes; of tied ones, by the name that the adapter is beside.
+        pair: (parameter) -> A and B beside it, None if it has none; the last few are kept.
 
     Raises:
         ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
@@ -308,51 +325,14 @@ class Adapter:
         self._check_config()
         self.infos = read_header(path / WEIGHTS)
         self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DMoE)}
-        # by the base's parameter and, of experts, the number of each; of packed ones, by layer and transformers' tensor
-        self.found: dict[str, dict[int, _Found]] = {}
+        self.beside: dict[str, _Beside] = {}
+        # of layers whose pairs are packed, by transformers' tensor
         self.packed: dict[str, dict[str, _Found]] = {}
         # an export goes expert by expert, and asks for a layer's matrices in alternation
-        self.pair = lru_cache(maxsize=_PAIRS_KEPT)(self._pair)
+        beside = self.beside
+        self.pair = lru_cache(_PAIRS_KEPT)(lambda name: beside[name].read() if name in beside else None)
         self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
         self._find()
-
-    @property
-    def parameters(self) -> set[str]:
-        """The model's parameters that it changes; of tied ones, by the name that the adapter is beside."""
-        of_layers = {
-            f"{path}.mlp.{part.name}"
-            for path, tensors in self.packed.items()
-            for part in self.layers[path].mlp.layout.parameters
-            if part.row and part.place.tensor in tensors
-        }
-        return set(self.found) | of_layers
-
-    def _pair(self, parameter: str) -> LoraPair | None:
-        """A and B beside a parameter, an expert's along dim 0 where it is experts'; None if it has none."""
-        if parameter in self.found:
-            pairs = [self._read(found) for _, found in sorted(self.found[parameter].items())]
-            if parameter not in self.names.experts:
-                return pairs[0]
-            return LoraPair(*(torch.stack(values) for values in zip(*pairs, strict=True)))
-        path, _, own = parameter.rpartition(".mlp.")
-        return self._layer_pairs(path).get(own) if path in self.packed else None
-
-    def ranks(self, parameter: str) -> set[int]:
-        """Ranks that A and B beside a parameter may have, by the shapes in the file's header: two where its values
-        alone tell whether gate and up share an A."""
-        if parameter in self.found:
-            return {self.found[parameter][0].rank}
-        path, _, own = parameter.rpartition(".mlp.")
-        packed = {tensor: found.rank for tensor, found in self.packed[path].items()}
-        return possible_ranks(packed, self.layers[path].mlp.layout, own)
-
-    def scale(self, parameter: str) -> float:
-        """What B · A is multiplied by."""
-        if parameter in self.found:
-            return self.found[parameter][0].scale
-        path, _, own = parameter.rpartition(".mlp.")
-        part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
-        return self.packed[path][part.place.tensor].scale
 
     def theirs(self, parameter: str) -> str:
         """What transformers calls the module or tensor that holds a parameter."""
@@ -384,28 +364,36 @@ class Adapter:
         pairs = self._pairs()
         of_experts = {self.class_names.here(_wrapped(base)): _wrapped(base) for base in pairs}
         for path, layer in self.layers.items():
-            theirs, targets = of_experts.get(path, path), self.config.get("target_parameters") or []
-            places = packed_paths(theirs, layer.mlp.layout, targets)
-            there = {
+            theirs, targets, layout = of_experts.get(path, path), self._targets, layer.mlp.layout
+            packed = {
                 tensor: self._settled(pairs.pop(where), f"{theirs}.{tensor}", layer.shape.num_experts)
-                for tensor, where in places.items()
+                for tensor, where in packed_paths(theirs, layout, targets).items()
                 if where in pairs
             }
-            if there:
-                self.packed[path] = there
-        self._find_linear(pairs)
-        self._check_targets()
-        for parameter, numbers in self.found.items():
-            if parameter not in self.names.experts:
-                continue
-            if len(numbers) != self.names.shape.num_experts:
+            self.packed[path], ranks = packed, {tensor: found.rank for tensor, found in packed.items()}
+            for part in layout.parameters:
+                if part.row and (found := packed.get(part.place.tensor)) is not None:
+                    read = partial(lambda path, name: self._layer_pairs(path)[name], path, part.name)
+                    possible = possible_ranks(ranks, layout, part.name)
+                    self.beside[f"{path}.mlp.{part.name}"] = _Beside(possible, found.scale, read)
+        for parameter, numbers in self._find_linear(pairs).items():
+            all_found = [found for _, found in sorted(numbers.items())]
+            is_experts = parameter in self.names.experts
+            if is_experts and len(numbers) != self.names.shape.num_experts:
                 missing = min(set(range(self.names.shape.num_experts)) - set(numbers))
                 raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
-            if len({(found.rank, found.scale) for found in numbers.values()}) > 1:
+            if len({(found.rank, found.scale) for found in all_found}) > 1:
                 raise ExpertMeshError(
                     f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales; that is not "
                     "supported"
                 )
+            read = partial(self._read_all, all_found) if is_experts else partial(self._read, all_found[0])
+            self.beside[parameter] = _Beside({all_found[0].rank}, all_found[0].scale, read)
+        self._check_targets()
+
+    @property
+    def _targets(self) -> list[str]:
+        return self.config.get("target_parameters") or []
 
     def _check_targets(self) -> None:
         """An adapter of a model with fewer layers would leave the others of this one as they are, without a word.
@@ -429,18 +417,18 @@ class Adapter:
             (f"{there(path)}.{part.place.tensor}", f"{path}.mlp.{part.name}")
             for path, layer in self.layers.items()
             for part in layer.mlp.layout.parameters
-            if part.row and is_target(f"{there(path)}.{part.place.tensor}", config.get("target_parameters") or [])
+            if part.row and is_target(f"{there(path)}.{part.place.tensor}", self._targets)
         ]
-        adapted = self.parameters
         for name, parameter in (*linear, *experts):
-            if parameter not in adapted:
+            if parameter not in self.beside:
                 raise ExpertMeshError(
                     f"{self.path / WEIGHTS}: has nothing for {name}, which is among the targets in {CONFIG}: it was "
                     "trained beside another model"
                 )
 
-    def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> None:
-        """Find the pairs of linear layers, and of single experts' matrices."""
+    def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict[int, _Found]]:
+        """The pairs of linear layers, and of single experts' matrices, by parameter and the expert's number."""
+        of_parameters: dict[str, dict[int, _Found]] = {}
         bases, shapes = {}, {}
         for base, (a, b) in pairs.items():
             # of the matrix that they are beside, which is what transformers' mapping of names knows
@@ -457,7 +445,9 @@ class Adapter:
                 found = self._settled(pairs[base], target_name(self.config, base), 1)
             else:
                 found = self._settled_expert(pairs[base], base, parameter)
-            self.found.setdefault(parameter, {})[0 if number is None else region.rows.start // number] = found
+            own = of_parameters.setdefault(parameter, {})
+            own[0 if number is None else region.rows.start // number] = found
+        return of_parameters
 
     def _settled_expert(self, pair: tuple[str, str], base: str, parameter: str) -> _Found:
         """The pair of one expert's matrix, with rank and scale. Patterns may name it, or transformers' tensor of all
@@ -528,6 +518,10 @@ class Adapter:
         except ValueError as error:
             raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
 
+    def _read_all(self, found: Sequence[_Found]) -> LoraPair:
+        """The pairs of all experts, in their order."""
+        return LoraPair(*(torch.stack(values) for values in zip(*map(self._read, found), strict=True)))
+
     def _read(self, found: _Found) -> LoraPair:
         values = []
         with safe_open(self.path / WEIGHTS, framework="pt") as file:
@@ -574,8 +568,8 @@ def read_adapter(
         raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
     adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
     wanted = {_beside(name) for name in adapters_of(model)}
-    if wanted != adapter.parameters:
-        name = min(wanted ^ adapter.parameters)
+    if wanted != adapter.beside.keys():
+        name = min(wanted ^ adapter.beside.keys())
         targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
         raise ExpertMeshError(
             f"--init-adapter {path}: {adapter.theirs(name)} "
@@ -583,7 +577,7 @@ def read_adapter(
             f"{CONFIG} has {', '.join(map(str, targets)):.200}"
         )
     for base in sorted(wanted):
-        if lora.rank not in adapter.ranks(base) or not _is_scaled(adapter, base, lora.low_rank.scale):
+        if lora.rank not in adapter.beside[base].ranks or not _is_scaled(adapter, base, lora.low_rank.scale):
             raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
     return adapter
 
@@ -620,15 +614,15 @@ def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:
 
 
 def _is_scaled(adapter: Adapter, base: str, scale: float) -> bool:
-    return math.isclose(adapter.scale(base), scale, rel_tol=1e-6)
+    return math.isclose(adapter.beside[base].scale, scale, rel_tol=1e-6)
 
 
 def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
     """Why a run with other settings cannot start from an adapter, and what to do. base: where they differ."""
-    pair, scale = adapter.pair(base), adapter.scale(base)
+    pair, scale = adapter.pair(base), adapter.beside[base].scale
     assert pair is not None
     rank = pair.a.shape[-2]
-    other = next((name for name in sorted(adapter.parameters) if not _is_as(adapter, name, rank, scale)), None)
+    other = next((name for name in sorted(adapter.beside) if not _is_as(adapter, name, rank, scale)), None)
     if other is not None:
         return (
             f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, and not so "

@@ -13,7 +13,7 @@ from ..files.tensors import DiskTensor
 from ..hf.class_names import ClassNames, class_names
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
-from ..opening import open_readable
+from ..opening import open_any
 from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
 from .peft_format import LoraPair
 
@@ -31,28 +31,28 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     Raises:
         ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
     """
-    readable = open_readable(base, drop_untrained=how.drop_untrained)
+    opened = open_any(base, drop_untrained=how.drop_untrained)
     check_all_bytes(base)
-    there = class_names(readable.names.model, readable.checkpoint.source.config)
-    changed = Adapter(adapter, readable.names, there)
-    for parameter in sorted(changed.parameters):
+    there = class_names(opened.names.model, opened.source.config)
+    changed = Adapter(adapter, opened.names, there)
+    for parameter in sorted(changed.beside):
         changed.pair(parameter)  # what cannot be merged is refused before anything is written
 
     def make_reader() -> ParameterReader:
-        return MergedReader(readable.make_reader(), Adapter(adapter, readable.names, there))
+        return MergedReader(opened.reader(), Adapter(adapter, opened.names, there))
 
     # what is written depends on these files too
-    files = [*readable.checkpoint.files, adapter / CONFIG, adapter / WEIGHTS]
-    checkpoint = replace(readable.checkpoint, files=files)
+    files = [*opened.files, adapter / CONFIG, adapter / WEIGHTS]
+    checkpoint = replace(opened, files=files, make_reader=make_reader)
     if (scaling := read_rope(adapter)) is not None:
-        checkpoint = checkpoint.stretched(scaling, readable.names)
+        checkpoint = checkpoint.stretched(scaling)
     if (adapter / GENERATION_CONFIG).exists():
         checkpoint = checkpoint.ending_in(read_ends(adapter / GENERATION_CONFIG))
-    for alias, parameter in readable.names.aliases.items():
-        if {alias, parameter} & changed.parameters:
+    for alias, parameter in opened.names.aliases.items():
+        if {alias, parameter} & changed.beside.keys():
             checkpoint = _untied(checkpoint, there, alias, parameter)
-    write_hf(replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
-    return len(changed.parameters)
+    write_hf(checkpoint, out, how)
+    return len(changed.beside)
 
 
 def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
@@ -89,7 +89,7 @@ class MergedReader:
         pair = self.adapter.pair(parameter)
         if found is None or pair is None:
             return found
-        scale, width = self.adapter.scale(parameter), self.adapter.names.experts.get(parameter)
+        scale, width = self.adapter.beside[parameter].scale, self.adapter.names.experts.get(parameter)
         base = as_tensor(*found)
         merged = torch.empty(base.shape, dtype=torch.float32)
         start = rows.start

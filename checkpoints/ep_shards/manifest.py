@@ -45,7 +45,6 @@ SCALES = ".scales"
 
 def shard_files(
     checkpoint: Checkpoint,
-    names: Names,
     dtypes: dict[str, str],
     encodings: dict[str, Encoding],
     ep_size: int,
@@ -53,7 +52,7 @@ def shard_files(
 ) -> list[OutputFile]:
     """The files of a model's EP shards: one per ep rank, and as many dense ones as the size asks for. `encodings` are
     of the parameters that stay encoded, as `checkpoint` has them."""
-    originals = Originals(checkpoint)
+    originals, names = Originals(checkpoint), checkpoint.names
 
     def outputs(name: str, parameter: str, rows: range) -> Iterator[OutputTensor]:
         whole, encoding = names.parameters[parameter], encodings.get(parameter)
@@ -97,17 +96,14 @@ def _parts(name: str, shape: tuple[int, ...], encoding: Encoding) -> tuple[Store
 
 
 def make_manifest(
-    source: ModelSource,
-    names: Names,
-    ep_size: int,
-    files: Sequence[OutputFile],
-    records: Sequence[FileRecord],
-    exported: Sequence[DiskTensor],
-    carried: Sequence[DiskTensor],
-    origin: str,
+    checkpoint: Checkpoint, ep_size: int, files: Sequence[OutputFile], records: Sequence[FileRecord]
 ) -> dict[str, Any]:
-    """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds, beside what is
-    `carried`."""
+    """The content of manifest.json.
+
+    Args:
+        checkpoint: of which the shards were made; its exports are to be those of the shards.
+    """
+    names = checkpoint.names
     tensors, sums = [], {name: value for record in records for name, value in record.sums.items()}
     written = [(file.name, o.tensor) for file in files for o in file.tensors if o.summed == "rows"]
     for file_name, tensor in written:
@@ -133,19 +129,19 @@ def make_manifest(
         {
             "format": FORMAT,
             "version": VERSION,
-            "family": source.model_type,
-            "source": origin,
+            "family": checkpoint.source.model_type,
+            "source": checkpoint.path.name,
             "ep_size": ep_size,
             "tensors": tensors,
             "files": {
                 r.name: {"bytes": r.num_bytes, "xxh3_128": r.checksum, "header_xxh3_128": r.header_checksum}
                 for r in sorted(records, key=lambda record: record.name)
             },
-            "exported": export_table(exported),
-            "carried": list(_carried_entries(carried, files, sums)),
+            "exported": export_table(checkpoint.exported),
+            "carried": list(_carried_entries(checkpoint.carried, files, sums)),
             "stored": {
                 tensor.name: [{"name": p.name, "dtype": p.dtype, "shape": list(p.shape)} for p in tensor.parts]
-                for tensor in exported
+                for tensor in checkpoint.exported
                 if tensor.encoding is not None
             },
         }
@@ -265,7 +261,7 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
         ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
     """
     checkpoint = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
-    return checkpoint if source.rope_scaling is None else checkpoint.stretched(source.rope_scaling, names)
+    return checkpoint if source.rope_scaling is None else checkpoint.stretched(source.rope_scaling)
 
 
 def open_shards(source: ModelSource, names: Names) -> Checkpoint:
@@ -307,7 +303,8 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
                 raise ValueError(f"it says how {name} is encoded, which no export has encoded")
             exported[places[name]] = replace(encoded, regions=exported[places[name]].regions)
     files = sorted(source.path / file for file in headers)
-    return Checkpoint(source, tensors, exported, carried=carried, row_sums=row_sums, files=files)
+    path = source.path
+    return Checkpoint(path, source, names, tensors, exported, carried=carried, row_sums=row_sums, files=files)
 
 
 def _region_of(entry: dict[str, Any], tensor: DiskTensor, names: Names) -> Region:

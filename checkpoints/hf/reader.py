@@ -19,7 +19,6 @@ from ..files.paths import fill_from
 from ..files.tensors import DiskTensor, Encoding, Region, overlap
 
 if TYPE_CHECKING:
-    from .names import Names
     from .source import Checkpoint
 
 
@@ -40,7 +39,7 @@ def tied_copies_that_differ(checkpoint: Checkpoint) -> Iterator[tuple[DiskTensor
     """Tensors in files that should repeat others, as an output projection stored beside the tied embedding should, and
     do not: each with the name of the parameter that it should repeat. Encoded in different ways, both may stand for the
     same values."""
-    reader = checkpoint.reader()
+    reader = checkpoint.file_reader()
     for copy in checkpoint.tied_copies:
         if any(_differs(reader, copy, region) for region in copy.regions):
             yield copy, copy.regions[0].parameter
@@ -59,7 +58,7 @@ def _differs(reader: SafetensorsReader, copy: DiskTensor, region: Region) -> boo
     return False
 
 
-def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
+def kept_encodings(checkpoint: Checkpoint) -> dict[str, Encoding]:
     """How each encoded parameter can be stored row by row, its codes and scales as they are: of those of experts, where
     no block has a part in two of them; of codes and scales that are interleaved with others', where each row has its
     own scales. What is not here must be dequantized."""
@@ -71,7 +70,7 @@ def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
                 encoding = encoding.turned()
             if encoding is not None:
                 encoding = replace(encoding, transposed=False)
-                starts = (region.first, region.rows.start, names.experts.get(region.parameter, 0))
+                starts = (region.first, region.rows.start, checkpoint.names.experts.get(region.parameter, 0))
                 by_turns = region.step > 1 and encoding.block[0] > 1
                 if by_turns or any(start % encoding.block[0] for start in starts):
                     encoding = None

@@ -100,7 +100,7 @@ class Originals:
     def reader(self) -> SafetensorsReader:
         """This thread's."""
         if not hasattr(self.local, "reader"):
-            self.local.reader = self.checkpoint.reader()
+            self.local.reader = self.checkpoint.file_reader()
         reader: SafetensorsReader = self.local.reader
         return reader
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from ..files.encodings import check_quantization, decoded, encodings_in, quantiz
 from ..files.file_layout import INDEX_NAME, SINGLE_NAME
 from ..files.paths import check_regular, named_file
 from ..files.tensors import DiskTensor, StoredTensor
-from .reader import SafetensorsReader
+from .reader import ParameterReader, SafetensorsReader
 from .untrained_tensors import summary
 
 if TYPE_CHECKING:
@@ -157,7 +157,9 @@ class Checkpoint:
     """A directory of safetensors files whose tensors have been matched with a model's parameters.
 
     Attributes:
-        source: the directory and its config.
+        path: the directory.
+        source: its config, and what lies beside that.
+        names: of the model's tensors.
         tensors: what it holds, in the model's order.
         exported: what a Hugging Face directory of this model holds, in this order; of tensors that are encoded there,
             how.
@@ -170,9 +172,12 @@ class Checkpoint:
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
         origin: the checkpoint in whose encoding an export is; None: nothing is encoded.
+        make_reader: of its parameters, where these are not what its tensors in safetensors files hold.
     """
 
+    path: Path
     source: ModelSource
+    names: Names
     tensors: list[DiskTensor]
     exported: list[DiskTensor]
     tied_copies: list[DiskTensor] = field(default_factory=list)
@@ -183,9 +188,14 @@ class Checkpoint:
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origin: Checkpoint | None = None
+    make_reader: Callable[[], ParameterReader] | None = None
 
-    def reader(self) -> SafetensorsReader:
+    def reader(self) -> ParameterReader:
         """A reader of its parameters; one a thread."""
+        return self.file_reader() if self.make_reader is None else self.make_reader()
+
+    def file_reader(self) -> SafetensorsReader:
+        """A reader of its safetensors files; one a thread."""
         return SafetensorsReader(self.tensors)
 
     @property
@@ -268,10 +278,10 @@ class Checkpoint:
         """The same, but that in what is written these tokens, with which answers end, end generation, too."""
         return replace(self, source=replace(self.source, answer_ends=tuple(tokens)))
 
-    def stretched(self, scaling: RopeScaling, names: Names) -> Checkpoint:
+    def stretched(self, scaling: RopeScaling) -> Checkpoint:
         """The same with RoPE scaling. Frequencies that the files have are not carried over: they follow
         from the config, and would no longer be right."""
-        carried = [tensor for tensor in self.carried if not names.is_computed(tensor.name)]
+        carried = [tensor for tensor in self.carried if not self.names.is_computed(tensor.name)]
         return replace(self, source=replace(self.source, rope_scaling=scaling), carried=carried)
 
 
@@ -468,7 +478,9 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
     tensors = [tensor for tensor in tensors if tensor.name not in wrong]
     return Checkpoint(
+        source.path,
         source,
+        names,
         tensors,
         tensors + copies,
         copies,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from .untrained_tensors import by_module
 
 if TYPE_CHECKING:
-    from .names import Names
     from .source import Checkpoint
 
 _PREDICTORS = re.compile(r"(\w+_)?(nextn|mtp)(_\w+)?_(layers|modules|heads)|use_mtp")
@@ -60,7 +59,7 @@ def _predictors(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tuple[str | None, str | None]:
+def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None, str | None]:
     """What a config.json claims and no tensor of the checkpoint fills.
 
     Returns:
@@ -77,14 +76,14 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
     whole = whole_model(checkpoint.source.config)
     if whole is not None:
         found = [tensor.name for tensor in checkpoint.exported] + sorted(others)
-        targets = _targets(whole, found, names.shape.num_experts)
+        targets = _targets(whole, found, checkpoint.names.shape.num_experts)
         missing = [same for same in _same_tensors(whole) if not same & targets.keys()]
         others -= {name for target in targets for name in targets[target]}
         if missing:
             told = by_module([min(same) for same in missing], targets)
             lacking = f"config.json claims a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
     predictors = list(_predictors(raw))
-    if predictors and all(names.is_computed(name) for name in others):
+    if predictors and all(checkpoint.names.is_computed(name) for name in others):
         without_tensors = f"layers for multi-token prediction, which config.json claims: {', '.join(predictors)}"
     return lacking, without_tensors
 

@@ -72,51 +72,6 @@ def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
     return None
 
 
-def recorded_facts(path: Path) -> dict[str, dict[str, str]]:
-    """What the run that a training checkpoint is of had read (see `Saver`).
-
-    Raises:
-        ExpertMeshError: as `read_marker`, or what it says of that is no table of texts.
-    """
-    facts: dict[str, dict[str, str]] = read_marker(path)["facts"]
-    tables = facts.values()
-    if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
-        raise ExpertMeshError(f"{path / MARKER}: facts is no table of tables of texts")
-    return facts
-
-
-def recorded_settings(path: Path) -> dict[str, Any]:
-    """The configuration of the run that a training checkpoint is of.
-
-    Raises:
-        ExpertMeshError: as `read_marker`.
-    """
-    settings: dict[str, Any] = read_marker(path)["settings"]
-    return settings
-
-
-def recorded_world_size(path: Path) -> int:
-    """How many ranks wrote a training checkpoint.
-
-    Raises:
-        ExpertMeshError: as `read_marker`.
-    """
-    number: int = read_marker(path)["world_size"]
-    return number
-
-
-def recorded_transposed(path: Path) -> set[str]:
-    """Parameters beside experts' that a training checkpoint holds as the transposes of transformers' own.
-
-    Raises:
-        ExpertMeshError: as `read_marker`, or what it says of that is no list of names.
-    """
-    names: list[str] = read_marker(path)["transposed"]
-    if not all(isinstance(name, str) for name in names):
-        raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
-    return set(names)
-
-
 _FIELDS = {
     "world_size": int,
     "step": int,
@@ -133,7 +88,9 @@ _FIELDS = {
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """checkpoint.json of a training checkpoint, its own checksum checked.
+    """checkpoint.json of a training checkpoint, its own checksum checked: "settings" are the run's configuration,
+    "facts" what it had read (see `Saver`), "transposed" the parameters beside experts' that are held as the transposes
+    of transformers' own.
 
     Raises:
         ExpertMeshError: it is missing, damaged, or of another format or version.
@@ -145,6 +102,11 @@ def read_marker(path: Path) -> dict[str, Any]:
         raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
     check_seal(marker, path / MARKER)
     check_fields(marker, _FIELDS, path / MARKER)
+    tables = marker["facts"].values()
+    if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
+        raise ExpertMeshError(f"{path / MARKER}: facts is no table of tables of texts")
+    if not all(isinstance(name, str) for name in marker["transposed"]):
+        raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
     if f"state/{METADATA}" not in marker["files"]:
         raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a complete training checkpoint")
     return marker
@@ -249,7 +211,7 @@ def _find(
     if not directory.is_dir():
         return [], f"the model that the run began with is no longer in {directory}"
     try:
-        opened = open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
+        opened = open_checkpoint(open_source(directory), checkpoint.names, strict=False)
         problem = _problem(recorded, opened, path)
     except ExpertMeshError as error:
         return [], str(error)

@@ -1,5 +1,6 @@
 """Training checkpoints as sources of exports and comparisons, outside of any process group."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..files.dtype_names import DTYPE_CODES
 from ..files.dtypes import Array, as_array, torch_dtype
 from ..files.tensors import DiskTensor, Region
 from ..hf.source import Checkpoint, open_source, well_formed
-from .marker import MARKER, check_file, read_marker, recorded_transposed, with_carried
+from .marker import MARKER, check_file, read_marker, with_carried
 from .state_table import StateReader, load_state
 
 
@@ -20,9 +21,9 @@ class TrainingReader:
     """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one full parameter is
     held at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, path: Path):
+    def __init__(self, checkpoint: Checkpoint):
         self.tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-        self.path = path
+        self.path = checkpoint.path
         self.parameter, self.content = "", torch.empty(0)
 
     def rows(self, parameter: str, rows: range) -> tuple[Array, str]:
@@ -60,7 +61,7 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
     names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors = []
-    recorded = recorded_transposed(path)
+    recorded = set(marker["transposed"])
     for name in recorded:
         if len(names.parameters.get(name, ())) != 2:
             raise ExpertMeshError(f"{path / MARKER}: transposed lists {name!r:.80}, which is no matrix of this model")
@@ -77,4 +78,6 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
     with well_formed(path / MARKER):
         exported = exported_from(marker["exported"], names)
     files = [path / name for name in marker["files"] if name.startswith("state/")]
-    return with_carried(Checkpoint(source, tensors, exported, files=files), marker, path, strict, base)
+    opened = Checkpoint(path, source, names, tensors, exported, files=files)
+    checkpoint = with_carried(opened, marker, path, strict, base)
+    return replace(checkpoint, make_reader=lambda: TrainingReader(opened))

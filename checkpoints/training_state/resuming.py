@@ -12,7 +12,7 @@ from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.state import changing_state
 from ..files.directories import finish_replacement_of_missing, write_errors
-from .marker import check_file, read_marker, recorded_transposed, whole_checkpoints
+from .marker import check_file, read_marker, whole_checkpoints
 from .saving import BEST, Progress, checkpoint_name, sweep, training_state
 from .state_table import StateReader, load_state
 
@@ -143,7 +143,7 @@ def _state_to_fill(
     if expected != found:
         name = min(expected ^ found)
         raise ExpertMeshError(f"{path}: is of another model: {name} is {'missing' if name in expected else 'surplus'}")
-    otherwise = recorded_transposed(path) ^ {name for name, part in parts.items() if part.transposed}
+    otherwise = set(read_marker(path)["transposed"]) ^ {name for name, part in parts.items() if part.transposed}
     if otherwise:
         raise ExpertMeshError(
             f"{path}: was written with a release of transformers for which {min(otherwise)} is held the other way "

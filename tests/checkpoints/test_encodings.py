@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import dequantize, pack, scale_values, unpack
 from expertmesh.checkpoints.files.tensors import Encoding
-from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.opening import open_any
 from tests.checkpoints.commands import Tensors, run
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
 from tests.families.configs import tiny_model
@@ -68,10 +68,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def content(path: Path) -> Tensors:
     """Every parameter and buffer of a checkpoint of any form, whole."""
-    readable = open_readable(path)
-    reader = readable.make_reader()
+    checkpoint = open_any(path)
+    reader = checkpoint.reader()
     found = {}
-    for name, shape in readable.names.parameters.items():
+    for name, shape in checkpoint.names.parameters.items():
         rows = reader.rows(name, range(shape[0] if shape else 1))
         assert rows is not None
         found[name] = as_tensor(np.ascontiguousarray(rows[0]), rows[1]).clone()

@@ -1,7 +1,6 @@
 """--export-encoding source: FP8 and MXFP4 as published encoders make them, and bit for bit what was not trained."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from expertmesh.checkpoints.convert import HowToWrite, write_hf
 from expertmesh.checkpoints.files.encodings import encode, scale_values
 from expertmesh.checkpoints.files.tensors import Encoding
-from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.opening import open_any
 from tests.checkpoints.commands import change_tensors, read, run
 from tests.checkpoints.test_encodings import SOURCES, sources
 from tests.encoded import BLOCK, E2M1, change_config, from_fp8, save_fp8
@@ -210,9 +209,9 @@ def test_only_blocks_that_changed_are_quantized(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"  # [expert, input, output]
     change_tensors(tmp_path / "plain" / "model.safetensors", lambda t: t[name][3, 7, 5].add_(1))
     told: list[str] = []
-    origin = open_readable(source).checkpoint
-    readable = replace(open_readable(tmp_path / "plain"), origin=origin)
-    write_hf(readable, tmp_path / "out", HowToWrite(10**9, 1, as_source=True, tell_errors=told.append))
+    origin = open_any(source)
+    how = HowToWrite(10**9, 1, as_source=True, tell_errors=told.append)
+    write_hf(open_any(tmp_path / "plain"), tmp_path / "out", how, origin)
     base, found = read(source), read(tmp_path / "out")
     differing = {key: (found[key] != base[key]).nonzero() for key in base if not torch.equal(found[key], base[key])}
     assert differing.keys() <= {f"{name}_{part}" for part in ("blocks", "scales")}

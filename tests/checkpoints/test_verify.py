@@ -183,6 +183,7 @@ def test_inspect_of_what_another_config_describes(forms: list[Path], tmp_path: P
 
 def test_a_tied_copy_of_what_lies_in_several_tensors(tmp_path: Path) -> None:
     whole = torch.arange(5000.0).view(2500, 2)
+    no_names: Any = None
     rows = {"upper": range(1100), "lower": range(1100, 2500), "copy": range(2500)}
     for place, differs in ((None, False), (0, True), (1099, True), (1100, True), (2499, True)):
         repeated = whole.clone()
@@ -194,7 +195,7 @@ def test_a_tied_copy_of_what_lies_in_several_tensors(tmp_path: Path) -> None:
         upper, lower, copy = (
             DiskTensor(name, (len(run), 2), "F32", (Region("e", run),), (stored[name],)) for name, run in rows.items()
         )
-        checkpoint = Checkpoint(ModelSource(tmp_path, ""), [upper, lower], [], [copy])
+        checkpoint = Checkpoint(tmp_path, ModelSource(tmp_path, ""), no_names, [upper, lower], [], [copy])
         assert list(tied_copies_that_differ(checkpoint)) == ([(copy, "e")] if differs else [])
 
 

@@ -22,7 +22,7 @@ from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads
 from expertmesh.checkpoints.load import load_model
-from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.opening import open_any
 from expertmesh.checkpoints.training_state.marker import MARKER
 from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from expertmesh.moe.experts.model_layers import moe_layers
@@ -70,7 +70,7 @@ def save_adapter(path: Path) -> None:
             a, b = lora_names(name.removesuffix(".weight"))
             tensors[a], tensors[b] = torch.randn(2, weight.shape[1]), torch.randn(weight.shape[0], 2)
     save_file(tensors, path / WEIGHTS)
-    layout = moe_layers(open_readable(path / "base").names.model)[0].mlp.layout
+    layout = moe_layers(open_any(path / "base").names.model)[0].mlp.layout
     modules, experts = ["model.layers.0.self_attn.q_proj"], {"model.layers.0.mlp.experts": layout}
     config = adapter_config(base_model="m", rank=2, alpha=4.0, modules=modules, experts=experts)
     (path / CONFIG).write_text(json.dumps(config))
@@ -115,10 +115,10 @@ ORIGINS: dict[str, Callable[[Path], object]] = {
 
 def loaded_model(path: Path) -> Any:
     """The model in a directory of Hugging Face form or EP shards, loaded as for training on one rank."""
-    readable = open_readable(path)
-    model = readable.checkpoint.source.build()
+    checkpoint = open_any(path)
+    model = checkpoint.source.build()
     materialize(model, torch.device("cpu"))
-    load_model(model, readable.checkpoint, Topology(1, 1))
+    load_model(model, checkpoint, Topology(1, 1))
     return model
 
 
@@ -126,10 +126,10 @@ def loaded(path: Path) -> Tensors:
     """Its parameters; those of a training checkpoint as an export reads them."""
     if not (path / MARKER).exists():
         return {name: parameter.detach() for name, parameter in loaded_model(path).named_parameters()}
-    readable = open_readable(path)
-    reader = readable.make_reader()
+    checkpoint = open_any(path)
+    reader = checkpoint.reader()
     found = {}
-    for name, shape in readable.names.parameters.items():
+    for name, shape in checkpoint.names.parameters.items():
         rows = reader.rows(name, range(shape[0]))
         assert rows is not None
         found[name] = as_tensor(*rows).clone()
@@ -141,7 +141,7 @@ def loaded(path: Path) -> Tensors:
 def described(path: Path) -> Tensors:
     """What is in a checkpoint, after `inspect` has told it and every byte was held against the checksums."""
     assert list(describe(path, read_heads(path), True))
-    assert list(describe_model(open_readable(path)))
+    assert list(describe_model(open_any(path)))
     check_all_bytes(path)
     return loaded(path)
 
@@ -162,12 +162,12 @@ def computed(path: Path) -> tuple[Any, torch.Tensor]:
 def pairs(path: Path) -> dict[str, Any]:
     """Every pair of an adapter, and what its product is multiplied by."""
     found = Adapter(path, names_of(path / "base"))
-    return {name: (found.pair(name), found.scale(name)) for name in sorted(found.parameters)}
+    return {name: (found.pair(name), found.beside[name].scale) for name in sorted(found.beside)}
 
 
 @cache
 def names_of(base: Path) -> Names:
-    return open_readable(base).names
+    return open_any(base).names
 
 
 def run_config(path: Path) -> TrainConfig:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoints.hf.source import ModelSource
-from ...checkpoints.training_state.marker import recorded_settings, recorded_world_size, whole_checkpoints
+from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ...moe.kernels.expert_kernels import KernelChoice
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.pipeline.schedule import ScheduleName
@@ -221,9 +221,10 @@ def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
     directory = Path(config.output_dir) / "checkpoints"
     for path in whole_checkpoints(directory) if config.resume == "auto" else [Path(config.resume)]:
         with suppress(ExpertMeshError, OSError):
-            there = recorded_settings(path)
+            marker = read_marker(path)
+            there = marker["settings"]
             is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
-            if not is_alike or recorded_world_size(path) != world_size:
+            if not is_alike or marker["world_size"] != world_size:
                 return {}
             open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
             return {name: there.get(name) for name in open_ones}
