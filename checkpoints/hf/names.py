@@ -136,14 +136,14 @@ class Names:
         from transformers.core_model_loading import dot_natural_key
 
         matched = Matched()
-        sources, copies, converters = self._sorted_out(found, matched)
+        (sources, copies), converters = self._sorted_out(found, matched), _by_pattern(self.model)
         natural = {name: dot_natural_key(name) for name in found}
         places: dict[str, tuple[int, Any]] = {}
         tensors: dict[str, tuple[Region, ...]] = {}
         covered: dict[str, list[range]] = {name: [] for name in self.parameters}
         for target, by_source in sources.items():
             wanted = self._targets[target]
-            for piece in self._pieces(target, wanted, by_source, converters, found, matched.problems):
+            for piece in self._pieces(target, by_source, converters, found, matched.problems):
                 regions = tuple(_regions(piece, wanted, matched.problems))
                 if regions:
                     # parts of one tensor may be of several targets
@@ -161,11 +161,9 @@ class Names:
         self._check_coverage(covered, sources, matched.problems)
         return matched
 
-    def _sorted_out(
-        self, found: Mapping[str, Shape], matched: Matched
-    ) -> tuple[dict[str, _Sources], dict[str, str], dict[str, "_Converter"]]:
-        """By target, the tensors that make it up; of copies of a tied one, their target; what converts the tensors of
-        each pattern. What belongs to no target goes into `matched`."""
+    def _sorted_out(self, found: Mapping[str, Shape], matched: Matched) -> tuple[dict[str, _Sources], dict[str, str]]:
+        """By target, the tensors that make it up; of copies of a tied one, their target. What belongs to no target goes
+        into `matched`."""
         known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self.aliases, True), **self._left_out}
         sources: dict[str, _Sources] = {}
         copies: dict[str, str] = {}
@@ -187,7 +185,7 @@ class Names:
             if target not in sources:  # the only one there is
                 sources[target] = {None: [name]}
                 del copies[name]
-        return sources, copies, _by_pattern(self.model)
+        return sources, copies
 
     def _is_untrained(self, name: str, target: str) -> bool:
         is_beyond = self._beyond is not None and bool(self._beyond.match(target))
@@ -203,13 +201,13 @@ class Names:
     def _pieces(
         self,
         target: str,
-        wanted: _Target,
         by_source: _Sources,
         converters: dict[str, "_Converter"],
         found: Mapping[str, Shape],
         problems: dict[str, str],
     ) -> Iterator[_Piece]:
         """The boxes that tensors on disk are of a target, each of the right shape."""
+        wanted = self._targets[target]
         for name in by_source.get(None, []):
             if found[name] == wanted.shape:
                 yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False)
@@ -221,15 +219,14 @@ class Names:
             yield from converter.pieces(target, self._targets, converted, found, problems)
 
     def _check_coverage(
-        self,
-        covered: dict[str, list[range]],
-        sources: dict[str, _Sources],
-        problems: dict[str, str],
+        self, covered: dict[str, list[range]], sources: dict[str, _Sources], problems: dict[str, str]
     ) -> None:
         """Every row of every parameter is somewhere, once."""
         said = set(problems)
+        any_converted = any(pattern is not None for by_source in sources.values() for pattern in by_source)
         for target, wanted in self._targets.items():
-            names = [name for listed in sources.get(target, {}).values() for name in listed]
+            by_source = sources.get(target, {})
+            names = [name for listed in by_source.values() for name in listed]
             if said & set(names):
                 continue
             for parameter, _ in wanted.parts:
@@ -239,30 +236,16 @@ class Names:
                         f"tensor {names[-1]} repeats dim-0 slices of {parameter} that are also in another tensor"
                     )
                 elif missing is not None:
-                    name = self._missing_name(
-                        target,
-                        wanted,
-                        sources.get(target, {}),
-                        any_converted=any(
-                            pattern is not None for by_source in sources.values() for pattern in by_source
-                        ),
-                    )
+                    fewer = (own for pattern, own in by_source.items() if pattern and len(own) < wanted.shape[0])
+                    name = next(filter(None, (_absent(own, wanted.shape[0]) for own in fewer)), None)
+                    if name is None:
+                        is_fused = wanted.parts[0][1] is not None and not any_converted
+                        name = target if is_fused else self._name_by_transformers(target)
                     if name in names:  # what is not there goes by another name that only transformers could say
                         problems[name] = f"tensor {name}: others that make up {target} with it are missing"
                     else:
                         problems[name] = f"tensor {name} is missing"
                     break
-
-    def _missing_name(self, target: str, wanted: _Target, by_source: _Sources, any_converted: bool) -> str:
-        """What a tensor that is not there would be called."""
-        for pattern, names in by_source.items():
-            if pattern is not None and len(names) < wanted.shape[0]:
-                numbered = _absent(names, wanted.shape[0])
-                if numbered is not None:
-                    return numbered
-        if wanted.parts[0][1] is not None and not any_converted:
-            return target
-        return self._name_by_transformers(target)
 
     def _name_by_transformers(self, target: str) -> str:
         """What `save_pretrained` would call it; of several, the first."""
