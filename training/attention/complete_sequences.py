@@ -25,8 +25,7 @@ from .packed_attention import tells_window
 Place = Literal["positions", "axes", "sequences", "all"]
 """Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); the same
 with several positions per token ahead, (axes, B, L); all positions of all sequences, (B, ...); what is used as it is:
-what all sequences have in common, or indices of chosen tokens from a mixer of an
-earlier layer, (n, S, ...)."""
+what all sequences have in common, or indices of chosen tokens from a mixer of an earlier layer, (n, S, ...)."""
 
 
 class CompleteSequences:
@@ -38,7 +37,6 @@ class CompleteSequences:
 
     Args:
         mixer: it gets this as its forward.
-
     """
 
     def __init__(self, mixer: nn.Module):
@@ -117,7 +115,7 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
             continue
         name = str(path)
         if name not in places:
-            places[name] = "axes" if _is_by_axes(path[-1], leaf, split) else _place(mixer, leaf, split)
+            places[name] = _place(mixer, getattr(path[-1], "key", None), leaf, split)
         if places[name] in ("positions", "axes"):
             of_positions.append(i)
             x_BL = leaf.movedim(0, -1) if places[name] == "axes" else leaf
@@ -130,37 +128,27 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
     return tree_unflatten(leaves, structure)
 
 
-def _is_by_axes(key: Any, x: Tensor, split: SplitSequences) -> bool:
-    """Whether it is what transformers calls position_ids where tokens have several: of images' time, height and width,
-    (axes, B, L). By its shape alone it might be something else: there may be as many sequences as axes."""
-    number, full_length = split.positions_BS.shape
-    of_tokens = tuple(x.shape[1:]) in [(n, full_length // split.cp_group.size) for n in (1, number)]
-    return getattr(key, "key", None) == "position_ids" and of_tokens
-
-
-def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
+def _place(mixer: nn.Module, name: str | None, x: Tensor, split: SplitSequences) -> Place:
     group, (number, full_length) = split.cp_group, split.positions_BS.shape
     length, shape = full_length // group.size, tuple(x.shape)
-    if tells_window(x) or (
-        counts_tokens(x.dtype, x.dim()) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length)
-    ):
+    here = len(group.sequences_of(group.index, number))
+    if tells_window(x) or (counts_tokens(x.dtype, x.dim()) and shape[:2] == (here, full_length)):
         return "all"
-    # a mask may be left out of short sequences, as those that a model is tried with: so it may be of any length
-    is_mask = x.dim() == 4 and shape[-1] == full_length
+    # where tokens have several, of images' time, height and width. By its shape alone it might be something else: there
+    # may be as many sequences as axes
+    if name == "position_ids" and shape[1:] in [(1, length), (number, length)]:
+        return "axes"
     if shape[1:2] == (length,) and shape[0] in (1, number) and length not in shape[2:]:
         return "positions"
+    # a mask may be left out of short sequences, as those that a model is tried with: so it may be of any length
+    is_mask = x.dim() == 4 and shape[-1] == full_length
     if length in shape and not is_mask:
-        raise _unknown(mixer, "is given a tensor", x, split)
+        raise ExpertMeshError(
+            f"--cp-size {group.size}: {type(mixer).__name__} is given a tensor of shape {shape} where there are "
+            f"{number} sequences of {full_length} positions, and it is not known which part of it belongs to which "
+            "rank; leave --cp-size out"
+        )
     return "sequences" if shape[:1] == (number,) else "all"
-
-
-def _unknown(mixer: nn.Module, how: str, x: Tensor, split: SplitSequences) -> ExpertMeshError:
-    number, length = split.positions_BS.shape
-    return ExpertMeshError(
-        f"--cp-size {split.cp_group.size}: {type(mixer).__name__} {how} of shape {tuple(x.shape)} where there are "
-        f"{number} sequences of {length} positions, and it is not known which part of it belongs to which rank; leave "
-        "--cp-size out"
-    )
 
 
 def _segments_here(segments: tuple[int, ...], split: SplitSequences) -> tuple[int, ...]:

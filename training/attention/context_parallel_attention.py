@@ -322,8 +322,7 @@ def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: C
         raise ExpertMeshError(
             f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of {mask.shape[-1]} "
             "positions, made otherwise than by transformers' mask functions, where complete sequences have "
-            f"{length}; leave "
-            "--cp-size out"
+            f"{length}; leave --cp-size out"
         )
     return _mine(mask.transpose(0, 1), group).transpose(0, 1) if mask.shape[1] == num_heads > 1 else mask
 
