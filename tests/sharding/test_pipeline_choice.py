@@ -48,23 +48,23 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     assert seconds[1] < seconds[0]
     assert held[1] > held[0]
 
-    chosen = choose_schedule(run, Cluster(SLOW, 8, PLENTY))
-    assert chosen.run.setting.schedule == "zero-bubble"
+    chosen, why = choose_schedule(run, Cluster(SLOW, 8, PLENTY))
+    assert chosen.setting.schedule == "zero-bubble"
     assert chosen.peak == peak(chosen.run)
-    assert chosen.why == f"by forecast {seconds[0] / seconds[1] - 1:.1%} faster than {name}"
+    assert why == f"by forecast {seconds[0] / seconds[1] - 1:.1%} faster than {name}"
 
-    chosen = choose_schedule(run, Cluster(SLOW, 8, sum(held) / 2))
-    assert chosen.run.setting.schedule == name
+    chosen, why = choose_schedule(run, Cluster(SLOW, 8, sum(held) / 2))
+    assert chosen.setting.schedule == name
     assert chosen.peak == peak(chosen.run)
-    assert chosen.why == f"by forecast zero-bubble would take {held[1] / 2**30:,.1f} GiB per rank"
+    assert why == f"by forecast zero-bubble would take {held[1] / 2**30:,.1f} GiB per rank"
 
-    chosen = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2))
-    assert chosen.run.setting.schedule == name
-    assert chosen.why == "none fits by forecast, and this one holds the least"
+    chosen, why = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2))
+    assert chosen.setting.schedule == name
+    assert why == "none fits by forecast, and this one holds the least"
 
     # what was asked for is not argued with
-    chosen = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2), asked="zero-bubble")
-    assert (chosen.run.setting.schedule, chosen.why) == ("zero-bubble", "as asked")
+    chosen, why = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2), asked="zero-bubble")
+    assert (chosen.setting.schedule, why) == ("zero-bubble", "as asked")
 
 
 @pytest.mark.release
@@ -74,16 +74,16 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     ids=["adapters", "another package's kernel"],
 )
 def test_no_queue_without_weight_gradients_that_can_wait(flags: dict[str, Any], can_queue: bool) -> None:
-    chosen = choose_schedule(run_of(2, pp_size=2, **flags), Cluster(SLOW, 8, PLENTY), can_queue=can_queue)
-    assert chosen.run.setting.schedule == "1f1b"
-    assert chosen.why == "no expert weight gradients can wait for zero-bubble"
+    chosen, why = choose_schedule(run_of(2, pp_size=2, **flags), Cluster(SLOW, 8, PLENTY), can_queue=can_queue)
+    assert chosen.setting.schedule == "1f1b"
+    assert why == "no expert weight gradients can wait for zero-bubble"
 
 
 @pytest.mark.slow
 def test_no_queue_where_it_gains_nothing() -> None:
     """Of many micro-batches the bubble is a small part."""
-    chosen = choose_schedule(run_of(2, pp_size=2, gradient_accumulation_steps=256), Cluster(SLOW, 8, PLENTY))
-    assert (chosen.run.setting.schedule, chosen.why) == ("1f1b", "by forecast zero-bubble gains less than 1%")
+    chosen, why = choose_schedule(run_of(2, pp_size=2, gradient_accumulation_steps=256), Cluster(SLOW, 8, PLENTY))
+    assert (chosen.setting.schedule, why) == ("1f1b", "by forecast zero-bubble gains less than 1%")
 
 
 def test_settings_with_what_was_chosen() -> None:

@@ -20,9 +20,9 @@ from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner.cost import _stage_times, step_time, step_times, tokens_per_second
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
-from expertmesh.training.planning.planner.peak_memory import _peak_of_rank, fullest, peak
+from expertmesh.training.planning.planner.peak_memory import _peak_of_rank, fullest, least_held, peak
 from expertmesh.training.planning.planner.pipelines import pipeline_seconds
-from expertmesh.training.planning.planner.search import Cluster, Tried, search
+from expertmesh.training.planning.planner.search import Cluster, Plan, Tried, search
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import Act, PlannedRun
 from expertmesh.training.planning.planner.traffic import step_traffic
@@ -180,6 +180,31 @@ def test_a_slow_network_asks_for_a_pipeline() -> None:
     assert {(s.pp_size, s.micro_batch, s.accumulation) for s in by_batch} == {
         *((1, 1, 2), (1, 2, 1), (2, 1, 4), (2, 2, 2), (4, 1, 8), (4, 2, 4))
     }
+
+
+def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what no layer's computation could make fit, only as many are as it takes to know which holds the least."""
+    config, model_config = flags_of(bf16=True), tiny_config(**EIGHT_LAYERS)
+    measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, "cuda", is_kept=False)
+    base, tried = setting_of(config, 4), Tried((1, 2, 4))
+
+    def plans(memory: float) -> list[Plan]:
+        machine = Hardware("a node", Device(1e12, 1e12, 1e12, memory), Link(1e12, 0), Link(1e12, 0))
+        return search(measure, base, tried, Cluster(machine, 4, memory))
+
+    large = plans(8e10)
+    assert len(large) > 20
+    least = {each.setting: least_held(measure.parameters, each.setting) for each in large}
+    assert all(0 < least[each.setting] <= each.memory.total for each in large)
+    # micro-batches in between follow from the smallest and the largest, and are told like these
+    assert {each.setting.micro_batch for each in large} == {1, 2, 4}
+    between = sorted(least.values())[len(least) // 2]
+    known = {each.setting: each.memory for each in large}
+    for memory in (between, 1.0):
+        found = plans(memory)
+        assert len(found) < len(large)
+        assert all(known[each.setting] == each.memory for each in found)
+        assert min(memory.total for memory in known.values()) == min(each.memory.total for each in found)
 
 
 def test_too_few_layers_for_the_stages() -> None:

@@ -258,11 +258,11 @@ def choose_pipeline(
     Returns:
         What the rank that holds the most holds then, and the choice.
     """
-    chosen = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
-    layers = chosen.run.setting.stage_layers
+    chosen, why = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
+    layers = chosen.setting.stage_layers
     assert layers is not None
     balance = "balanced by forecast seconds" if config.pipeline_layers is None else "as asked"
-    return chosen.peak, ChosenPipeline(chosen.run.setting.schedule, layers, chosen.why, balance)
+    return chosen.peak, ChosenPipeline(chosen.setting.schedule, layers, why, balance)
 
 
 def beside(forecast: Forecast | NoForecast, measured: float) -> str:

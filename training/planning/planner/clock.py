@@ -59,9 +59,10 @@ class Clock:
 
     def launch(self) -> None:
         """Let kernels wait until the host has called all that it was told to."""
-        idle = max(0.0, self._called - self.now)
-        self._pass(idle, 1.0)
-        self.launching += idle
+        idle = self._called - self.now
+        if idle > 0.0:
+            self._pass(idle, 1.0)
+            self.launching += idle
 
     def read(self) -> None:
         """Have the host wait for all kernels before it calls the next operator."""
@@ -83,7 +84,8 @@ class Clock:
             slowed += 0.0 if is_sharding else until - done
             self.exposed += until - done if is_sharding else 0.0
         self.waiting += slowed
-        self._pass(left, 1.0)
+        if left > 0.0:
+            self._pass(left, 1.0)
 
     def wait(self, seconds: float) -> None:
         """Add a collective that kernels wait for at once."""

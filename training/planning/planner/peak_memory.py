@@ -19,9 +19,10 @@ from ....sharding.pipeline.schedule import Kind
 from ....sharding.topology import Axis
 from ...config.optimizers import OPTIMIZERS
 from ..memory import Communicator, Memory, slack
-from .measured import Measured, MeasuredSpan
+from .measured import Measured, MeasuredModel, MeasuredSpan, ModelParameters
 from .pipelines import beside_actions, queued_bytes
-from .step_order import Act, Name, PlannedRun
+from .setting import Setting
+from .step_order import ROOT, Act, Name, PlannedRun
 from .units import Unit, unit
 
 
@@ -53,6 +54,26 @@ def largest(peaks: Sequence[Peak]) -> Peak:
     most = max(peaks, key=lambda each: each.memory.total)
     least = max((each.least for each in peaks), key=lambda memory: memory.lasting + memory.gathered)
     return replace(most, least=least, tensors=max(each.tensors for each in peaks))
+
+
+def least_held(model: ModelParameters, setting: Setting) -> float:
+    """Bytes that every rank holds at the least, whatever layers compute: what lasts, with what FSDP has gathered when
+    backward comes to the first experts, or with what the update takes. 0 for a pipeline, whose layers are not
+    distributed yet."""
+    if setting.pp_size > 1:
+        return 0.0
+    run = PlannedRun(model, MeasuredModel((), Measured((), (), 0)), setting)
+    rank = _Rank(run)
+    first = next((number for number, kind in enumerate(model.layers) if model.kinds[kind].experts), 0)
+    for name, each in run.units.items():
+        # the gradients of layers before this one, and of what is in none, are not there yet
+        rank.gradients += 0.0 if setting.offload or name.layer <= first else each.gradient
+    rank.shared = sum(run.units[name].gathered for name in (ROOT, *run.of_layer(first)) if name.kind != "region")
+    rank.note("backward", 0.0)
+    rank.gradients = 0.0 if setting.offload else sum(each.gradient for each in run.units.values())
+    rank.shared = 0
+    rank.note("update", update_working(run))
+    return rank.most_total
 
 
 def fullest(run: PlannedRun) -> PlannedRun:

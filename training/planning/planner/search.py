@@ -1,6 +1,6 @@
 """Every way to run a model on a number of GPUs, best first."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -15,7 +15,7 @@ from .clock import StepTime
 from .cost import model_flops, step_time, step_times, tokens_per_second
 from .hardware import Hardware
 from .measured import Measure, ModelParameters
-from .peak_memory import Peak
+from .peak_memory import Peak, least_held
 from .setting import Setting
 from .stage_costs import balanced
 from .step_order import PlannedRun, planned_run
@@ -152,7 +152,8 @@ def reckon(plans: Iterable[Plan]) -> None:
 def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
     """Forecasts of those settings that the model can compute. Where one does not fit, left out are micro-batches that
     are no smaller, also with queued weight gradients, which hold more; and where the first does not that recomputes
-    all, what recomputes less.
+    all, what recomputes less. So is what cannot fit whatever is computed; of this, where nothing fits, no more is
+    forecast than shows which layout holds the least.
 
     Raises:
         ExpertMeshError: it can compute none of them; says why not the first, of the smallest micro-batch.
@@ -161,8 +162,12 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     error = None
     too_large: dict[Setting, int] = {}
     fitting: set[Setting] = set()
-    for setting in settings:
-        layout = replace(setting, micro_batch=0, accumulation=0)
+    held = _least_held(measure.parameters, settings)
+    hopeless = sorted((each for each in held if held[each] > cluster.memory), key=lambda each: held[each])
+    for setting in [*(each for each in held if held[each] <= cluster.memory), *hopeless]:
+        if held[setting] > cluster.memory and (fitting or any(plan.memory.total <= held[setting] for plan in plans)):
+            break
+        layout = _layout(setting)
         recomputed = replace(layout, checkpointing="full", keep_expert_products=0)
         least = min(too_large.get(each, setting.micro_batch + 1) for each in (layout, _without_queue(layout)))
         if setting.micro_batch >= least or (recomputed in too_large and recomputed not in fitting):
@@ -182,6 +187,18 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     return plans
 
 
+def _least_held(model: ModelParameters, settings: Iterable[Setting]) -> dict[Setting, float]:
+    """Bytes that each setting needs whatever is computed, by what these depend on reckoned once."""
+    known: dict[Setting, float] = {}
+    found = {}
+    for setting in settings:
+        layout = replace(_layout(setting), checkpointing="full", keep_expert_products=0, offload_activations=False)
+        if layout not in known:
+            known[layout] = least_held(model, setting)
+        found[setting] = known[layout]
+    return found
+
+
 def _without_queue(setting: Setting) -> Setting:
     """The same pipeline without queued weight gradients."""
     return replace(setting, schedule=schedule_without_queue(setting.chunks))
@@ -190,7 +207,6 @@ def _without_queue(setting: Setting) -> Setting:
 def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node: int) -> Iterable[Setting]:
     """All parallel layouts of `base`'s ranks that this model can have. All-to-alls are cut into as many chunks as
     `base` says, or as a rank has experts."""
-    ends = min(tried.micro_batches), max(tried.micro_batches)
     # what holds the least comes first
     ways: Sequence[Checkpointing] = (
         ("full", "selective", "none") if tried.checkpointing is None else (tried.checkpointing,)
@@ -209,8 +225,7 @@ def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node:
                 chunks = min(chunks, model.num_experts // ep_size)
             for dense_shard in _dense_shards(pipeline, ep_size, tried):
                 for checkpointing in ways:
-                    # what lies between the smallest and the largest mostly follows from these
-                    for micro_batch in sorted(tried.micro_batches, key=lambda n: (n not in ends, n)):
+                    for micro_batch in sorted(tried.micro_batches):
                         setting = replace(
                             pipeline,
                             ep_size=ep_size,
@@ -270,7 +285,21 @@ def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> l
     if tried.global_batch is not None:
         least = min(map(sequences_per_step, possible), default=0)
         possible = [each for each in possible if sequences_per_step(each) == least]
-    return best_first(forecasts(measure, possible, cluster))
+    return best_first(forecasts(measure, _ends_first(possible), cluster))
+
+
+def _ends_first(settings: Iterable[Setting]) -> Iterator[Setting]:
+    """Of each layout the smallest micro-batch, the largest, and the others, which mostly follow from these two."""
+    layouts: dict[Setting, list[Setting]] = {}
+    for setting in settings:
+        layouts.setdefault(_layout(setting), []).append(setting)
+    for each in layouts.values():
+        yield from (each[0], *each[:0:-1][:1], *each[1:-1])
+
+
+def _layout(setting: Setting) -> Setting:
+    """The setting whatever its micro-batches."""
+    return replace(setting, micro_batch=0, accumulation=0)
 
 
 def sequences_per_step(setting: Setting) -> int:

@@ -70,13 +70,14 @@ from ..planner.measured import (
 from ..rates import Work
 from .attribution import Parts
 from .dispatched import check_recorded, expected_rows, telling_rows
+from .fake_tensors import FakeTensors
 from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
 from .loops import Given, Loop, Results, Source, call_told, looping_functions, loops_at, loops_between, replacing
 from .recorder import Event, Recorder, recording_triton
 from .seen_spans import SeenSpans, Tape, between
 from .triton_stand_in import import_kernels
-from .world import FakeTensors, Splits, _fused_attention, batch_of, what_failed
+from .world import Splits, _fused_attention, batch_of, what_failed
 
 _AT_ONCE: dict[str, LayerExchange] = {
     "all_to_all_single": "all-to-all",

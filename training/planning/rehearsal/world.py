@@ -3,7 +3,6 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
-    FakeTensorMode,
     ShardingPropagator,
     _current_autograd_node,
     _resolve_process_group,
@@ -55,6 +53,7 @@ from ..imbalance import EVEN, GivenRouting
 from .attribution import Parts
 from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
+from .fake_tensors import FakeTensors
 from .live_memory import LiveTensors
 from .loops import Loop, call_told, looping_functions, replacing
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
@@ -271,30 +270,6 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
     paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
     return f", in {paths[-1]}" if paths else ""
-
-
-class FakeTensors(FakeTensorMode):
-    """Within it tensors hold no memory. torch knows the shape of `grouped_mm`'s result in bf16 alone, and computes it
-    in fp32 too: that shape is given here. Every element counts as non-zero: the most that there could be.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        # of an operator that fails it logs a traceback, besides raising what its caller tells in a line
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
-            return args[0].new_empty(_grouped_shape(args[0], args[1], kwargs["offs"] if kwargs else args[2]))
-        if func is torch.ops.aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _grouped_shape(a: Tensor, b: Tensor, ends_e: Tensor) -> tuple[int, ...]:
-    """Shape of a grouped GEMM: each expert's rows times its matrix; or, for two matrices, one product per expert,
-    summed over its rows."""
-    return (a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(ends_e), a.shape[0], b.shape[1])
 
 
 def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
