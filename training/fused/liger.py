@@ -44,4 +44,4 @@ def use_liger(model: Any, dtype: torch.dtype) -> str:
             verdicts |= use_liger_rotary(name, dtype, device)
     taken, left = ([name for name, is_taken in verdicts.items() if is_taken is each] for each in (True, False))
     line = f"norms and rotary positions by liger-kernel: {', '.join(taken) or 'none'}"
-    return f"{line}; by transformers, as liger's differ: {', '.join(left)}" if left else line
+    return f"{line}; by transformers, as liger's differ or do not run: {', '.join(left)}" if left else line
