@@ -30,6 +30,10 @@ class _Result(NamedTuple):
     is_given: bool = False
 
 
+_KNOWN: dict[Hashable, tuple[type | None, list[_Result | None]]] = {}
+"""What operators gave, by what they were given: of all models of a process, as a plan tries one with several flags."""
+
+
 class FakeTensors(FakeTensorMode):
     """Within it tensors hold no memory. torch knows the shape of `grouped_mm`'s result in bf16 alone, and computes it
     in fp32 too: that shape is given here. Every element counts as non-zero: the most that there could be.
@@ -44,7 +48,6 @@ class FakeTensors(FakeTensorMode):
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         # torch's own
         self.cache_enabled = False
-        self._known: dict[Hashable, tuple[type | None, list[_Result | None]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
@@ -55,13 +58,13 @@ class FakeTensors(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         asked = (func, torch.get_default_dtype(), _looks(args), _looks(tuple((kwargs or {}).items())))
         is_kept = None not in asked
-        if is_kept and (known := self._known.get(asked)) is not None:
+        if is_kept and (known := _KNOWN.get(asked)) is not None:
             kind, results = known
             made = [None if each is None else self._make(each, args) for each in results]
             return made[0] if kind is None else kind(made)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if is_kept and (told := _told(result, args, kwargs)) is not None:
-            self._known[asked] = told
+            _KNOWN[asked] = told
         return result
 
     def _make(self, result: _Result, args: Sequence[Any]) -> Tensor:
