@@ -188,9 +188,9 @@ def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, "cuda", is_kept=False)
     base, tried = setting_of(config, 4), Tried((1, 2, 4))
 
-    def plans(memory: float) -> list[Plan]:
+    def plans(memory: float, **changes: Any) -> list[Plan]:
         machine = Hardware("a node", Device(1e12, 1e12, 1e12, memory), Link(1e12, 0), Link(1e12, 0))
-        return search(measure, base, tried, Cluster(machine, 4, memory))
+        return search(measure, base, replace(tried, **changes), Cluster(machine, 4, memory))
 
     large = plans(8e10)
     assert len(large) > 20
@@ -205,6 +205,7 @@ def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(found) < len(large)
         assert all(known[each.setting] == each.memory for each in found)
         assert min(memory.total for memory in known.values()) == min(each.memory.total for each in found)
+    assert plans(1.0, only_fitting=True) == []
 
 
 def test_too_few_layers_for_the_stages() -> None:

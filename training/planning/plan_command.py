@@ -293,6 +293,7 @@ def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Settin
     larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": times * asked.world_size}))
     tried = larger.tried()
     tried = replace(tried, micro_batches=(min(tried.micro_batches),), checkpointing=tried.checkpointing or "full")
+    tried = replace(tried, only_fitting=True)
     if times == 1:
         tried = replace(tried, ep_size=smallest.ep_size, dense_shard=smallest.dense_shard, pp_size=smallest.pp_size)
     try:

@@ -149,11 +149,16 @@ def reckon(plans: Iterable[Plan]) -> None:
             vars(plan)["time"] = time
 
 
-def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
+def forecasts(
+    measure: Measure, settings: Iterable[Setting], cluster: Cluster, only_fitting: bool = False
+) -> list[Plan]:
     """Forecasts of those settings that the model can compute. Where one does not fit, left out are micro-batches that
     are no smaller, also with queued weight gradients, which hold more; and where the first does not that recomputes
     all, what recomputes less. So is what cannot fit whatever is computed; of this, where nothing fits, no more is
     forecast than shows which layout holds the least.
+
+    Args:
+        only_fitting: whether not even that is.
 
     Raises:
         ExpertMeshError: it can compute none of them; says why not the first, of the smallest micro-batch.
@@ -164,7 +169,8 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     fitting: set[Setting] = set()
     held = _least_held(measure.parameters, settings)
     hopeless = sorted((each for each in held if held[each] > cluster.memory), key=lambda each: held[each])
-    for setting in [*(each for each in held if held[each] <= cluster.memory), *hopeless]:
+    possible = [each for each in held if held[each] <= cluster.memory]
+    for setting in possible if only_fitting else [*possible, *hopeless]:
         if held[setting] > cluster.memory and (fitting or any(plan.memory.total <= held[setting] for plan in plans)):
             break
         layout = _layout(setting)
@@ -285,7 +291,7 @@ def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> l
     if tried.global_batch is not None:
         least = min(map(sequences_per_step, possible), default=0)
         possible = [each for each in possible if sequences_per_step(each) == least]
-    return best_first(forecasts(measure, _ends_first(possible), cluster))
+    return best_first(forecasts(measure, _ends_first(possible), cluster, tried.only_fitting))
 
 
 def _ends_first(settings: Iterable[Setting]) -> Iterator[Setting]:

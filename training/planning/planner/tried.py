@@ -22,6 +22,7 @@ class Tried:
         pp_size, chunks, ep_size, dense_shard, checkpointing: as in `Setting`.
         schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b, or interleaved with several
             chunks.
+        only_fitting: whether nothing is forecast of layouts of which it is known beforehand that they do not fit.
     """
 
     micro_batches: Sequence[int]
@@ -32,3 +33,4 @@ class Tried:
     ep_size: int | None = None
     dense_shard: DenseShard | None = None
     checkpointing: Checkpointing | None = None
+    only_fitting: bool = False
