@@ -127,7 +127,7 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
         if rows := overlap(region.rows, shard.rows):
             target = shard.view(rows)
             repeated = as_tensor(reader.read(copy, region, rows), copy.dtype)
-            if not torch.equal(target, repeated.to(target.device, target.dtype)):
+            if not torch.equal(target, repeated.to(target.device).to(target.dtype)):
                 raise ExpertMeshError(
                     f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
                     "set tie_word_embeddings to false there"

@@ -24,6 +24,9 @@ from ..moe.linear.quantized import SCALES, Storage, fill, storages_of
 from .stages import stages_of
 from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, Topology, rows_of
 
+_BYTES_AT_ONCE = 2**28
+"""Most that a GPU holds, beside its shards, of what is loaded into them."""
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -215,15 +218,20 @@ class ShardedParameter:
         assert not part.is_here or self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
 
     def fill(self, rows: range, values: Tensor) -> Tensor:
-        """Write some of this rank's rows; returns what was written or, of a quantized weight, the values it stands
-        for."""
+        """Write some of this rank's rows; returns what was written or, of a quantized weight, its scales, which are
+        finite where all values are."""
         target = self.view(rows)
         if self.storage is None:
-            return target.copy_(values)
+            step = max(1, _BYTES_AT_ONCE // max(values.element_size() * self.row_shape.numel(), 1))
+            for part, into in zip(values.split(step), target.split(step), strict=True):
+                # first their bytes: a copy from a CPU to a GPU converts them on the CPU, in a single thread
+                into.copy_(part.to(into.device))
+            return target
         assert self.scales is not None
         start = rows.start - self.rows.start
-        fill(target, self.scales[start : start + len(rows)], values, self.storage)
-        return values
+        scales = self.scales[start : start + len(rows)]
+        fill(target, scales, values, self.storage)
+        return scales.contiguous().view(torch.float32)
 
     def view(self, rows: range) -> Tensor:
         """Some of this rank's rows."""

@@ -154,15 +154,15 @@ class AllToAllDispatcher:
         receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
         order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
         with for_backward_alone(is_replaying()):
-            rows_nD = TokensToRows.apply(x_TD, order)
+            rows_ND = TokensToRows.apply(x_TD, order)
 
         wait_for_counts(counts_E.device)
         sent_PS, received_PS = splits_2PS.tolist()
         if has_padding:
-            num_kept = sum(map(sum, sent_PS))
-            order, rows_nD = first_rows(order, num_kept), rows_nD[:num_kept]
+            # the rows' own gradient goes by the order of all of them: `Send` knows how many it sends
+            order = first_rows(order, sum(map(sum, sent_PS)))
         exchange = Exchange(self.group, sent_PS, received_PS)
-        rows = Send.apply(rows_nD, exchange)
+        rows = Send.apply(rows_ND, exchange)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)

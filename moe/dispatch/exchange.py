@@ -12,7 +12,8 @@ What has begun and is not yet waited for is in the `Exchange`, which the nodes s
 them only form the graph, and are not read. Autograd runs nodes in the reverse order of their creation: in backward too
 a part's gradients are sent while another part's are computed, and in the same order on all ranks.
 
-Shape suffixes: n rows sent from this rank, D model width, R rows of a part received by this rank.
+Shape suffixes: n rows sent from this rank, after which padding's may lie, D model width, R rows of a part received by
+this rank.
 """
 
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class Exchange:
 
     Attributes:
         sent, received: rows of each part to and from each rank of the group.
+        num_given: rows that `Send` was given: those that are sent, and after them padding's.
     """
 
     def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]):
@@ -62,6 +64,7 @@ class Exchange:
         self._coming: dict[int, UnderWay] = {}
         self._going_home: dict[int, UnderWay] = {}
         self._home_nD: Tensor | None = None
+        self.num_given = 0
 
     def begin_sending(self, part: int, rows_nD: Tensor) -> Tensor:
         sent, received = self.sent[part], self.received[part]
@@ -72,9 +75,11 @@ class Exchange:
     def wait_for_sent(self, part: int) -> Tensor:
         return self._coming.pop(part).wait()
 
-    def begin_returning(self, part: int, rows_RD: Tensor) -> None:
+    def begin_returning(self, part: int, rows_RD: Tensor, num_rows: int | None = None) -> None:
+        """num_rows: of the tensor in which they come home; by default as many as come. Any more are undefined."""
         if self._home_nD is None:
-            self._home_nD = rows_RD.new_empty(self._places[-1].stop, rows_RD.shape[1])
+            num_rows = self._places[-1].stop if num_rows is None else num_rows
+            self._home_nD = rows_RD.new_empty(num_rows, rows_RD.shape[1])
         place = self._home_nD[self._places[part]]
         self._going_home[part] = UnderWay(place, rows_RD, self.sent[part], self.received[part], self.group)
 
@@ -88,11 +93,15 @@ class Exchange:
 
 class Send(torch.autograd.Function):
     """Begin to send each part's rows, which lie one part after the other, sorted by rank; returns, for each part, the
-    tensor of received rows, which may be read after `Arrive`."""
+    tensor of received rows, which may be read after `Arrive`.
+
+    Rows after the last part's are padding's. They are not sent, and their gradients are undefined: a slice before it
+    would write zeros to them, and copy all others."""
 
     @staticmethod
     def forward(ctx: Any, rows_nD: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
+        exchange.num_given = rows_nD.shape[0]
         parts = range(len(exchange.sent))
         sent: tuple[Tensor, ...] = kept("rows sent", lambda: tuple(exchange.begin_sending(i, rows_nD) for i in parts))
         return sent
@@ -116,7 +125,7 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        ctx.exchange.begin_returning(ctx.part, grad_RD)
+        ctx.exchange.begin_returning(ctx.part, grad_RD, ctx.exchange.num_given)
         return placeholder(grad_RD, *grad_RD.shape), None, None
 
 

@@ -4,11 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, fp32_parameters
-from expertmesh.sharding.state import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
+from expertmesh.sharding import state
+from expertmesh.sharding.state import (
+    ShardedParameter,
+    local_tensor,
+    parameters_of,
+    saved_state,
+    set_parameter_dtype,
+    state_of,
+)
 from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import in_memory, tiny_config
@@ -119,3 +129,42 @@ def test_dtype_before_there_is_memory() -> None:
     model = build_model(tiny_config())
     set_parameter_dtype(model, torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def shard_of(local: Tensor, rows: range) -> ShardedParameter:
+    """A shard as it is of a parameter that is not quantized."""
+    shard = object.__new__(ShardedParameter)
+    shard.local, shard.rows, shard.row_shape = local, rows, local.shape[1:]
+    shard.storage = shard.scales = None
+    return shard
+
+
+class Casts(TorchDispatchMode):
+    """Notes the devices on which operators get a tensor of another dtype than they give or write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            self.devices |= {tensor.device.type for tensor in tensors}
+        return result
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 2**28])
+def test_values_are_converted_where_the_shard_is(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the way to it, on the CPU; some rows at a time, transposed ones too."""
+    monkeypatch.setattr(state, "_BYTES_AT_ONCE", at_once)
+    values = torch.randn(7, 6).bfloat16().t()
+    with Casts() as casts:
+        shard_of(torch.empty(9, 7, device="meta"), range(20, 29)).fill(range(22, 28), values)
+    assert casts.devices == {"meta"}
+    local = torch.zeros(9, 7)
+    written = shard_of(local, range(20, 29)).fill(range(22, 28), values)
+    assert torch.equal(written, values.float())
+    assert torch.equal(local[2:8], values.float())
+    assert not local[:2].any()
+    assert not local[8:].any()
