@@ -13,7 +13,7 @@ from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, ca
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Kind, Storage, dequantize, quantize
 from expertmesh.training.loss import head
-from tests.moe.kernel_contract import COUNTS, check_kernel
+from tests.moe.kernel_contract import COUNTS, check_bias, check_kernel
 from tests.moe.test_fp8 import RAGGED
 from tests.moe.test_fp8 import inputs as fp8_inputs
 from tests.moe.test_fp8 import product as fp8_product
@@ -37,6 +37,12 @@ def is_hopper() -> bool:
 @pytest.mark.parametrize("kernel", ["loop", "torch-grouped"])
 def test_contract(device: str, kernel: str, counts: list[int]) -> None:
     check_kernel(KERNELS.get(kernel), counts, torch.bfloat16, 1e-2, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [*COUNTS.values(), *LARGE.values()], ids=[*COUNTS, *LARGE])
+def test_biases(device: str, counts: list[int], dtype: torch.dtype) -> None:
+    check_bias(counts, dtype, device)
 
 
 @pytest.mark.parametrize("counts", [*COUNTS.values(), *LARGE.values()], ids=[*COUNTS, *LARGE])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe.kernels.expert_products import Product
+from expertmesh.moe.kernels.expert_products import AddBias, Product
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel
 from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.tiny import relative_error
@@ -201,3 +201,22 @@ def _assert_near(
         if number > 1:
             unused = (exact == 0).flatten(1).all(dim=1)
             assert not mine.cpu()[unused].any(), f"{what}: a gradient of an expert without rows"
+
+
+def check_bias(counts: Sequence[int], dtype: torch.dtype, device: str, width: int = 24) -> None:
+    """`AddBias` against autograd's own of each row's bias, in fp32, and rounded once."""
+    torch.manual_seed(0)
+    counts_e = torch.tensor(counts, device=device)
+    x_RO, grad_RO = torch.randn(2, sum(counts), width, device=device).to(dtype)
+    bias_eO = torch.randn(len(counts), width, device=device).to(dtype)
+    inputs = [tensor.clone().requires_grad_() for tensor in (x_RO, bias_eO)]
+    out_RO = AddBias.apply(inputs[0], counts_e, inputs[1])
+    out_RO.backward(grad_RO)
+    of_row_R = torch.arange(len(counts), device=device).repeat_interleave(counts_e)
+    assert torch.equal(out_RO, x_RO + bias_eO[of_row_R])
+    assert inputs[0].grad is not None
+    assert torch.equal(inputs[0].grad, grad_RO)
+    sums_eO = torch.zeros(len(counts), width, device=device, dtype=torch.float64).index_add_(
+        0, of_row_R, grad_RO.double()
+    )
+    torch.testing.assert_close(inputs[1].grad, sums_eO.to(dtype))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe.cpu import matmul
+from expertmesh.moe.kernels import expert_products
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.fp8 import FP8
@@ -23,7 +24,8 @@ from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
-from tests.moe.kernel_contract import COUNTS, check_kernel, outcome
+from expertmesh.moe.util.gpu import rehearsing_gpu
+from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, outcome
 
 MOE = Path(__file__).parents[2] / "moe"
 D, WIDTH = 16, 24
@@ -251,16 +253,33 @@ def test_why_a_triton_kernel_is_our_own(file: Path) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_bias(counts: list[int]) -> None:
-    torch.manual_seed(0)
-    x_RO, bias_eO = (
-        torch.randn(sum(counts), WIDTH, requires_grad=True),
-        torch.randn(len(counts), WIDTH, requires_grad=True),
-    )
-    of_row, grad_RO = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), torch.randn(sum(counts), WIDTH)
-    found = outcome(lambda: AddBias.apply(x_RO, torch.tensor(counts), bias_eO), [x_RO, bias_eO], grad_RO)
-    expected = outcome(lambda: x_RO + bias_eO[of_row], [x_RO, bias_eO], grad_RO)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found[0], expected[0])  # type: ignore[arg-type]
+    check_bias(counts, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_bias_as_on_a_gpu(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half precision: the sums are a product, whose result is in fp32, which torch has on GPUs alone."""
+    products: list[torch.Size] = []
+
+    def multiply(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16
+        products.append(a.shape)
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(expert_products, "computes_on_cpu", lambda tensor: False)
+    check_bias(counts, torch.bfloat16, "cpu")
+    assert products == [(8, sum(counts))] * (sum(counts) > 0)
+
+
+def test_bias_in_a_dry_run_of_a_gpu() -> None:
+    x_RO, bias_eO = (torch.zeros(n, 6, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (9, 3))
+    with rehearsing_gpu(), Calls() as calls:
+        AddBias.apply(x_RO, torch.zeros(3, dtype=torch.int64, device="meta"), bias_eO).sum().backward()
+    assert calls.count["aten::mm.dtype"] == 1
+    assert not any("segment_reduce" in name for name in calls.count)
+    assert bias_eO.grad is not None
+    assert bias_eO.grad.shape == (3, 6)
 
 
 def test_gradient_of_a_bias_in_bf16_is_summed_in_fp32() -> None:
