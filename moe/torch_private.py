@@ -7,12 +7,16 @@ fail at their call if they are gone.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from .util.errors import ExpertMeshError
 
@@ -146,3 +150,47 @@ def flash_operator(name: str) -> Any:
     if taken[: len(expected)] != expected:
         raise changed(f"aten::{name} takes {', '.join(taken) or 'nothing'}, and not {', '.join(expected)}")
     return packet
+
+
+@contextmanager
+def replacing_attention(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within it `replacement` is called in the place of `scaled_dot_product_attention`."""
+    with mock.patch.object(F, "scaled_dot_product_attention", replacement):
+        yield
+
+
+@contextmanager
+def replacing_collectives(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within it these are called in the place of functions of `torch.distributed`, by their names."""
+    with ExitStack() as patches:
+        for name, replacement in replacements.items():
+            patches.enter_context(mock.patch.object(dist, name, replacement))
+        yield
+
+
+@contextmanager
+def watching_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Within it `resized` is called after a storage was resized, of which no operator tells."""
+    resize = torch.UntypedStorage.resize_
+
+    def watched(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        resized(storage)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", watched):
+        yield
+
+
+@contextmanager
+def around_shapes_found_out(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within it DTensor finds out the shapes of an operator's results, by trying it once, `around` that."""
+    kind = __getattr__("ShardingPropagator")
+    find_out = kind._propagate_tensor_meta_non_cached
+
+    def found_out(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return find_out(*args, **kwargs)
+
+    with mock.patch.object(kind, "_propagate_tensor_meta_non_cached", found_out):
+        yield

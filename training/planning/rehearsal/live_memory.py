@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....moe.experts.bf16_copies import WorkingWeights
+from ....moe.torch_private import watching_resizes
 from ....sharding.state import has_dtensor, local_tensor
 
 
@@ -61,16 +62,12 @@ class LiveTensors(Pausable, TorchDispatchMode):
             self._add(local_tensor(tensor.detach()))
 
     def __enter__(self) -> "LiveTensors":
-        resize = torch.UntypedStorage.resize_
-
-        def watched(storage: Any, size: int) -> Any:
-            resized = resize(storage, size)
+        def resized(storage: torch.UntypedStorage) -> None:
             if (key := storage._cdata) in self.sizes:
                 self._change(key, storage.nbytes() - self.sizes[key])
-            return resized
 
-        self._watching = mock.patch.object(torch.UntypedStorage, "resize_", watched)
-        self._watching.start()
+        self._watching = watching_resizes(resized)
+        self._watching.__enter__()
         entered: LiveTensors = super().__enter__()
         self._collects = gc.isenabled()
         gc.disable()
@@ -80,7 +77,7 @@ class LiveTensors(Pausable, TorchDispatchMode):
         if self._collects:
             gc.enable()
         super().__exit__(*error)
-        self._watching.stop()
+        self._watching.__exit__(None, None, None)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_dtensor(types):

@@ -17,8 +17,6 @@ from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -36,6 +34,7 @@ from ....moe.hf_model.build import count_parameters, fp32_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
+from ....moe.torch_private import replacing_attention, replacing_collectives
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
@@ -479,7 +478,7 @@ class _Measurement:
             patches: list[Any] = [
                 *(mock.patch.object(m, "UnderWay", partial(_UnderWay, self)) for m in (exchange, context_parallel)),
                 telling_rows(exchange_counts, told_once, exchange_all),
-                *(mock.patch.object(dist, name, exchange_at_once(kind)) for name, kind in _AT_ONCE.items()),
+                replacing_collectives({name: exchange_at_once(kind) for name, kind in _AT_ONCE.items()}),
                 mock.patch.object(regions, "gather_once", gather_once),
                 never_tracing(),
                 assuming_even_counts(),
@@ -487,7 +486,7 @@ class _Measurement:
             if self.loops:
                 patches.append(replacing(self.of.looping, self._call_looping))
             if w.device == "cuda":
-                patches.append(mock.patch.object(F, "scaled_dot_product_attention", _fused_attention))
+                patches.append(replacing_attention(_fused_attention))
             for patch in patches:
                 stack.enter_context(patch)
             yield

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from traceback import walk_tb
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,10 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....moe.linear.quantized import nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
-    ShardingPropagator,
     _current_autograd_node,
     _resolve_process_group,
+    around_shapes_found_out,
+    replacing_attention,
 )
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
@@ -371,7 +371,7 @@ def _telling(
 
     with (
         telling_rows(exchange_counts, exchange_rows, exchange_all),
-        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        replacing_attention(_fused_attention),
         never_tracing(),
     ):
         yield
@@ -381,13 +381,13 @@ def _telling(
 def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]:
     """Within it, the unsharded tensors are not recorded, without memory in any run, on which DTensor tries an operator
     once to find out the shapes of its results."""
-    find_out = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def paused(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def paused() -> Iterator[None]:
         with live.paused(), recorder.paused():
-            return find_out(*args, **kwargs)
+            yield
 
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
+    with around_shapes_found_out(paused):
         yield
 
 
