@@ -6,11 +6,12 @@ changed. Attention and masks that are registered by transformers' public interfa
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
 import transformers
 from torch import Tensor, nn
@@ -172,3 +173,29 @@ def in_place_of_trainers(method: _Method) -> _Method:
     if mine != list(parameters)[: len(mine)] or (len(mine) < len(parameters) and not takes_more):
         raise changed(f"Trainer.{method.__name__} takes {', '.join(parameters)}, not {', '.join(mine)}")
     return method
+
+
+@contextmanager
+def replacing_functions(
+    functions: Mapping[ModuleType, Mapping[str, FunctionType]], call: Callable[..., Any]
+) -> Iterator[None]:
+    """Within it `call(function, *args, **kwargs)` is called in the place of each, which files of models call by these
+    names."""
+
+    def replaced(function: FunctionType) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(function, *args, **kwargs)
+
+    with ExitStack() as patches:
+        for file, named in functions.items():
+            calls = {name: replaced(function) for name, function in named.items()}
+            patches.enter_context(mock.patch.dict(vars(file), calls))
+        yield
+
+
+@contextmanager
+def replacing_calls(modules: Iterable[nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+    """Within it `call` is called in the place of modules of these modules' classes."""
+    with ExitStack() as patches:
+        for kind in {type(module) for module in modules}:
+            patches.enter_context(mock.patch.object(kind, "__call__", call))
+        yield

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -237,26 +236,6 @@ def _has_loop(function: FunctionType) -> bool:
     except (OSError, SyntaxError):
         return False
     return any(isinstance(node, ast.For | ast.While) for node in ast.walk(source))
-
-
-@contextmanager
-def replacing(functions: dict[ModuleType, dict[str, FunctionType]], call: Callable[..., Any]) -> Iterator[None]:
-    """Within it `call(function, *args, **kwargs)` is called in the place of each."""
-
-    def replaced(function: FunctionType) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(function, *args, **kwargs)
-
-    patches = [
-        mock.patch.dict(vars(file), {name: replaced(function) for name, function in named.items()})
-        for file, named in functions.items()
-    ]
-    for patch in patches:
-        patch.start()
-    try:
-        yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
 from ....moe.torch_private import replacing_attention, replacing_collectives
-from ....moe.transformers_private import never_tracing
+from ....moe.transformers_private import never_tracing, replacing_calls, replacing_functions
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives import context_parallel
@@ -72,7 +72,7 @@ from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors
 from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
-from .loops import Given, Loop, Results, Source, call_told, looping_functions, loops_at, loops_between, replacing
+from .loops import Given, Loop, Results, Source, call_told, looping_functions, loops_at, loops_between
 from .recorder import Event, Recorder, recording_triton
 from .seen_spans import SeenSpans, Tape, between
 from .triton_stand_in import import_kernels
@@ -300,7 +300,7 @@ class _Measurement:
             return results[like].without_graph(args, kwargs)
 
         given: dict[Any, Given] = {}
-        with self._told(), replacing(self.of.looping, note):
+        with self._told(), replacing_functions(self.of.looping, note):
             calls = self._calls()
             found.clear()
             with self._recording([]), forward_of(self.batch):
@@ -338,7 +338,7 @@ class _Measurement:
 
         original = {type(layer): type(layer).__call__ for layer in self.layers}
         # within a recording, which answers what the host would ask of the device
-        with self._recording([]), _calling(self.layers, call), suppress(_AllSeen):
+        with self._recording([]), replacing_calls(self.layers, call), suppress(_AllSeen):
             token_loss_sum(self.model, self.batch)
         return found
 
@@ -377,7 +377,7 @@ class _Measurement:
                 return out
 
             around = _regions_around(self.model, self.layers)
-            with _marking_regions(around, tape), _calling(self.layers, call):
+            with _marking_regions(around, tape), replacing_calls(self.layers, call):
                 loss = token_loss_sum(self.model, self.batch)
             tape.turn()
             loss.backward()
@@ -484,7 +484,7 @@ class _Measurement:
                 assuming_even_counts(),
             ]
             if self.loops:
-                patches.append(replacing(self.of.looping, self._call_looping))
+                patches.append(replacing_functions(self.of.looping, self._call_looping))
             if w.device == "cuda":
                 patches.append(replacing_attention(_fused_attention))
             for patch in patches:
@@ -674,15 +674,6 @@ def _carried(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # that of the first layer has no gradient where the embedding is frozen
     return [tensor for tensor in tensors if tensor.requires_grad or tensor is (args or (None,))[0]]
-
-
-@contextmanager
-def _calling(layers: Iterable[Any], call: Callable[..., Any]) -> Iterator[None]:
-    """Within it `call` is called in the place of these layers."""
-    with ExitStack() as stack:
-        for kind in {type(layer) for layer in layers}:
-            stack.enter_context(mock.patch.object(kind, "__call__", call))
-        yield
 
 
 def _stand_in(

@@ -29,7 +29,7 @@ from ....moe.torch_private import (
     around_shapes_found_out,
     replacing_attention,
 )
-from ....moe.transformers_private import never_tracing
+from ....moe.transformers_private import never_tracing, replacing_functions
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives.context_parallel import CPGroup
@@ -55,7 +55,7 @@ from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
 from .live_memory import LiveTensors
-from .loops import Loop, call_told, looping_functions, replacing
+from .loops import Loop, call_told, looping_functions
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .triton_stand_in import import_kernels
@@ -240,7 +240,7 @@ def _telling_loops(model: Any, predicted: Sequence[Loop], recorder: Recorder, is
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return call_told(predicted, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
 
-    with replacing(_looping(model), call) if predicted else nullcontext():
+    with replacing_functions(_looping(model), call) if predicted else nullcontext():
         yield
 
 
