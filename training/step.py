@@ -228,7 +228,9 @@ def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: f
         sums: (6,) over all ranks: three losses, the squared gradient norm, lacking gradients, stop requests. No step is
             taken where one is not finite, or gradients are lacking.
     """
-    if not isinstance(optimizer, QueuesStep) or computes_on_cpu(optimizer.param_groups[0]["params"][0]):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # a rank may have none: where all that its stages of a pipeline hold is frozen
+    if not isinstance(optimizer, QueuesStep) or not parameters or computes_on_cpu(parameters[0]):
         return False
     norm, lacking = sums[3].sqrt(), sums[4]
     scale = torch.ones_like(norm)

@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from expertmesh.moe.util.parser import flag_of
-from expertmesh.training.config.flags_page import page
 from expertmesh.training.config.train_config import TrainConfig
+from tests.training.flags_page import page
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
 

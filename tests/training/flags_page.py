@@ -1,12 +1,12 @@
-"""The page of all flags: `python -m expertmesh.training.config.flags_page > docs/reference/flags.md`."""
+"""The page of all flags: `python -m tests.training.flags_page > docs/reference/flags.md`."""
 
 from argparse import Action
 from dataclasses import fields
 from typing import Any
 
-from ...moe.util.parser import PlainHelp, Switch
-from .settings import Needs
-from .train_config import TrainConfig, make_parser
+from expertmesh.moe.util.parser import PlainHelp, Switch
+from expertmesh.training.config.settings import Needs
+from expertmesh.training.config.train_config import TrainConfig, make_parser
 
 HEAD = """# Flags of train_ep.py
 
@@ -14,7 +14,7 @@ Every flag may also be a key of the YAML file that `--config` names, with unders
 `expertmesh.load`. A switch takes no value, or `true` or `false`. This page is made by a command:
 
 ```sh
-python -m expertmesh.training.config.flags_page > docs/reference/flags.md
+python -m tests.training.flags_page > docs/reference/flags.md
 ```
 """
 
