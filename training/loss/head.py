@@ -235,7 +235,25 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
 
 def target_rows(x_BSD: Tensor, targets: Targets) -> Tensor:
     """rows_ND of the positions that have a target."""
-    return x_BSD.flatten(0, 1).index_select(0, targets.index_N)
+    rows_ND: Tensor = _Positions.apply(x_BSD.flatten(0, 1), targets.index_N)
+    return rows_ND
+
+
+class _Positions(torch.autograd.Function):
+    """Rows of a matrix, none of them twice: backward writes each where it came from, while torch's own adds it to what
+    is there, in a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, index_N: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.num_rows = x_TD.shape[0]
+        return x_TD.index_select(0, index_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        (index_N,) = ctx.saved_tensors
+        return grad_ND.new_zeros(ctx.num_rows, grad_ND.shape[1]).index_copy_(0, index_N, grad_ND), None
 
 
 def target_tokens(targets: Targets) -> Tensor:
@@ -264,9 +282,8 @@ def losses_by_chunk(
     num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
     losses: list[Tensor] = []
     grad_rows: list[Tensor] | None = [] if rows_need else None
-    # one matmul, rounded to the weight's dtype, is what a sum of one in fp32 would be rounded to
-    is_sum = num_chunks > 1 or weight_VD.dtype == torch.float32
-    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs and is_sum else None
+    adds = weight_needs and weight_VD.dtype == torch.float32
+    grad_weight_VD = torch.zeros_like(weight_VD) if adds else None
     grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
     for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
         num_rows = len(rows_CD)
@@ -278,10 +295,13 @@ def losses_by_chunk(
         losses.append(chunk_loss)
         if grad_rows is not None:
             grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
-        if weight_needs and not is_sum:
-            grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
-        elif grad_weight_VD is not None:
+        if grad_weight_VD is not None:
             add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+        elif weight_needs:
+            # a product is rounded to its own dtype before it is added: the first needs no zeros to be added to, and if
+            # it is all, no sum in fp32
+            grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
+            grad_weight_VD = grad_weight_VD.float() if num_chunks > 1 else grad_weight_VD
         if grad_bias_V is not None:
             grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
     return losses, (
