@@ -105,7 +105,7 @@ class MicroLosses:
 def losses_of(model: Any, batch: Batch, weights: LossWeights, over: Denominators) -> MicroLosses:
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
-    forward = forward_of(batch)
+    forward = forward_of(batch, weights.of_routers)
     assert forward.targets is not None
     output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
@@ -162,10 +162,10 @@ def weigh_losses(
     return MicroLosses(cross_entropy, balance, z, routing)
 
 
-def forward_of(batch: Batch) -> Forward:
+def forward_of(batch: Batch, has_router_losses: bool = True) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments."""
     targets = Targets(batch.targets_BS, batch.target_index_N)
-    return Forward(batch.is_token_BS, targets, batch.split, batch.segments)
+    return Forward(batch.is_token_BS, targets, batch.split, batch.segments, has_router_losses=has_router_losses)
 
 
 def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> Tensor:

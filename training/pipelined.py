@@ -310,7 +310,7 @@ class PipelinedStep(_Run):
         self.done: dict[tuple[int, int], _Done] = {}
         self.has_gradients = False
         self.num_experts = moe_shape(model).num_experts
-        self.has_router_losses = weights.balance > 0 or weights.z > 0
+        self.has_router_losses = weights.of_routers
         # of each stage, its MoE layers by their numbers in the model
         numbers = {experts: number for number, experts in enumerate(moe_layers(model))}
         self.num_moe_layers, layers = len(numbers), decoder_layers(model)
@@ -359,7 +359,7 @@ class PipelinedStep(_Run):
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
         num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
-        forward = forward_of(batch)
+        forward = forward_of(batch, self.has_router_losses)
         forward.weight_gradients = self.pipeline.later
         forward.stage = StageForward(
             self.stages,

@@ -53,6 +53,8 @@ class Forward:
             same in all of them, such as rotary positions, by its number; also for recomputation.
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
+        has_router_losses: whether losses are made of the routing's statistics. Where none are, these are figures for
+            the log, which have no graph, and which no recomputation makes again.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
             recorded once more, they would keep alive all that was recomputed.
         logits_TE: the logits of each router that has run and whose experts have not, by these.
@@ -72,6 +74,7 @@ class Forward:
     gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stage: Any = None
     weight_gradients: WeightGradients | None = None
+    has_router_losses: bool = True
     is_again: bool = False
     logits_TE: dict[nn.Module, Tensor] = field(default_factory=dict)
     ahead_TD: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Forward:
             gathered=self.gathered,
             stage=self.stage,
             weight_gradients=self.weight_gradients,
+            has_router_losses=self.has_router_losses,
             is_again=True,
         )
 

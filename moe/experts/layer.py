@@ -69,9 +69,12 @@ class DMoE(nn.Module):
             self.beside.compute(x_TD, forward)
         needs_output = sent.reads_outputs or self.post_expert_norm is not None
         returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
-        # also where they are not needed: the recomputation of a checkpointed layer must keep as many tensors
-        num_rows = sum(part.num_rows for part in sent.parts)
-        stats = router_stats(counts_E, forward.logits_TE.pop(self, None), is_token_T, num_rows, self.kind.score)
-        if not forward.is_again:
-            forward.stats[self] = stats
+        logits_TE = forward.logits_TE.pop(self, None)
+        # with a graph also in the recomputation of a checkpointed layer, which must keep as many tensors
+        if forward.has_router_losses or not forward.is_again:
+            num_rows = sum(part.num_rows for part in sent.parts)
+            given = counts_E, logits_TE, is_token_T, num_rows, self.kind.score
+            stats = router_stats(*given, has_losses=forward.has_router_losses)
+            if not forward.is_again:
+                forward.stats[self] = stats
         return sent.combine(returned)

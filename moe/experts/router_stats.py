@@ -42,7 +42,8 @@ UNKNOWN = RouterKind(None)
 class RouterStats:
     """Statistics of one layer's routing for the auxiliary losses and the log; padding tokens are left out.
 
-    For a router whose logits are unavailable, or not one per expert, the sums are None.
+    For a router whose logits are unavailable, or not one per expert, the sums are None; those of losses too where none
+    are made of them.
 
     counts_E: tokens that chose each expert, int64, no gradient.
     prob_sum_E: softmax of the router's logits summed over tokens, fp32, differentiable.
@@ -61,26 +62,35 @@ class RouterStats:
 
 
 def router_stats(
-    counts_E: Tensor, logits_TE: Tensor | None, is_token_T: Tensor | None, rows_computed: int, score: str | None
+    counts_E: Tensor,
+    logits_TE: Tensor | None,
+    is_token_T: Tensor | None,
+    rows_computed: int,
+    score: str | None,
+    has_losses: bool = True,
 ) -> RouterStats:
     """The statistics, from a router's logits as it returned them.
 
     Args:
         is_token_T: False for padding, and None when there is none.
         score: how the router scores experts from its logits (see `moe.experts.scores`).
+        has_losses: whether losses are made of them; if not, there is no graph.
     """
     if logits_TE is None:
         return RouterStats(counts_E, None, None, None, rows_computed)
-    logits_TE = logits_TE.float()
+    logits_TE = logits_TE.float() if has_losses else logits_TE.detach().float()
     probs_TE = logits_TE.softmax(dim=-1)
     lse_T = logits_TE.logsumexp(dim=-1)
-    z_T = lse_T.square()
     entropy_T = _entropy(logits_TE, probs_TE, lse_T, score)
+    if is_token_T is not None and entropy_T is not None:
+        entropy_T = entropy_T.masked_fill(~is_token_T, 0.0)
+    entropy_sum = None if entropy_T is None else entropy_T.sum()
+    if not has_losses:
+        return RouterStats(counts_E, None, None, entropy_sum, rows_computed)
+    z_T = lse_T.square()
     if is_token_T is not None:
         probs_TE = probs_TE.masked_fill(~is_token_T.unsqueeze(-1), 0.0)
         z_T = z_T.masked_fill(~is_token_T, 0.0)
-        entropy_T = None if entropy_T is None else entropy_T.masked_fill(~is_token_T, 0.0)
-    entropy_sum = None if entropy_T is None else entropy_T.sum()
     return RouterStats(counts_E, probs_TE.sum(dim=0), z_T.sum(), entropy_sum, rows_computed)
 
 

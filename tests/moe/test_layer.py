@@ -1,6 +1,7 @@
 """Local dispatch, routing statistics and the layer against HF's own block, and swapped models, without ranks."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from expertmesh.moe.dispatch.alltoall import LocalDispatcher, _transpose_blocks
 from expertmesh.moe.dispatch.permute import count_experts
+from expertmesh.moe.experts import layer as experts_layer
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import (
@@ -110,6 +112,28 @@ def test_statistics_of_a_router() -> None:
     torch.testing.assert_close(stats.entropy_sum, entropy.sum())
     sums = (stats.prob_sum_E, stats.z_sum, stats.entropy_sum)
     assert [total is not None and total.requires_grad for total in sums] == [True, True, False]
+
+
+def test_statistics_that_no_loss_is_made_of() -> None:
+    """The same figures for the log, without a graph, and none in a recomputation."""
+    moe = layer()
+    moe.experts.kind = RouterKind("softmax")
+    x_BSD, found = torch.randn(1, 11, 16), dict[bool, RouterStats]()
+    for has_losses in (True, False):
+        with Forward(torch.arange(11).view(1, 11) < 9, has_router_losses=has_losses) as forward:
+            moe(x_BSD)
+        found[has_losses] = forward.stats[moe.experts]
+    with_losses, without = found[True], found[False]
+    assert torch.equal(with_losses.counts_E, without.counts_E)
+    assert with_losses.rows_computed == without.rows_computed
+    assert with_losses.entropy_sum is not None
+    assert without.entropy_sum is not None
+    assert torch.equal(with_losses.entropy_sum, without.entropy_sum)
+    assert (without.prob_sum_E, without.z_sum, without.entropy_sum.requires_grad) == (None, None, False)
+    with forward.again() as again, mock.patch.object(experts_layer, "router_stats", side_effect=AssertionError):
+        moe(x_BSD)
+    assert not again.stats
+    assert not again.logits_TE
 
 
 def test_statistics_of_sure_routers() -> None:

@@ -29,6 +29,11 @@ class LossWeights:
     z: float
     balance_per_layer: bool = False
 
+    @property
+    def of_routers(self) -> bool:
+        """Whether there is one."""
+        return self.balance > 0 or self.z > 0
+
 
 @dataclass(frozen=True)
 class Balance:

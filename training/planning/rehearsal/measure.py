@@ -404,7 +404,7 @@ class _Measurement:
             # FSDP reduces a layer's gradients where the one of its input is there
             args, kwargs = call.arguments(start, self.dtype, lambda: tape.cut("start"))
             self.in_common = 0
-            with forward_of(self.batch) as forward:
+            with forward_of(self.batch, self.of.weights.of_routers) as forward:
                 out = layer(*args, **kwargs)
             del args, kwargs
             stats = forward.take_stats(moe_layers(layer))
