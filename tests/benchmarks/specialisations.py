@@ -66,7 +66,18 @@ def _loss(rows: int, width: int) -> None:
         fused_gradient(logits, some, highest, exp_sums)
 
 
-CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _loss)
+def _megablocks(rows: int, width: int) -> None:
+    """stk's kernels take the number of rows, each expert's padded to a multiple of 128; matrices are so too."""
+    from expertmesh.moe.kernels.megablocks import megablocks_sparse
+
+    if width == WIDTHS[0]:
+        counts_e = torch.tensor([rows // 2, 0, rows - rows // 2])
+        weights = [torch.zeros(EXPERTS * 4 * width, 2 * width).bfloat16().requires_grad_() for _ in range(3)]
+        rows_RD = torch.zeros(rows, 2 * width).bfloat16().requires_grad_()
+        megablocks_sparse(rows_RD, counts_e, *weights).sum().backward()
+
+
+CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _loss, _megablocks)
 
 
 def main() -> None:
@@ -79,7 +90,9 @@ def main() -> None:
                 for launch in launches_of(Example(lambda _, rows=rows: call(rows, width), torch.float32)):  # type: ignore[misc]  # noqa: B023
                     constants = {p.name: launch.constants.get((p.num,)) for p in launch.kernel.params if p.is_constexpr}
                     types = [kind for name, kind in launch.signature.items() if name.endswith("_ptr")]
-                    made_for = str((call.__name__, width, constants, types))
+                    # MegaBlocks' own are tuned: each of their configurations is tried
+                    tuned = launch.options if call is _megablocks else None
+                    made_for = str((call.__name__, width, constants, types, tuned))
                     compiled_for = str((launch.signature, launch.constants, launch.attributes, launch.options))
                     found[f"{launch.kernel.__module__}.{launch.kernel.__name__}"][made_for].add(compiled_for)
     most = {name: max(map(sorted, several.values()), key=len) for name, several in found.items()}
