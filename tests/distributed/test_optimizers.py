@@ -5,15 +5,19 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.config import optimizers
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.optim.shampoo import inverse_fourth_root
+from expertmesh.training.optim.shampoo import inverse_fourth_roots
 from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model, train_config
@@ -27,7 +31,7 @@ TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shamp
 
 def test_shampoo_of_an_expert_that_is_reached_late() -> None:
     """Its factors were zeros when the roots were taken."""
-    assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
+    assert torch.equal(inverse_fourth_roots(torch.zeros(1, 3, 3))[0], torch.eye(3))
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -45,6 +49,37 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert len(decays) == sum(len(group["params"]) for group in groups)
     return {name: decays.pop(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optim", ["muon", "shampoo"])
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (3, 1), (4, 2)])
+def test_updates_do_not_depend_on_what_else_is_in_a_stack(
+    ranks: RankPool, tiny_model: Path, optim: str, world_size: int, ep_size: int
+) -> None:
+    """One matrix in each, several, and all; Shampoo's blocks leave rests. One parameter has no gradient in the first
+    step."""
+    found = [ranks.run(updated, world_size, tiny_model, optim, ep_size, size) for size in (1, 2500, 2**23)]
+    for other in found[1:]:
+        for rank, expected in zip(other, found[0], strict=True):
+            for name, weights in rank.items():
+                torch.testing.assert_close(weights, expected[name], rtol=0, atol=1e-6)
+
+
+def updated(path: Path, optim: str, ep_size: int, stack_elements: int) -> dict[str, torch.Tensor]:
+    settings = {"optim": optim, "shampoo_block_size": 24, "shampoo_start": 1, "learning_rate": 1e-3}
+    topology = Topology(dist.get_world_size(), ep_size)
+    model, mesh, _ = sharded_model(path, topology, Case([], settings=settings))
+    with mock.patch.object(optimizers, "STACK_ELEMENTS", stack_elements):
+        optimizer = build_optimizer(model, train_config(**settings), mesh)
+    torch.manual_seed(dist.get_rank())
+    for step in range(2):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            local_tensor(parameter.grad).normal_()
+            if step == 0 and "k_proj" in name:
+                parameter.grad = None
+        optimizer.step()
+    return {name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.slow

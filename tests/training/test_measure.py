@@ -116,6 +116,25 @@ def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> 
     assert sum(event.needed for event in rehearsed.recorder.events if event.phase == "optimizer step") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["shampoo", "muon"])
+@pytest.mark.parametrize("world_size", [8, 24])
+def test_updates_of_many_experts_are_launched_together(
+    optim: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 experts as of 128, where they fit into one stack; and of those that do not, which the planner counts."""
+    calls = []
+    for experts in (32, 128):
+        rehearsed, _ = both(tiny_config("qwen3_moe", num_experts=experts), world_size, ep_size=8, optim=optim)
+        calls.append(rehearsed.recorder.calls[None])
+    assert calls[0] == calls[1] < 1000
+    monkeypatch.setattr("expertmesh.training.config.optimizers.STACK_ELEMENTS", 10 * 32 * 32)
+    rehearsed, run = both(tiny_config("qwen3_moe", num_experts=128), world_size, ep_size=8, optim=optim)
+    assert rehearsed.recorder.calls[None] > calls[1]
+    told = H100.rates.call * sum(rehearsed.recorder.calls.values())
+    assert step_time(run, H100, gpus_per_node=8).host == pytest.approx(told, rel=0.05)
+
+
 def kernel_seconds_of(rehearsed: Rehearsed, micro: int) -> float:
     return sum(part.seconds for part in parts_of(rehearsed, micro, H100))
 

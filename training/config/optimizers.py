@@ -27,6 +27,23 @@ class ParameterShape(NamedTuple):
     matrix_rows: int
 
 
+STACK_ELEMENTS = 2**23
+"""Of the matrices of one shape that an optimizer computes with as one tensor, if it is not more in one of them: enough
+for kernels that take longer than their launch, and no more than a matrix of attention has, as 4,096 x 2,048."""
+
+
+def stack_size(elements: int, number: int, ranks: int) -> int:
+    """Of so many matrices that these ranks share, each of as many elements, how many one of them computes with at once:
+    all have about as many, in as few rounds as `STACK_ELEMENTS` allows."""
+    rounds = -(-number // (max(1, STACK_ELEMENTS // elements) * ranks))
+    return -(-number // (rounds * ranks))
+
+
+def num_elements(shape: tuple[int, int], has_factors: bool) -> int:
+    """Of a matrix, or of its larger factor (see `OptimizerEntry.has_factors`)."""
+    return max(shape) ** 2 if has_factors else shape[0] * shape[1]
+
+
 class UpdateKernel(NamedTuple):
     """A kernel of a step's update of one block of a matrix.
 
@@ -49,21 +66,22 @@ class BlockKernels(NamedTuple):
 
 class UpdateCalls(NamedTuple):
     """Operators that a step's update calls beside those of clipping, as counted in a dry run: for each trained
-    parameter, for each block of a matrix, and for each lot of blocks (see `training.optim.matrices.rounds_of`). Those
-    for all parameters together are few."""
+    parameter, for each run of matrices' rows, for each lot of matrices (see `training.optim.matrices`), and for
+    the exchange of a lot between ranks. Those for all parameters together are few."""
 
     parameter: int
-    block: int
+    run: int
     lot: int
+    exchange: int
 
 
 class UpdateTensors(NamedTuple):
     """Memory in use only during an update: that of so many tensors on a CPU or a GPU, as large as the largest parameter
-    on a rank, in fp32, or as the largest matrix, unsharded, in the compute dtype."""
+    on a rank, in fp32, or as the largest stack of matrices, unsharded, in the compute dtype or in fp32."""
 
     on_cpu: float
     on_gpu: float
-    as_large_as: Literal["parameter", "matrix"]
+    as_large_as: Literal["parameter", "stack", "stack in fp32"]
 
 
 class StateSetting(NamedTuple):
@@ -104,6 +122,7 @@ class OptimizerEntry:
         state_bytes: bytes of state for each element of a trained parameter.
         matrix_kernels: what a step computes of a matrix of this shape on its owner, beside what moves memory alone, for
             an optimizer that computes with whole matrices; None: it computes element by element.
+        has_factors: it keeps square matrices as large as a matrix's sides.
         calls, tensors: of an update.
         dry_run: settings with which the one step of a dry run is as almost all steps of a run are.
     """
@@ -120,6 +139,7 @@ class OptimizerEntry:
     is_tried_where_nothing_fits: bool = False
     state_bytes: "Callable[[ParameterShape, TrainConfig], float]"
     matrix_kernels: "Callable[[tuple[int, int], TrainConfig], list[BlockKernels]] | None" = None
+    has_factors: bool = False
     calls: UpdateCalls
     tensors: UpdateTensors
     dry_run: Mapping[str, Any] = field(default_factory=dict)
@@ -244,7 +264,7 @@ ADAMW_FUSED = OptimizerEntry(
     ),
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 8,
-    calls=UpdateCalls(parameter=0, block=0, lot=0),
+    calls=UpdateCalls(parameter=0, run=0, lot=0, exchange=0),
     tensors=UpdateTensors(on_cpu=0, on_gpu=0, as_large_as="parameter"),
 )
 ADAMW_8BIT = OptimizerEntry(
@@ -254,7 +274,7 @@ ADAMW_8BIT = OptimizerEntry(
     heeds=_OF_ADAMW,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
-    calls=UpdateCalls(parameter=9, block=0, lot=0),
+    calls=UpdateCalls(parameter=9, run=0, lot=0, exchange=0),
     tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
 )
 ADAMW_BF16 = OptimizerEntry(
@@ -266,7 +286,7 @@ ADAMW_BF16 = OptimizerEntry(
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
     state_bytes=lambda parameter, config: 2 * parameter.element_size,
-    calls=UpdateCalls(parameter=9, block=0, lot=0),
+    calls=UpdateCalls(parameter=9, run=0, lot=0, exchange=0),
     tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
 )
 MUON = OptimizerEntry(
@@ -276,8 +296,8 @@ MUON = OptimizerEntry(
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 4 if parameter.matrix_rows else 8,
     matrix_kernels=_muon_kernels,
-    calls=UpdateCalls(parameter=0, block=13, lot=35),
-    tensors=UpdateTensors(on_cpu=5, on_gpu=5, as_large_as="matrix"),
+    calls=UpdateCalls(parameter=0, run=12, lot=22, exchange=9),
+    tensors=UpdateTensors(on_cpu=5, on_gpu=5, as_large_as="stack"),
 )
 SHAMPOO = OptimizerEntry(
     name="shampoo",
@@ -287,8 +307,9 @@ SHAMPOO = OptimizerEntry(
     state_settings=_shampoo_state_settings,
     state_bytes=_shampoo_state_bytes,
     matrix_kernels=_shampoo_kernels,
-    calls=UpdateCalls(parameter=0, block=22, lot=38),
-    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
+    has_factors=True,
+    calls=UpdateCalls(parameter=0, run=21, lot=23, exchange=21),
+    tensors=UpdateTensors(on_cpu=12, on_gpu=12, as_large_as="stack in fp32"),
     dry_run={"shampoo_start": 1},  # with the preconditioners that it begins to have there
 )
 

@@ -1,6 +1,6 @@
 """Matrices that are cut over ranks, and what an optimizer computes of a whole one, on one rank of their group.
 
-Shape suffixes: R rows of a matrix, D its columns.
+Shape suffixes: N matrices of a stack, R rows of a matrix or of several, D its columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from ...checkpoints.files.tensors import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
+from ..config.optimizers import num_elements, stack_size
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Matrix:
         held: the matrix's rows that each rank of its group holds.
         columns: which of the parameter's.
         number: of the matrix among those of its parameter, over all ranks.
-        owner: the rank of its group that computes with the whole of it (see `rounds_of`).
     """
 
     parameter: Tensor
@@ -35,15 +35,10 @@ class Matrix:
     held: tuple[range, ...]
     columns: range
     number: int = 0
-    owner: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         return sum(map(len, self.held)), len(self.columns)
-
-    def rows_of(self, tensor: Tensor) -> Tensor:
-        """This rank's rows (R, D) of the matrix in a tensor that is sharded like the parameter, sharing its memory."""
-        return local_tensor(tensor)[self.mine, self.columns.start : self.columns.stop]
 
 
 def dense_matrix(part: StateTensor, mesh: Mesh) -> Matrix:
@@ -106,64 +101,174 @@ def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
     return blocks
 
 
-def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Matrices in lots of at most one for each of the `size` ranks of their group, its owner; like shapes together."""
-    in_order = sorted(matrices, key=lambda matrix: matrix.shape, reverse=True)
-    lots = [in_order[start : start + size] for start in range(0, len(in_order), size)]
-    return [[replace(matrix, owner=owner) for owner, matrix in enumerate(lot)] for lot in lots]
+@dataclass(frozen=True)
+class Run:
+    """Rows of this rank that follow one another in a parameter, of one matrix or of several of one shape."""
+
+    parameter: Tensor
+    rows: slice
+    columns: range
+    shape: tuple[int, int]
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """These rows (R, D) in a tensor that is sharded like the parameter, sharing its memory."""
+        rows_RD = local_tensor(tensor)[self.rows]
+        is_whole = len(self.columns) == rows_RD.shape[1]
+        return rows_RD if is_whole else rows_RD[:, self.columns.start : self.columns.stop]
 
 
-def on_owners(
-    pieces: Sequence[Sequence[Tensor]],
-    lot: Sequence[Matrix],
-    group: dist.ProcessGroup,
-    compute: Callable[[Matrix, list[Tensor]], Tensor],
-) -> list[Tensor]:
-    """Bring each matrix of a lot together on its owner, have that compute another of its shape, and send this back.
+class Lot:
+    """Matrices that are brought together on their owners, computed with and sent back at once.
 
     Args:
-        pieces: for each matrix this rank's rows (R, D), of one or more tensors of its shape and of one dtype.
-        lot: the matrices, the same on all ranks of the group, by rising owners.
-        compute: called on a matrix's owner with the whole tensors.
+        stacks: by owner, the ranks of the group in their order, of whom the last may have none: its matrices, of one
+            shape, with which it computes as one tensor.
+        group: the ranks that share the matrices.
 
-    Returns:
-        This rank's rows of each result.
+    Attributes:
+        mine: this rank's stack.
+        runs: where this rank's rows of all the matrices lie, in their order.
     """
-    me, number = dist.get_rank(group), len(pieces[0])
-    mine = next((matrix for matrix in lot if matrix.owner == me), None)
-    sent = [0] * dist.get_world_size(group)
-    for matrix, piece in zip(lot, pieces, strict=True):
-        sent[matrix.owner] = piece[0].numel()
-    received = [0] * len(sent) if mine is None else [len(rows) * mine.shape[1] for rows in mine.held]
-    whole = _all_to_all(
-        torch.cat([each.flatten() for piece in pieces for each in piece]),
-        [number * count for count in sent],
-        [number * count for count in received],
-        group,
-    )
-    if mine is not None:
-        by_rank = [part.view(number, -1) for part in whole.split([number * count for count in received])]
+
+    def __init__(self, stacks: Sequence[Sequence[Matrix]], group: dist.ProcessGroup):
+        self.stacks, self.group = stacks, group
+        me, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.mine = stacks[me] if me < len(stacks) else []
+        matrices = [matrix for stack in stacks for matrix in stack]
+        self.parameters = list(dict.fromkeys(matrix.parameter for matrix in matrices))
+        self.runs = _runs(matrices)
+        self._sent = [sum(_elements(matrix, me) for matrix in stack) for stack in stacks]
+        self._sent += [0] * (self._size - len(stacks))
+        # what comes from a rank: its rows of each matrix of the stack
+        self._pieces = [[_elements(matrix, rank) for matrix in self.mine] for rank in range(self._size)]
+        self._received = [sum(pieces) for pieces in self._pieces]
+        order = [(rank, each) for rank, pieces in enumerate(self._pieces) for each, size in enumerate(pieces) if size]
         # with tensor parallelism the ranks' rows do not lie in the order of the ranks
-        order = sorted(range(len(by_rank)), key=lambda rank: mine.held[rank].start)
-        in_order = [by_rank[rank] for rank in order]
-        computed = compute(mine, [torch.cat(rows).view(mine.shape) for rows in zip(*in_order, strict=True)])
-        parts = computed.flatten().split([received[rank] for rank in order])
-        whole = torch.cat([parts[order.index(rank)] for rank in range(len(order))])
-    returned = _all_to_all(whole, received, sent, group).split([sent[matrix.owner] for matrix in lot])
-    return [part.view_as(piece[0]) for part, piece in zip(returned, pieces, strict=True)]
+        self._order = sorted(order, key=lambda piece: (piece[1], self.mine[piece[1]].held[piece[0]].start))
+        self._is_in_order = self._order == order
+        if self._is_in_order:
+            # each rank's follow one another in the stack, as in an expert parameter
+            self._pieces = [[size] for size in self._received]
+            self._order = [(rank, 0) for rank in range(self._size)]
+
+    def parts(self, kind: Callable[[Tensor], int | None]) -> "list[Lot]":
+        """The lot by what is said of its parameters, without those of which None is said. All ranks say the same, and
+        almost always one thing of all parameters."""
+        kinds = {parameter: kind(parameter) for parameter in self.parameters}
+        found = {each for each in kinds.values() if each is not None}
+        if len(set(kinds.values())) == 1:
+            return [self] if found else []
+        of_kinds = [
+            [[m for m in stack if kinds[m.parameter] == each] for stack in self.stacks] for each in sorted(found)
+        ]
+        return [Lot(stacks, self.group) for stacks in of_kinds]
+
+    def on_owners(
+        self, tensors: Sequence[Sequence[Tensor]], compute: Callable[[Sequence[Matrix], list[Tensor]], Tensor]
+    ) -> list[Tensor]:
+        """Have each owner compute, of the whole of its matrices, others of their shape, and send these back.
+
+        Args:
+            tensors: one or more, of one dtype, each by this rank's runs (R, D).
+            compute: called on an owner with its stack and these tensors of it (N, R, D).
+
+        Returns:
+            The result by this rank's runs: (R, D), or (N, R, D) of a group of one rank, where nothing is exchanged.
+        """
+        if self._size == 1:
+            shape = self.mine[0].shape
+            by_run = [[run_RD.view(-1, *shape) for run_RD in runs] for runs in tensors]
+            computed_NRD = compute(self.mine, [runs[0] if len(runs) == 1 else torch.cat(runs) for runs in by_run])
+            return list(computed_NRD.split([len(run_NRD) for run_NRD in by_run[0]]))
+        number = len(tensors)
+        flat = [torch.cat([run_RD.flatten() for run_RD in runs]) for runs in tensors]
+        del tensors  # each of them is as large as a stack
+        if number > 1:
+            by_owner = zip(*(each.split(self._sent) for each in flat), strict=True)
+            flat = [torch.cat([part for parts in by_owner for part in parts])]
+            del by_owner
+        whole = self._exchange(flat.pop(), self._sent, self._received, number)
+        if self.mine:
+            stacks = self._together(whole, number)
+            del whole
+            whole = self._apart(compute(self.mine, stacks))
+            del stacks
+        sizes = [(run.rows.stop - run.rows.start) * len(run.columns) for run in self.runs]
+        returned = self._exchange(whole, self._received, self._sent, 1).split(sizes)
+        return [part.view(-1, len(run.columns)) for part, run in zip(returned, self.runs, strict=True)]
+
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int], number: int) -> Tensor:
+        out = x.new_empty(number * sum(received))
+        to_ranks, from_ranks = ([number * count for count in counts] for counts in (sent, received))
+        dist.all_to_all_single(out, x, from_ranks, to_ranks, group=self.group)
+        return out
+
+    def _together(self, x: Tensor, number: int) -> list[Tensor]:
+        """So many tensors of the stack (N, R, D), of what all ranks have sent of them."""
+        shape = (len(self.mine), *self.mine[0].shape)
+        if number == 1 and self._is_in_order:
+            return [x.view(shape)]
+        parts = x.split([size for pieces in self._pieces for _ in range(number) for size in pieces])
+        # of a rank that sends nothing as of the others
+        width = len(self._pieces[0])
+        places = [[(rank * number + each) * width + piece for rank, piece in self._order] for each in range(number)]
+        return [torch.cat([parts[place] for place in mine]).view(shape) for mine in places]
+
+    def _apart(self, computed_NRD: Tensor) -> Tensor:
+        """What goes back to the ranks, in their order."""
+        if self._is_in_order:
+            return computed_NRD.flatten()
+        parts = computed_NRD.flatten().split([self._pieces[rank][piece] for rank, piece in self._order])
+        return torch.cat([parts[place] for place in sorted(range(len(parts)), key=self._order.__getitem__)])
 
 
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(received))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+def _elements(matrix: Matrix, rank: int) -> int:
+    """How many of a matrix's a rank of its group holds."""
+    return len(matrix.held[rank]) * len(matrix.columns)
+
+
+def _runs(matrices: Sequence[Matrix]) -> list[Run]:
+    """This rank's rows of matrices in their order; one without rows, if it has none."""
+    runs: list[Run] = []
+    for matrix in matrices:
+        if matrix.mine.start == matrix.mine.stop:
+            continue
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.parameter is matrix.parameter
+            and (last.columns, last.shape) == (matrix.columns, matrix.shape)
+            and last.rows.stop == matrix.mine.start
+        ):
+            runs[-1] = replace(last, rows=slice(last.rows.start, matrix.mine.stop))
+        else:
+            runs.append(Run(matrix.parameter, matrix.mine, matrix.columns, matrix.shape))
+    return runs or [Run(matrices[0].parameter, slice(0, 0), matrices[0].columns, matrices[0].shape)]
+
+
+def lots_of(matrices: Sequence[Matrix], group: dist.ProcessGroup, has_factors: bool) -> list[Lot]:
+    """Matrices in stacks of one shape (see `stack_size`), and these in lots of at most one for each rank of the group,
+    the largest matrices first. In a stack those follow one another that do so in a parameter, with the same columns."""
+    size = dist.get_world_size(group)
+    numbers: dict[Tensor, int] = {}
+    for matrix in matrices:
+        numbers.setdefault(matrix.parameter, len(numbers))
+    by_shape: dict[tuple[int, int], list[Matrix]] = {}
+    for matrix in sorted(matrices, key=lambda each: (numbers[each.parameter], each.columns.start)):
+        by_shape.setdefault(matrix.shape, []).append(matrix)
+    stacks: list[list[Matrix]] = []
+    for shape, alike in sorted(by_shape.items(), reverse=True):
+        step = stack_size(num_elements(shape, has_factors), len(alike), size)
+        stacks += [alike[start : start + step] for start in range(0, len(alike), step)]
+    return [Lot(stacks[start : start + size], group) for start in range(0, len(stacks), size)]
 
 
 class MatrixOptimizer(ResumableOptimizer):
     """What optimizers of matrices, with an AdamW for other parameters, have in common.
 
     Each matrix, or block of one, is gathered on one rank of the group that holds its rows, its change is computed there
-    and sent back: the result does not depend on how it is cut, the ranks share the work, and none holds more than one.
+    beside those of others of its shape, and sent back: the result does not depend on how it is cut, and the ranks share
+    the work.
 
     Args:
         dense: the matrices over `mesh.dense_shards`.
@@ -171,11 +276,12 @@ class MatrixOptimizer(ResumableOptimizer):
         adamw: the optimizer of all other parameters; its groups and state become this one's.
         mesh: the ranks.
         settings: of the matrices.
-        block_size: the most rows and columns of what is computed as one matrix; None: matrices are not cut.
+        block_size: the most rows and columns of what is computed as one matrix and has factors; None: matrices are not
+            cut.
 
     Attributes:
         matrix_group: the matrices' parameters and settings.
-        rounds: the matrices in lots, with the group of ranks that shares each lot.
+        lots: the matrices, in the order of their updates.
         device: where the model computes, and so these matrices; gradients may lie in host memory.
     """
 
@@ -195,12 +301,12 @@ class MatrixOptimizer(ResumableOptimizer):
         adamw.state = self.state
         self.adamw = adamw
         self.device = torch.device(mesh.grid.device_type)
-        self.rounds: list[tuple[list[Matrix], dist.ProcessGroup]] = []
+        self.lots: list[Lot] = []
         for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
             if block_size is not None:
                 me = dist.get_rank(group)
                 matrices = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
-            self.rounds += [(lot, group) for lot in rounds_of(matrices, dist.get_world_size(group))]
+            self.lots += lots_of(matrices, group, has_factors=block_size is not None)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -213,16 +319,15 @@ class MatrixOptimizer(ResumableOptimizer):
                 self._begin(parameter)
         if trained:
             self._count(trained)
-        weight_decay = self.matrix_group["weight_decay"]
-        for all_of_lot, group in self.rounds:
-            lot = [matrix for matrix in all_of_lot if matrix.parameter.grad is not None]
-            if not lot:
-                continue
-            changes = on_owners([self._pieces(matrix) for matrix in lot], lot, group, self._change)
-            for matrix, change_RD in zip(lot, changes, strict=True):
-                weight_RD = matrix.rows_of(matrix.parameter)
-                weight_RD.mul_(1 - self.matrix_group["lr"] * weight_decay)
-                weight_RD.add_(change_RD.to(weight_RD.device), alpha=-self._rate(matrix))
+            decay = self.matrix_group["lr"] * self.matrix_group["weight_decay"]
+            torch._foreach_mul_([local_tensor(parameter) for parameter in trained], 1 - decay)
+        for lot in self.lots:
+            for part in lot.parts(lambda parameter: None if parameter.grad is None else self._kind(parameter)):
+                pieces = (self._pieces(run) for run in part.runs)
+                changes = part.on_owners(list(zip(*pieces, strict=True)), self._change)
+                for run, change in zip(part.runs, changes, strict=True):
+                    weight = run.rows_of(run.parameter).view(change.shape)
+                    weight.add_(change.to(weight.device), alpha=-self._rate(run.shape))
         self.adamw.step()
 
     def _begin(self, parameter: Tensor) -> None:
@@ -233,15 +338,19 @@ class MatrixOptimizer(ResumableOptimizer):
         """Take the new gradients into the parameters' moments."""
         raise NotImplementedError
 
-    def _pieces(self, matrix: Matrix) -> list[Tensor]:
-        """This rank's rows of what a change is computed of."""
+    def _kind(self, parameter: Tensor) -> int:
+        """A number that matrices have in common whose changes are computed together."""
+        return 0
+
+    def _pieces(self, run: Run) -> list[Tensor]:
+        """These rows of what a change is computed of."""
         raise NotImplementedError
 
-    def _change(self, matrix: Matrix, whole: list[Tensor]) -> Tensor:
-        """Of the complete pieces: what is subtracted from the matrix, times its rate."""
+    def _change(self, stack: Sequence[Matrix], whole: list[Tensor]) -> Tensor:
+        """Of the complete pieces (N, R, D): what is subtracted from the matrices, times their rate."""
         raise NotImplementedError
 
-    def _rate(self, matrix: Matrix) -> float:
-        """The learning rate of a matrix."""
+    def _rate(self, shape: tuple[int, int]) -> float:
+        """The learning rate of matrices of a shape."""
         rate: float = self.matrix_group["lr"]
         return rate

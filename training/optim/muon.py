@@ -1,6 +1,6 @@
 """Muon for matrices that are cut over ranks, AdamW for everything else, as one optimizer.
 
-Shape suffixes: R rows of a matrix, D its columns.
+Shape suffixes: N matrices of a stack, R rows of a matrix or of several, D its columns.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from ..config.optimizers import NEWTON_SCHULZ_ITERATIONS
-from .matrices import Matrix, MatrixOptimizer
+from .matrices import Matrix, MatrixOptimizer, Run
 
 MOMENTUM, COEFFICIENTS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
@@ -50,27 +50,28 @@ class Muon(MatrixOptimizer):
         momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)  # type: ignore[arg-type]
 
-    def _pieces(self, matrix: Matrix) -> list[Tensor]:
+    def _pieces(self, run: Run) -> list[Tensor]:
         """Nesterov momentum."""
-        momentum_RD = matrix.rows_of(self.state[matrix.parameter]["momentum_buffer"])
-        grad_RD = matrix.rows_of(matrix.parameter.grad)  # type: ignore[arg-type]
+        momentum_RD = run.rows_of(self.state[run.parameter]["momentum_buffer"])
+        grad_RD = run.rows_of(run.parameter.grad)  # type: ignore[arg-type]
         return [grad_RD.lerp(momentum_RD, MOMENTUM).to(self.device, self.dtype)]
 
-    def _change(self, matrix: Matrix, whole: list[Tensor]) -> Tensor:
+    def _change(self, stack: Sequence[Matrix], whole: list[Tensor]) -> Tensor:
         return newton_schulz(*whole)
 
-    def _rate(self, matrix: Matrix) -> float:
+    def _rate(self, shape: tuple[int, int]) -> float:
         # match_rms_adamw: an orthogonal matrix's elements have RMS 1/√(longer side), AdamW's updates about 0.2
-        return super()._rate(matrix) * 0.2 * float(max(matrix.shape) ** 0.5)
+        return super()._rate(shape) * 0.2 * float(max(shape) ** 0.5)
 
 
-def newton_schulz(matrix_RD: Tensor) -> Tensor:
-    """U·S'·Vᵀ of a matrix U·S·Vᵀ, with S' near 1: the quintic iteration of torch.optim.Muon, in the matrix's dtype."""
+def newton_schulz(stack_NRD: Tensor) -> Tensor:
+    """U·S'·Vᵀ of each matrix U·S·Vᵀ of a stack, with S' near 1: the quintic iteration of torch.optim.Muon, in the
+    stack's dtype."""
     a, b, c = COEFFICIENTS
-    is_tall = matrix_RD.shape[0] > matrix_RD.shape[1]
-    x = matrix_RD.T if is_tall else matrix_RD
-    x = x / x.norm().clamp(min=EPSILON)
+    is_tall = stack_NRD.shape[1] > stack_NRD.shape[2]
+    x = stack_NRD.mT if is_tall else stack_NRD
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPSILON)
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

@@ -32,7 +32,7 @@ from ..config.train_config import TrainConfig
 from .low_bit import AdamW8bit, AdamWBf16
 from .matrices import Matrix, dense_matrix, expert_matrices
 from .muon import Muon
-from .shampoo import Shampoo, inverse_fourth_root
+from .shampoo import Shampoo, inverse_fourth_roots
 
 Build = Callable[[nn.Module, TrainConfig, Mesh], ResumableOptimizer]
 """Makes an optimizer of a sharded model, for its parameters that are trained and here (`trainable_of`)."""
@@ -201,5 +201,5 @@ _IMPLEMENTATIONS: dict[str, Implementation] = {
     ADAMW_8BIT.name: Implementation(_adamw_8bit, nothing_occasional),
     ADAMW_BF16.name: Implementation(_adamw_bf16, nothing_occasional),
     MUON.name: Implementation(_muon, nothing_occasional),
-    SHAMPOO.name: Implementation(_shampoo, lambda config: {inverse_fourth_root: config.shampoo_frequency}),
+    SHAMPOO.name: Implementation(_shampoo, lambda config: {inverse_fourth_roots: config.shampoo_frequency}),
 }

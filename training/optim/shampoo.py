@@ -1,18 +1,17 @@
 """Shampoo for matrices that are cut over ranks, AdamW for everything else, as one optimizer.
 
-Shape suffixes: R rows of a block of a matrix, D its columns.
+Shape suffixes: N blocks of a stack, R rows of a block of a matrix or of several, D its columns.
 """
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...checkpoints.training_state.resuming import StateLayout
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer
+from .matrices import Matrix, MatrixOptimizer, Run
 
 RIDGE = 1e-5
 """Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,
@@ -61,12 +60,8 @@ class Shampoo(MatrixOptimizer):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(dense, experts, adamw, mesh, settings, block_size)
         self.frequency, self.start = frequency, start
-        self.mine = {
-            (matrix.parameter, matrix.number)
-            for lot, group in self.rounds
-            for matrix in lot
-            if matrix.owner == dist.get_rank(group)
-        }
+        self.steps: dict[Tensor, int] = {}
+        self.mine = {(block.parameter, block.number) for lot in self.lots for block in lot.mine}
 
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -78,44 +73,61 @@ class Shampoo(MatrixOptimizer):
         for parameter in trained:
             state, grad = self.state[parameter], local_tensor(parameter.grad)  # type: ignore[arg-type]
             state["step"] += 1
+            self.steps[parameter] = int(state["step"])
             local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
             local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
 
-    def _pieces(self, matrix: Matrix) -> list[Tensor]:
-        """This rank's rows of a block's gradient, of its first moment, and of AdamW's change of it."""
+    def _kind(self, parameter: Tensor) -> int:
+        """Its step, by which moments are corrected and roots taken."""
+        return self.steps[parameter]
+
+    def _pieces(self, run: Run) -> list[Tensor]:
+        """These rows of blocks' gradients, of their first moments, and of AdamW's changes of them."""
         beta1, beta2 = self.matrix_group["betas"]
-        state = self.state[matrix.parameter]
-        step = int(state["step"])
-        mean_RD = matrix.rows_of(state["exp_avg"]) / (1 - beta1**step)
-        root_RD = (matrix.rows_of(state["exp_avg_sq"]) / (1 - beta2**step)).sqrt_().add_(self.matrix_group["eps"])
-        grad_RD = matrix.rows_of(matrix.parameter.grad)  # type: ignore[arg-type]
+        state, step = self.state[run.parameter], self.steps[run.parameter]
+        mean_RD = run.rows_of(state["exp_avg"]) / (1 - beta1**step)
+        root_RD = (run.rows_of(state["exp_avg_sq"]) / (1 - beta2**step)).sqrt_().add_(self.matrix_group["eps"])
+        grad_RD = run.rows_of(run.parameter.grad)  # type: ignore[arg-type]
         return [each.to(self.device, torch.float32) for each in (grad_RD, mean_RD, mean_RD / root_RD)]
 
-    def _change(self, matrix: Matrix, whole: list[Tensor]) -> Tensor:
-        """Keep up a block's factors; the change of the block, for a learning rate of 1."""
-        grad_RD, mean_RD, adam_RD = whole
+    def _change(self, stack: Sequence[Matrix], whole: list[Tensor]) -> Tensor:
+        """Keep up the factors of blocks; the change of these, for a learning rate of 1."""
+        grad_NRD, mean_NRD, adam_NRD = whole
+        step = self.steps[stack[0].parameter]
         beta2 = self.matrix_group["betas"][1]
-        state, step = self.state[matrix.parameter], int(self.state[matrix.parameter]["step"])
-        factors = [self._factor(state, f"{side}_{matrix.number}", matrix, side) for side in FACTORS]
-        roots = [self._factor(state, f"{side}_root_{matrix.number}", matrix, side) for side in FACTORS]
-        for factor, product in zip(factors, (grad_RD @ grad_RD.T, grad_RD.T @ grad_RD), strict=True):
-            factor.lerp_(product, 1 - beta2)
+        factors = [self._stacked(stack, side, side) for side in FACTORS]
+        roots = [self._stacked(stack, side, f"{side}_root") for side in FACTORS]
+        for factor, a, b in zip(factors, (grad_NRD, grad_NRD.mT), (grad_NRD.mT, grad_NRD), strict=True):
+            factor.lerp_(torch.bmm(a, b), 1 - beta2)
         if step < self.start:
-            return adam_RD
+            return adam_NRD
         if (step - self.start) % self.frequency == 0:
             for root, factor in zip(roots, factors, strict=True):
-                root.copy_(inverse_fourth_root(factor / (1 - beta2**step)))
-        change_RD = roots[0] @ mean_RD @ roots[1]
-        return change_RD * (adam_RD.norm() / change_RD.norm().clamp(min=torch.finfo(torch.float32).tiny))
+                root.copy_(inverse_fourth_roots(factor / (1 - beta2**step)))
+        change_NRD = torch.bmm(torch.bmm(roots[0], mean_NRD), roots[1])
+        norms = [torch.linalg.vector_norm(each, dim=(1, 2), keepdim=True) for each in (adam_NRD, change_NRD)]
+        return change_NRD * (norms[0] / norms[1].clamp(min=torch.finfo(torch.float32).tiny))
 
-    def _factor(self, state: dict[str, Tensor], name: str, matrix: Matrix, side: str) -> Tensor:
-        """A factor or root of a block on this rank; zeros if it is not there yet."""
-        if name not in state:
-            size = matrix.shape[FACTORS.index(side)]
-            state[name] = torch.zeros(size, size, device=self.device)
-        # resumed, it is where the parameter is, with --offload in host memory
-        state[name] = state[name].to(self.device)
-        return state[name]
+    def _stacked(self, blocks: Sequence[Matrix], side: str, name: str) -> Tensor:
+        """The factors or roots of a stack's blocks on this rank, as one tensor of which the state of each is a view."""
+        size = blocks[0].shape[FACTORS.index(side)]
+        held = [self.state[block.parameter].get(f"{name}_{block.number}") for block in blocks]
+        stack = None if held[0] is None else held[0]._base
+        places = [None if each is None or each._base is not stack else each.storage_offset() for each in held]
+        if stack is not None and places == list(range(0, stack.numel(), size**2)):
+            return stack
+        return self._new_stack(blocks, name, size)
+
+    def _new_stack(self, blocks: Sequence[Matrix], name: str, size: int) -> Tensor:
+        """The same where they are not there yet, as zeros, or lie elsewhere: resumed, each by itself and where the
+        parameter is, with --offload in host memory."""
+        stack = torch.zeros(len(blocks), size, size, device=self.device)
+        for block, view in zip(blocks, stack.unbind(), strict=True):
+            state, key = self.state[block.parameter], f"{name}_{block.number}"
+            if key in state:
+                view.copy_(state[key])
+            state[key] = view
+        return stack
 
     def state_layout(self, parameter: Tensor, key: str) -> StateLayout:
         """How a tensor of a parameter's state lies on the ranks: a factor or root on its block's alone."""
@@ -125,12 +137,11 @@ class Shampoo(MatrixOptimizer):
         return super().state_layout(parameter, key)
 
 
-def inverse_fourth_root(factor: Tensor) -> Tensor:
-    """The power -1/4 of a symmetric matrix without negative eigenvalues, its ridge added, by its eigenvalues in double;
-    an fp32 matrix. Of zeros, as of an expert that no token has reached, the identity: gradients that come later are
-    not preconditioned."""
-    values, vectors = torch.linalg.eigh(factor.double())
-    if values[-1] > 0:
-        powers = (values.clamp(min=0) + RIDGE * values[-1]).pow(-0.25)
-        return (vectors * powers @ vectors.T).float()
-    return torch.eye(len(factor), device=factor.device)
+def inverse_fourth_roots(factors: Tensor) -> Tensor:
+    """The power -1/4 of symmetric matrices (N, R, R) without negative eigenvalues, their ridge added, by their
+    eigenvalues in double; in fp32. Of zeros, as of an expert that no token has reached, the identity: gradients that
+    come later are not preconditioned."""
+    values, vectors = torch.linalg.eigh(factors.double())
+    largest = values[:, -1:]
+    powers = torch.where(largest > 0, values.clamp(min=0) + RIDGE * largest, 1).pow_(-0.25)
+    return torch.bmm(vectors * powers[:, None], vectors.mT).float()

@@ -172,7 +172,7 @@ STEP_PARTS: dict[str, StepModule] = {
     ),
     "expertmesh.training.optim.matrices": StepModule("optimizer step"),
     "expertmesh.training.optim.muon": StepModule("optimizer step", lasting=("Muon._begin",)),
-    "expertmesh.training.optim.shampoo": StepModule("optimizer step", lasting=("Shampoo._begin", "Shampoo._factor")),
+    "expertmesh.training.optim.shampoo": StepModule("optimizer step", lasting=("Shampoo._begin", "Shampoo._new_stack")),
     "expertmesh.training.pipelined": StepModule("pipeline"),
     "expertmesh.training.step": StepModule("the step"),
     "expertmesh.training.tensor_parallel.divide": StepModule(None),

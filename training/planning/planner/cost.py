@@ -22,7 +22,7 @@ from ...config.optimizers import OPTIMIZERS
 from ..rates import MEMORY, Work
 from .clock import Clock, StepTime, Transfer
 from .hardware import Device, Hardware
-from .measured import BlockUpdate, MeasuredRange, MeasuredSpan
+from .measured import MeasuredRange, MeasuredSpan
 from .pipelines import expert_spans, leaves_weights, pipeline_seconds
 from .setting import Setting
 from .step_order import Act, Name, PlannedRun
@@ -380,25 +380,24 @@ def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> floa
 
 def update_kernels(run: PlannedRun) -> list[tuple[float, Work, float]]:
     """What an optimizer of matrices computes with them in a step: FLOPs, class and size, and how often; of a group's
-    first rank, which has the largest of each lot."""
-    return [(flops, work, lots * times) for block, lots in _lots(run) for flops, work, times in block.kernels]
-
-
-def _lots(run: PlannedRun) -> list[tuple[BlockUpdate, int]]:
-    """Blocks of matrices here, with the number of lots of which one is the first. They go in lots of one for each rank
-    of the group that shares them, the largest first (see `training.optim.matrices.rounds_of`)."""
-    found = []
-    for is_experts, ranks in ((False, run.setting.dense_ranks), (True, run.setting.dp_size)):
-        units = [unit for name, unit in run.units.items() if (name.kind == "experts") == is_experts]
-        before = 0
-        for block in sorted((block for unit in units for block in unit.blocks), key=lambda each: each.shape)[::-1]:
-            found.append((block, -(-(before + block.number) // ranks) - -(-before // ranks)))
-            before += block.number
-    return found
+    first rank. Eigendecompositions of a stack are made one after the other."""
+    return [
+        (
+            each.size * flops,
+            work if work.operator == "eigendecomposition" else work._replace(size=each.size * flops),
+            often,
+        )
+        for each in run.stacks
+        for flops, work, times in each.kernels
+        for often in (each.blocks / each.size * times,)
+        if often
+    ]
 
 
 def _update_calls(run: PlannedRun) -> float:
     """Operators of clipping and the optimizer's step."""
     calls = OPTIMIZERS.get(run.setting.optimizer).calls
-    blocks = sum(calls.block * block.number + calls.lot * lots for block, lots in _lots(run))
+    blocks = sum(
+        calls.run * each.runs + (calls.lot + calls.exchange * each.is_exchanged) * each.number for each in run.stacks
+    )
     return (CLIPPING_CALLS + calls.parameter) * sum(unit.num_trained for unit in run.units.values()) + blocks

@@ -26,11 +26,13 @@ class BlockUpdate:
         shape: rows and columns.
         number: of such blocks: in each matrix of a parameter or, in a unit, over all ranks that share it.
         kernels: of one block: FLOPs, class and size, and how often in a step, on average.
+        runs: of such blocks' rows, in a unit: how many a rank has (see `training.optim.matrices.Run`).
     """
 
     shape: tuple[int, int]
     number: int
     kernels: tuple[tuple[float, Work, float], ...]
+    runs: int = 0
 
 
 @dataclass(frozen=True)

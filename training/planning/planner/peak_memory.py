@@ -445,8 +445,9 @@ def update_working(run: PlannedRun) -> float:
     number = float(tensors.on_gpu if setting.device == "cuda" else tensors.on_cpu)
     if setting.offload or number == 0:
         return 0.0
-    if tensors.as_large_as == "matrix":
-        return number * setting.compute_bytes * max(parameter.matrix for parameter in model.all())
+    if tensors.as_large_as != "parameter":
+        in_bytes = setting.compute_bytes if tensors.as_large_as == "stack" else 4
+        return number * in_bytes * max((each.elements for each in run.stacks if each.number), default=0)
     parts = [unit((p,), setting.dense_ranks).trained for kind in model.kinds for p in kind.dense]
     parts += [unit((p,), setting.dense_ranks).trained for p in model.root]
     parts += [unit((p,), setting.dense_ranks).trained for kind in model.kinds for each in kind.regions for p in each]

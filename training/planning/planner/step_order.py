@@ -14,9 +14,10 @@ from itertools import chain
 from typing import Literal
 
 from ....sharding.pipeline.balance import cut_stages
+from ...config.optimizers import OPTIMIZERS
 from .measured import Measure, Measured, MeasuredModel, MeasuredSpan, ModelCuts, ModelParameters, Parameter
 from .setting import Setting
-from .units import Unit, unit
+from .units import Stacks, Unit, stacks_of, unit
 
 Doing = Literal["gather", "use", "let go", "reduce", "compute", "turn", "end"]
 """gather: begin to bring a unit's parameters together. use: wait for that. let go: free them. reduce: free them, and
@@ -80,6 +81,16 @@ class PlannedRun:
         # found out once for all of them
         vars(other).update({name: getattr(self, name) for name in ("all_stages", "root_holders", "_kinds")})
         return other
+
+    @cached_property
+    def stacks(self) -> list[Stacks]:
+        """Those that an optimizer of matrices computes with, of each group's first rank."""
+        has_factors = OPTIMIZERS.get(self.setting.optimizer).has_factors
+        found = []
+        for is_experts, ranks in ((False, self.setting.dense_ranks), (True, self.setting.dp_size)):
+            units = [unit for name, unit in self.units.items() if (name.kind == "experts") == is_experts]
+            found += stacks_of((block for unit in units for block in unit.blocks), ranks, has_factors)
+        return found
 
     @cached_property
     def all_stages(self) -> tuple[range, ...]:

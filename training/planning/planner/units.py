@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ...config.optimizers import num_elements, stack_size
+from ..rates import Work
 from .measured import BlockUpdate, Parameter
 
 
@@ -58,7 +60,55 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
             state += numbers * parameter.state
             num_trained += 1
             if parameter.matrix:
-                matrices = parameter.rows // ep_size * parameter.row // parameter.matrix
-                blocks += [replace(block, number=matrices * block.number) for block in parameter.blocks]
+                rows = parameter.matrix // parameter.row
+                for block in parameter.blocks:
+                    number = parameter.rows // ep_size // rows * block.number
+                    # blocks that fill a matrix's rows follow one another from one matrix to the next
+                    columns, rest = divmod(block.number * block.shape[0], rows)
+                    runs = -(-number // ranks) if rest else columns
+                    blocks.append(replace(block, number=number, runs=runs))
     held = (stored, computed, cast, trained, gradient, state)
     return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks))
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Blocks of one shape that an optimizer of matrices takes, of a group's first rank, which has the largest of each
+    lot (see `training.optim.matrices.lots_of`).
+
+    Attributes:
+        elements: of a stack, or of its larger factors. kernels: of one block (see `BlockUpdate`).
+        size: blocks of a stack, at the most. number: of stacks. blocks: of all of them together.
+        runs: of all such blocks' rows, whichever rank computes with them.
+        is_exchanged: whether other ranks hold some of these rows.
+    """
+
+    elements: int
+    kernels: tuple[tuple[float, Work, float], ...]
+    size: int
+    number: int
+    blocks: int
+    runs: int
+    is_exchanged: bool
+
+
+def stacks_of(blocks: Iterable[BlockUpdate], ranks: int, has_factors: bool) -> list[Stacks]:
+    """The stacks of blocks that these ranks share."""
+    by_shape: dict[tuple[int, int], list[BlockUpdate]] = {}
+    for block in blocks:
+        by_shape.setdefault(block.shape, []).append(block)
+    found, before = [], 0
+    for shape, alike in sorted(by_shape.items(), reverse=True):
+        number = sum(block.number for block in alike)
+        elements = num_elements(shape, has_factors)
+        size = stack_size(elements, number, ranks)
+        in_all = -(-number // size)
+        mine = range(-before % ranks, in_all, ranks)
+        missing = size * in_all - number if in_all - 1 in mine else 0
+        runs = sum(block.runs for block in alike)
+        # where a lot ends, so does a run; with other ranks there is one in every lot, if only without rows
+        runs = max(runs, len(mine)) if ranks > 1 else min(runs + len(mine) - 1, number)
+        blocks_here = size * len(mine) - missing
+        found.append(Stacks(size * elements, alike[0].kernels, size, len(mine), blocks_here, runs, ranks > 1))
+        before += in_all
+    return found

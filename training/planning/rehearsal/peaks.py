@@ -129,5 +129,6 @@ def _phases_of_end(recorder: Recorder) -> dict[int, str]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's shards."""
-    return sum(local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors)
+    """Bytes of this rank's shards; of those that share a storage, once."""
+    storages = [local_tensor(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -451,10 +451,12 @@ def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
         # experts' matrices, or where the rows of each end
         groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[found]].numel()
         return Work(found, flops / groups)
+    if found == "eigendecomposition":
+        return Work(found, flops * inputs[0].shape[-1] ** 2 / inputs[0].numel())  # of one matrix after the other
     if operator.name() in _IN_SEGMENTS:
         segments = args[_IN_SEGMENTS[operator.name()][0]]
         return Work(found, sum(length**2 for length in segments) / sum(segments))
-    if found not in ("matmul", "eigendecomposition"):
+    if found != "matmul":
         query_BHSA = inputs[1 if "backward" in found else 0]
         return Work(found, float(query_BHSA.shape[2]))
     return Work(found, flops)
@@ -515,7 +517,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::_linalg_eigh": lambda inputs, results: EIGEN_FLOPS / 2 * inputs[0].shape[-1] ** 3,
+    "aten::_linalg_eigh": lambda inputs, results: EIGEN_FLOPS / 2 * inputs[0].numel() * inputs[0].shape[-1],
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention,
