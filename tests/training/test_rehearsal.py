@@ -143,6 +143,7 @@ def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
         dataset=["-"],
         bf16=True,
         ep_size=8,
+        dispatch="plain",
         gradient_checkpointing="selective",
         max_seq_length=TOKENS,
         per_device_train_batch_size=1,
