@@ -122,6 +122,7 @@ class OptimizerEntry:
         state_bytes: bytes of state for each element of a trained parameter.
         matrix_kernels: what a step computes of a matrix of this shape on its owner, beside what moves memory alone, for
             an optimizer that computes with whole matrices; None: it computes element by element.
+        clips: its update scales gradients, as clipping has it, in the kernel that reads them on a GPU.
         has_factors: it keeps square matrices as large as a matrix's sides.
         calls, tensors: of an update.
         dry_run: settings with which the one step of a dry run is as almost all steps of a run are.
@@ -139,6 +140,7 @@ class OptimizerEntry:
     is_tried_where_nothing_fits: bool = False
     state_bytes: "Callable[[ParameterShape, TrainConfig], float]"
     matrix_kernels: "Callable[[tuple[int, int], TrainConfig], list[BlockKernels]] | None" = None
+    clips: bool = False
     has_factors: bool = False
     calls: UpdateCalls
     tensors: UpdateTensors
@@ -264,6 +266,7 @@ ADAMW_FUSED = OptimizerEntry(
     ),
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 8,
+    clips=True,
     calls=UpdateCalls(parameter=0, run=0, lot=0, exchange=0),
     tensors=UpdateTensors(on_cpu=0, on_gpu=0, as_large_as="parameter"),
 )

@@ -364,12 +364,14 @@ def model_flops(run: PlannedRun) -> float:
 
 
 def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> float:
-    """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
-    and state; optimizers of matrices compute with these besides."""
+    """The norm reads gradients, clipping reads and writes them, by itself or in the optimizer's kernel; the optimizer
+    reads them, and reads and writes parameters and state; optimizers of matrices compute with these besides."""
     units = run.units.values()
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
+    s = run.setting
+    clips = OPTIMIZERS.get(s.optimizer).clips and s.device == "cuda" and not s.offload
     # a trained parameter has its gradient's dtype
-    moved = 4 * gradients + 2 * gradients + 2 * state
+    moved = (3 if clips else 4) * gradients + 2 * gradients + 2 * state
     bandwidth = hardware.device.memory_bandwidth * hardware.rates.share("update", moved)
     products = sum(
         times * flops / (best_rate(work.operator, hardware.device) * hardware.rates.share(*work))
