@@ -130,7 +130,8 @@ def _file(key: FactsKey, what: str) -> Path | None:
 
     if "dev" in transformers.__version__ or not {_package(code) for code in key.code} <= _RELEASED:
         return None
-    families = sorted({code.__module__ for code in key.code if code.__module__.startswith("transformers.models.")})
+    modules = {code.__module__ or "" for code in key.code}  # of what is made at run time there may be none
+    families = sorted(name for name in modules if name.startswith("transformers.models."))
     everything = [what, key.config, [(name, _file_digest(name)) for name in families], _surroundings()]
     try:
         return cache_directory(what) / f"{_digest(json.dumps(everything))[:32]}.json"

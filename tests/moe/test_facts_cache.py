@@ -232,3 +232,11 @@ def test_files_hold_all_facts(tmp_path: Path) -> None:
     (file,) = files(tmp_path)
     content = json.loads(file.read_text().splitlines()[1])
     assert content.keys() == ModelFacts.__dataclass_fields__.keys()
+
+
+def test_a_function_that_says_no_module_goes_by_its_file() -> None:
+    """As some that are made at run time."""
+    told: dict[str, Any] = {"__name__": "transformers.models.mixtral.modeling_mixtral"}
+    exec("def made(): pass", told)
+    told["made"].__module__ = None
+    assert facts_cache._file(facts_cache.FactsKey("{}", frozenset({told["made"]})), "facts") is not None
