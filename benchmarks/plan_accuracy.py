@@ -61,6 +61,7 @@ from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.peak_memory import peak
 from expertmesh.training.planning.planner.step_order import PlannedRun
 from expertmesh.training.planning.planner.traffic import step_traffic
+from expertmesh.training.planning.rates import rates_from
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.run_setting import planned
 from expertmesh.training.step import train_step
@@ -300,8 +301,8 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
 
 
 def _hardware(told: dict[str, Any]) -> Hardware:
-    parts = dict(device=Device(**told["device"]), inside=Link(**told["inside"]), between=Link(**told["between"]))
-    return Hardware(**{**told, **parts})
+    links = dict(inside=Link(**told["inside"]), between=Link(**told["between"]))
+    return Hardware(**{**told, **links, "device": Device(**told["device"]), "rates": rates_from(told["rates"])})
 
 
 def measure(case: Case, directory: Path, is_timed: bool) -> int:
