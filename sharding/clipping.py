@@ -15,6 +15,9 @@ from .parallelize.unreached import agree_on_gradients, num_lacking, parts_of
 from .state import StateTensor, local_tensor
 from .topology import Topology
 
+EPSILON = 1e-6
+"""That of `torch.nn.utils.clip_grad_norm_`."""
+
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; 0 leaves them alone, and so
@@ -22,7 +25,7 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     no rank's sequences have reached it.
 
     Returns:
-        The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
+        The norm before scaling. The scale is torch's: max_norm / (norm + EPSILON), at most 1.
     """
     sums = squares_and_lacking(model, mesh)
     dist.all_reduce(sums)
@@ -56,11 +59,18 @@ def scale_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
     """Scale all gradients, whose norm is known, as `clip_grad_norm` does."""
     if not (max_norm > 0 and math.isfinite(norm)):
         return
-    scale = min(max_norm / (norm + 1e-6), 1.0)
+    scale = min(max_norm / (norm + EPSILON), 1.0)
     grads = [local_tensor(part.tensor.grad) for part in parts_of(model) if part.tensor.grad is not None]
     # a rank may have none: where all that its stages of a pipeline hold is frozen
     if scale < 1.0 and grads:
         torch._foreach_mul_(grads, scale)
+
+
+def clip_divisor(square: Tensor, max_norm: float) -> Tensor:
+    """What gradients are to be divided by, for the same: a scalar in fp32, on the device of the squared norm."""
+    if max_norm <= 0:
+        return torch.ones_like(square, dtype=torch.float32)
+    return ((square.sqrt() + EPSILON) / max_norm).clamp(min=1.0).float()
 
 
 def _is_counted(part: StateTensor, topology: Topology) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import Routing
 from ..moe.util.gpu import computes_on_cpu
-from ..sharding.clipping import scale_gradients, squares_and_lacking
+from ..sharding.clipping import clip_divisor, scale_gradients, squares_and_lacking
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import pipeline_of
@@ -232,9 +232,7 @@ def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: f
     # a rank may have none: where all that its stages of a pipeline hold is frozen
     if not isinstance(optimizer, QueuesStep) or not parameters or computes_on_cpu(parameters[0]):
         return False
-    norm, lacking = sums[3].sqrt(), sums[4]
-    scale = torch.ones_like(norm)
-    if max_grad_norm > 0:
-        scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-    optimizer.queue_step(scale.float(), (~sums.isfinite().all() | (lacking < 0)).float())
+    *_, square, lacking, _ = sums.unbind()
+    is_skipped = ~sums.isfinite().all() | (lacking < 0)
+    optimizer.queue_step(clip_divisor(square, max_grad_norm), is_skipped.float())
     return True
