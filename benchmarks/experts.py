@@ -36,11 +36,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -61,6 +59,8 @@ from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.moe.util.versions import installed_version
+from expertmesh.training.environment import cpu_model
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = KERNEL_ENTRIES.names()
@@ -273,16 +273,13 @@ def describe(device: torch.device) -> str:
     import transformers
 
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    for package in ("triton", "megablocks", "stanford-stk"):
-        with suppress(PackageNotFoundError):
-            versions += f", {package} {version(package)}"
+    found = {package: installed_version(package) for package in ("triton", "megablocks", "stanford-stk")}
+    versions += "".join(f", {package} {version}" for package, version in found.items() if version)
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = models[0].split(":")[1].strip() if models else platform.machine()
     return (
-        f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
-        f"bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
+        f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}, bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
     )
 
 

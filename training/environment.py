@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -13,11 +12,12 @@ import torch.distributed as dist
 
 from ..checkpoints.files.directories import write_errors
 from ..moe.util.atomic_write import whole
+from ..moe.util.versions import installed_version
 from ..sharding.runtime.process import Ranks
 
 FILE = "environment.json"
 PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
-_CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def environment(
@@ -28,9 +28,9 @@ def environment(
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
     """
     facts: dict[str, str | int | None] = {
-        **{name: _version(name) for name in PACKAGES},
+        **{name: installed_version(name) or None for name in PACKAGES},
         "torch": torch.__version__,  # also says which CUDA it is for
-        "commit": _commit(_CHECKOUT),
+        "commit": commit_of(CHECKOUT),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else None,
@@ -56,14 +56,7 @@ def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:
         partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit(checkout: Path) -> str | None:
+def commit_of(checkout: Path) -> str | None:
     """The commit that is checked out, with -dirty after it where files differ from it; None outside a checkout."""
     if not (checkout / ".git").exists():
         return None

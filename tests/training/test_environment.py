@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from expertmesh.moe.util.sources import sources_digest
 from expertmesh.sharding.runtime.process import Ranks
-from expertmesh.training.environment import _CHECKOUT, _commit, environment, write_environment
+from expertmesh.training.environment import CHECKOUT, commit_of, environment, write_environment
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,10 @@ def test_facts_of_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_commit_and_digest_are_of_our_checkout(tmp_path: Path) -> None:
-    assert ROOT == _CHECKOUT
-    assert _commit(tmp_path) is None
+    assert ROOT == CHECKOUT
+    assert commit_of(tmp_path) is None
     (tmp_path / ".git").mkdir()
-    assert _commit(tmp_path) is None
+    assert commit_of(tmp_path) is None
     for folder in ("moe", "sharding", "checkpoints", "training"):
         content = b"".join(file.read_bytes() for file in sorted((ROOT / folder).rglob("*.py")))
         assert sources_digest([folder]) == hashlib.sha256(content).hexdigest()

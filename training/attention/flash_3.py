@@ -4,7 +4,6 @@ torch replaces the very operators that `training.attention.flash` and sdpa call,
 """
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from ...moe.torch_private import SUPPORTED
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.versions import installed_version
 from ...sharding.runtime.process import Ranks
 from ..config.train_config import TrainConfig
 
@@ -41,7 +41,8 @@ def use_flash_attention_3(model: Any, config: TrainConfig, ranks: Ranks) -> str 
         where = "" if all(obstacles) else f"on rank {first} "
         return f"flash attention 3 is not used: {where}{obstacles[first]}"
     _activate()
-    return f"flash attention 3 ({_MODULE}{_version()}) computes flash attention"
+    which = f"{_MODULE} {installed_version(_PACKAGE)}".rstrip()
+    return f"flash attention 3 ({which}) computes flash attention"
 
 
 _NOT_INSTALLED = f"{_MODULE} is not installed"
@@ -79,10 +80,3 @@ def _activate() -> None:
             f"torch {torch.__version__} cannot use the flash attention 3 that is installed: {error}; uninstall "
             f"{_PACKAGE}, or install one that was built for this torch"
         ) from error
-
-
-def _version() -> str:
-    try:
-        return f" {version(_PACKAGE)}"
-    except PackageNotFoundError:
-        return ""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.sources import sources_digest
 from ....moe.util.user_cache import cache_directory
+from ....moe.util.versions import installed_version
 from ...config.optimizers import OUR_OPTIMIZERS
 from ...config.train_config import TrainConfig
 from ..planner.measured import (
@@ -218,17 +218,10 @@ def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
         asdict(config),
         of_model,
         device,
-        [_version(package) for package in PACKAGES],
+        [installed_version(package) for package in PACKAGES],
         sources_digest(SOURCES),
     ]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _read(file: Path) -> dict[str, Any]:
