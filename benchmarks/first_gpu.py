@@ -15,31 +15,36 @@ at tiny size on a CPU over gloo, in a few minutes: to know before a card is at h
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.experts import BOTH, CEILING, EXPERTS, LAYER
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.moe.util.versions import installed_version
+from expertmesh.training.environment import CHECKOUT, commit_of, cpu_model
 
-ROOT = Path(__file__).parents[1]
 CARRIED = ("datasets", "dill", "multiprocess", "xxhash", "liger-kernel", "stanford-stk", "hypothesis", "pytest-xdist")
 """Packages that a machine with torch and transformers may lack; MegaBlocks is built from its source besides."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64"]
 NAMED = ("torch", "triton", "transformers", "megablocks", "stanford-stk", "liger-kernel", "accelerate", "datasets")
 """Packages whose versions the page states."""
 
+Read = Callable[[Path, str], tuple[bool, str]]
+"""Of what a step's commands left, a directory and their output: whether it is as expected, and what it is, in words."""
 Verdict = Literal["as expected", "not as expected", "failed", "stopped at its limit", "left out"]
 
 
@@ -48,8 +53,7 @@ class Step:
     """One thing to be shown.
 
     name: for files. title: for people. minutes: that it may take. expected: in words. commands: one after the other,
-    all of them whatever becomes of one. read: of what they left (a directory, and their output), whether it is as
-    expected, and what it is, in words.
+    all of them whatever becomes of one.
     """
 
     name: str
@@ -57,7 +61,7 @@ class Step:
     minutes: float
     expected: str
     commands: list[list[str]]
-    read: Callable[[Path, str], tuple[bool, str]]
+    read: Read
 
 
 @dataclass
@@ -70,7 +74,6 @@ class Outcome:
     verdict: Verdict
     found: str
     seconds: float
-    figures: Any = None
 
 
 @ends_with_reader
@@ -131,25 +134,25 @@ def gpu_steps(out: Path) -> list[Step]:
         python(*step, "--model", "mixtral-8x7b", "--layers", "4", "--json", str(out / "mixtral.json")),
         python(*step, "--model", "qwen3-30b-a3b", "--layers", "10", "--json", str(out / "qwen3.json")),
     ]
+    settings = [(m, routing) for m in ("mixtral-8x7b", "qwen3-30b-a3b") for routing in ("balanced", "natural")]
     kernels = [
         python(*experts, "--model", model, "--routing", routing, "--json", str(out / f"experts-{model}-{routing}.json"))
-        for model in ("mixtral-8x7b", "qwen3-30b-a3b")
-        for routing in ("balanced", "natural")
+        for model, routing in settings
     ]
     files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py")
     return [
         Step("kernels", "Kernels, attention and streams against fp64", 4, ALL_PASS,
-             [tests(out, "kernels", *several, *files)], passed(out, "kernels")),
+             [tests(out, "kernels", *several, *files)], passed("kernels")),
         Step("runs", "train_ep.py on the card against the CPU: features, families, memory, the same bits twice", 4,
-             ALL_PASS, [tests(out, "runs", *several, "tests/gpu/test_runs.py")], passed(out, "runs")),
+             ALL_PASS, [tests(out, "runs", *several, "tests/gpu/test_runs.py")], passed("runs")),
         Step("step", "Steps of full width: Mixtral 8x7B's layers, then Qwen3 30B-A3B's", 4,
              "MFU 33 % or more (Mixtral), 20 % or more (Qwen3); peak memory within 3 % of the forecast; the host waits "
-             "once a step and once a MoE layer", full, steps_found(out, {"mixtral": 0.33, "qwen3": 0.20})),
+             "once a step and once a MoE layer", full, steps_found({"mixtral": 0.33, "qwen3": 0.20})),
         Step("ranks", "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed", 5, ALL_PASS,
-             [tests(out, "ranks", "-n", "2", "tests/gpu/test_ranks.py")], passed(out, "ranks")),
+             [tests(out, "ranks", "-n", "2", "tests/gpu/test_ranks.py")], passed("ranks")),
         Step("experts", "Expert kernels against transformers' and MegaBlocks'", 4,
              "what auto takes: 0.66 of the dense ceiling or more, 1.1 x transformers' grouped_mm or more",
-             kernels, printed),
+             kernels, kernels_found([f"experts-{model}-{routing}" for model, routing in settings], 0.66, 1.1)),
         Step("rates", "Rates that this card attains, for forecasts", 2, "measured",
              [python("-m", "benchmarks.rates", "--write", str(out / "card.json"))], printed),
         Step("sanitizer", "Memory errors of permutation and fp8 kernels", 2, "0 errors, where there is the tool",
@@ -160,7 +163,7 @@ def gpu_steps(out: Path) -> list[Step]:
                      "benchmarks.throughput", "--dtype", "pure-bf16", "--hidden-size", "2048",
                      "--intermediate-size", "7168", "--layers", "4", "--rows", "2", "--seq-length", "4096", "--rounds",
                      "2", "--variants", "hf-fsdp", "ours-ep=1", "--learning-rate", "1e-4", "--json",
-                     str(out / "throughput.json"))], printed),
+                     str(out / "throughput.json"))], is_not_slower),
     ]  # fmt: skip
 
 
@@ -174,15 +177,15 @@ def cpu_steps(out: Path) -> list[Step]:
     return [
         Step("kernels", "Kernels against fp64: the first case of each", 2, ALL_PASS,
              [tests(out, "kernels", "tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")],
-             passed(out, "kernels")),
+             passed("kernels")),
         Step("runs", "train_ep.py: one feature", 2, ALL_PASS,
-             [tests(out, "runs", "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")], passed(out, "runs")),
+             [tests(out, "runs", "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")], passed("runs")),
         Step("step", "Steps of Mixtral's and Qwen3's layers, tiny", 2, "finite losses",
              [python(*step, "--model", "mixtral-8x7b", "--layers", "2", "--json", str(out / "mixtral.json"))],
-             steps_found(out, {"mixtral": 0.0})),
+             steps_found({"mixtral": 0.0})),
         Step("ranks", "Two ranks over gloo: one layout", 2, ALL_PASS,
              [tests(out, "ranks", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
-             passed(out, "ranks")),
+             passed("ranks")),
         Step("experts", "Expert kernels, small", 2, "outputs agree", [python(*experts)], printed),
         Step("rates", "Rates that this CPU attains", 2, "measured",
              [python("-m", "benchmarks.rates", "--device", "cpu", "--write", str(out / "card.json"))], printed),
@@ -210,9 +213,9 @@ def sanitized(test: str) -> list[str]:
 ALL_PASS = "all tests pass"
 
 
-def passed(out: Path, name: str) -> Callable[[Path, str], tuple[bool, str]]:
+def passed(name: str) -> Read:
     def read(directory: Path, printed: str) -> tuple[bool, str]:
-        suites = ElementTree.parse(out / f"{name}.xml").getroot().iter("testsuite")
+        suites = ElementTree.parse(directory / f"{name}.xml").getroot().iter("testsuite")
         counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
         failed = []
         for suite in suites:
@@ -227,26 +230,59 @@ def passed(out: Path, name: str) -> Callable[[Path, str], tuple[bool, str]]:
     return read
 
 
-def steps_found(out: Path, least_mfu: dict[str, float]) -> Callable[[Path, str], tuple[bool, str]]:
+def steps_found(least_mfu: dict[str, float]) -> Read:
     def read(directory: Path, printed: str) -> tuple[bool, str]:
         is_right, lines = True, []
         for name, least in least_mfu.items():
-            found = json.loads((out / f"{name}.json").read_text())
+            found = json.loads((directory / f"{name}.json").read_text())
             memory = found["peak_bytes"] / found["forecast_bytes"]
             line = f"{name}: {found['tokens_per_second']:,.0f} tokens/s"
             if found["mfu"] is not None:
                 waits = sum(found["waits"].values())
                 is_right &= found["mfu"] >= least and abs(memory - 1) <= 0.03 and waits <= 1 + found["moe_layers"]
                 line += f", MFU {found['mfu']:.1%}, idle {found['idle_share']:.1%}, {waits} waits"
-            is_right &= all(loss == loss for loss in found["losses"])
+            is_right &= all(map(math.isfinite, found["losses"]))
             lines.append(f"{line}, peak memory {memory:.3f} of the forecast")
         return is_right, "; ".join(lines)
 
     return read
 
 
+def kernels_found(files: Sequence[str], least_share: float, least_gain: float) -> Read:
+    """Of the kernel that `auto` takes, forward and backward: its share of the dense ceiling, as experts alone, and its
+    speed against transformers' grouped_mm, as a layer."""
+
+    def read(directory: Path, printed: str) -> tuple[bool, str]:
+        is_right, lines = True, []
+        for name in files:
+            found = json.loads((directory / f"{name}.json").read_text())
+            ms = {
+                (result["part"], result["variant"]): result["median_ms"]
+                for result in found["results"]
+                if result["passes"] == BOTH
+            }
+            (auto,) = found["auto"].values()
+            share = ms[EXPERTS, CEILING] / ms[EXPERTS, auto]
+            gain = ms[LAYER, "HF grouped_mm"] / ms[LAYER, auto]
+            is_right &= share >= least_share and gain >= least_gain
+            lines.append(f"{name}: {auto} {share:.2f} of the ceiling, {gain:.2f} x grouped_mm")
+        return is_right, "; ".join(lines)
+
+    return read
+
+
+def is_not_slower(directory: Path, output: str) -> tuple[bool, str]:
+    """Of the variants' seconds a step."""
+    found = json.loads((directory / "throughput.json").read_text())
+    theirs, ours = (
+        statistics.median(seconds for figures in result["rounds"] for seconds in figures["seconds"])
+        for result in found["results"]
+    )
+    return ours <= theirs, f"{theirs / ours:.2f} x the speed of transformers; aborted: {found['aborted'] or 'no'}"
+
+
 def printed(directory: Path, output: str) -> tuple[bool, str]:
-    """The last lines, for people to judge: the commands abort where results are wrong."""
+    """The last lines of a command whose exit code says whether results are right."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return True, " / ".join(lines[-3:])[:600]
 
@@ -287,7 +323,9 @@ def run(number: int, step: Step, out: Path, limit: float, use_cpu: bool) -> Outc
 
 def search_path() -> str:
     """For processes that find this package and the tests as this one does."""
-    return os.pathsep.join([str(ROOT / ".package"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    return os.pathsep.join(
+        [str(CHECKOUT / ".package"), str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    )
 
 
 def in_time(command: list[str], file: Any, environment: dict[str, str], seconds: float) -> int | None:
@@ -295,7 +333,7 @@ def in_time(command: list[str], file: Any, environment: dict[str, str], seconds:
     if seconds <= 0:
         return None
     process = subprocess.Popen(
-        command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=CHECKOUT, start_new_session=True
     )
     try:
         return process.wait(timeout=seconds)
@@ -316,7 +354,7 @@ def describe_machine(use_cpu: bool) -> dict[str, str]:
 
     def said(*command: str) -> str:
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT).stdout.strip()
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=CHECKOUT).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
@@ -325,16 +363,11 @@ def describe_machine(use_cpu: bool) -> dict[str, str]:
     )
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": said("git", "rev-parse", "--short", "HEAD") or "unknown",
-        "device": card or f"CPU ({platform.processor() or platform.machine()}, {os.cpu_count()} cores)",
+        "commit": commit_of(CHECKOUT) or "unknown",
+        "device": card or f"{cpu_model()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
     }
-    for name in NAMED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return found | {name: installed_version(name) or "not installed" for name in NAMED}
 
 
 def write(out: Path, machine: dict[str, str], outcomes: list[Outcome]) -> None:
@@ -368,7 +401,7 @@ def prepare(directory: Path, python_version: str) -> int:
     for package in CARRIED:
         options = ["--no-deps", "--only-binary=:all:", "--implementation=cp", *target, "--dest", str(directory)]
         codes.append(subprocess.run(python("-m", "pip", "download", "--quiet", *options, package)).returncode)
-    source = ROOT / ".venv" / "megablocks"
+    source = CHECKOUT / ".venv" / "megablocks"
     if source.is_dir():
         built = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(directory))
         codes.append(subprocess.run([*built, str(source)]).returncode)

@@ -36,7 +36,7 @@ from benchmarks.load_memory import resident, restart_peak
 from benchmarks.plan_accuracy import balance_routing, full_batch, shard_run
 from benchmarks.rehearsed import PUBLISHED
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.hf_model.build import build_model, count_parameters
+from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -49,6 +49,7 @@ from expertmesh.training.monitoring.meter import peak_tflops
 from expertmesh.training.planning.planner.cost import step_time
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.peak_memory import peak
+from expertmesh.training.planning.rehearsal.building import ConfigAlone
 from expertmesh.training.planning.rehearsal.run_setting import planned
 from expertmesh.training.step import StepResult, train_step
 
@@ -133,17 +134,6 @@ def main() -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model's config, in place of a directory with a checkpoint."""
-
-    config: Any
-
-    def build(self, attn_implementation: str) -> Any:
-        """As `ModelSource.build`."""
-        return build_model(self.config, attn_implementation)
-
-
 def sized(arguments: argparse.Namespace) -> Any:
     """The model's config, with as many layers as were asked for."""
     path = Path(arguments.model)
@@ -177,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     if not is_gpu:
         restart_peak()
     before = resident("VmRSS")
-    assembled = assemble(config, Sizes(model_config), device.type)
+    assembled = assemble(config, ConfigAlone(model_config), device.type)
     model = assembled.model
     optimizer, mesh = shard_run(config, model, 1, device)
     balance_routing(model)

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks import first_gpu
-from benchmarks.first_gpu import Outcome, Step, in_time, passed, run, search_path, write
+from benchmarks.first_gpu import (
+    Outcome,
+    Step,
+    in_time,
+    is_not_slower,
+    kernels_found,
+    passed,
+    run,
+    search_path,
+    write,
+)
 from benchmarks.gpu_step import idle
+from expertmesh.training.environment import CHECKOUT
 
 
 @pytest.mark.slow
@@ -40,7 +51,7 @@ def test_every_gpu_step_has_one_on_the_cpu(tmp_path: Path) -> None:
     assert names == [step.name for step in first_gpu.cpu_steps(tmp_path)]
     assert len(set(names)) == len(names)
     files = {part for step in first_gpu.gpu_steps(tmp_path) for command in step.commands for part in command}
-    tests = Path(first_gpu.ROOT, "tests", "gpu").glob("test_*.py")
+    tests = Path(CHECKOUT, "tests", "gpu").glob("test_*.py")
     assert files >= {f"tests/gpu/{file.name}" for file in tests}
 
 
@@ -98,10 +109,34 @@ def test_test_results_are_counted_and_failures_named(tmp_path: Path) -> None:
     cases = '<testcase name="a"/><testcase name="b[bf16]"><failure/></testcase>'
     counts = 'tests="5" failures="1" errors="0" skipped="2"'
     (tmp_path / "kernels.xml").write_text(f"<testsuites><testsuite {counts}>{cases}</testsuite></testsuites>")
-    assert passed(tmp_path, "kernels")(tmp_path, "") == (False, "2 passed, 1 failed, 2 skipped: b[bf16]")
+    assert passed("kernels")(tmp_path, "") == (False, "2 passed, 1 failed, 2 skipped: b[bf16]")
     counts = 'tests="2" failures="0" errors="0" skipped="2"'
     (tmp_path / "kernels.xml").write_text(f"<testsuites><testsuite {counts}/></testsuites>")
-    assert passed(tmp_path, "kernels")(tmp_path, "")[0] is False, "nothing ran"
+    assert passed("kernels")(tmp_path, "")[0] is False, "nothing ran"
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_layer", "is_right", "found"),
+    [(1.25, 2.0, True, "0.80 of the ceiling, 1.50 x"), (2.0, 2.0, False, "0.50 of"), (1.25, 3.0, False, "1.00 x")],
+)
+def test_the_kernel_of_auto_is_held_to_ceiling_and_transformers(
+    tmp_path: Path, ours: float, of_layer: float, is_right: bool, found: str
+) -> None:
+    both = "forward + backward"
+    taken = [("experts", "ceiling", both, 1.0), ("experts", "mine", both, ours), ("layer", "mine", both, of_layer)]
+    taken += [("layer", "HF grouped_mm", both, 3.0), ("experts", "mine", "forward", 0.1)]
+    results = [dict(part=part, variant=name, passes=passes, median_ms=ms) for part, name, passes, ms in taken]
+    (tmp_path / "a.json").write_text(json.dumps({"auto": {"model": "mine"}, "results": results}))
+    verdict, words = kernels_found(["a"], 0.66, 1.1)(tmp_path, "")
+    assert verdict is is_right
+    assert found in words
+
+
+@pytest.mark.parametrize(("ours", "is_right"), [([1.0, 1.2, 9.0], True), ([2.5, 2.5, 0.1], False)])
+def test_steps_are_held_to_the_speed_of_transformers(tmp_path: Path, ours: list[float], is_right: bool) -> None:
+    results = [{"rounds": [{"seconds": [2.0, 2.0]}, {"seconds": [2.0]}]}, {"rounds": [{"seconds": ours}]}]
+    (tmp_path / "throughput.json").write_text(json.dumps({"aborted": None, "results": results}))
+    assert is_not_slower(tmp_path, "")[0] is is_right
 
 
 def test_processes_find_the_package(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
-class _Config:
-    """A model's config alone, in place of a directory with a checkpoint."""
+class ConfigAlone:
+    """A model's config, in place of a directory with a checkpoint."""
 
     config: Any
-    rope: RopeScaling | None
+    rope: RopeScaling | None = None
 
     def build(self, attn_implementation: str) -> Any:
         model = build_model(self.config, attn_implementation)
@@ -37,7 +37,7 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     Raises:
         ExpertMeshError: the model cannot be built, or not trained with these flags.
     """
-    source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
+    source = ConfigAlone(with_rope_scaling(model_config, config.rope), config.rope)
     # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
     if config.async_tp:
         config = replace(config, async_tp=False)
