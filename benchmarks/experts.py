@@ -279,7 +279,8 @@ def describe(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
     return (
         f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}, bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
+        f"{torch.backends.cpu.get_cpu_capability()}, "
+        f"bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
     )
 
 
