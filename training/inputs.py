@@ -96,12 +96,14 @@ def _without_effect(config: TrainConfig, training: Samples) -> str:
     """What was said of data that are of another kind, in words; empty: nothing."""
     names = [Path(spec.name) for spec in parse_datasets("--dataset", config.dataset)]
     told = []
-    if all(origin.is_plain for origin in training.origins):
+    if all(origin.format == "text" for origin in training.origins):
         plain = "has no effect: the data are plain text, all of which is trained on"
         if config.train_on not in ("assistant", "all"):
             told.append(f"--train-on {config.train_on} {plain}")
         if config.prompt_template and not config.generate_steps:
             told.append(f"--prompt-template {plain}")
+    elif config.train_on not in ("assistant", "all") and all(origin.is_plain for origin in training.origins):
+        told.append(f"--train-on {config.train_on} has no effect without a chat template: each answer is trained on")
     if config.sample_by != "line" and not any(path.is_dir() or path.suffix == ".txt" for path in names):
         told.append(f"--sample-by {config.sample_by} has no effect without a .txt file")
     return "; ".join(told)

@@ -26,7 +26,7 @@ from expertmesh.training.data.samples import (
     load_samples,
 )
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.inputs import Inputs, _read_samples
+from expertmesh.training.inputs import Inputs, _read_samples, _without_effect
 
 
 @pytest.fixture
@@ -563,6 +563,25 @@ def said_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None)
 def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
     """The warnings among what a run says of its data."""
     return [line for line in said_of(samples, tokenizer, evaluation) if "warning" in line]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"prompt_template": "{prompt} "}, ""),
+        ({"prompt_template": "{prompt} ", "train_on": "last"}, "--train-on last has no effect without a chat template"),
+        ({"text_column": "response", "prompt_template": "{prompt} "}, "--prompt-template has no effect: the data are"),
+    ],
+)
+def test_flags_without_effect_on_the_data(
+    tmp_path: Path, tokenizer: Any, settings: dict[str, str], expected: str
+) -> None:
+    """A prompt template is used where there are prompts."""
+    (data := tmp_path / "data.jsonl").write_text('{"prompt": "sum 1 1", "response": "2"}\n')
+    config = TrainConfig(model="m", dataset=[str(data)], dataset_num_proc=1, **settings)  # type: ignore[arg-type]
+    told = _without_effect(config, _read_samples(config, tokenizer)[0])
+    assert told.startswith(expected)
+    assert bool(told) == bool(expected)
 
 
 def test_files_that_are_not_read_are_told(tmp_path: Path, tokenizer: Any) -> None:

@@ -67,7 +67,7 @@ def test_preview(
     plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(shown.split("\x1b[")))
     assert f"{tokens:,}; longest sample {int(samples.lengths.max())}" in plain
     assert f"{targets:,} ({targets / tokens:.1%})" in plain
-    assert "4 in 1 row\n" in plain
+    assert "4 in 1 sequence\n" in plain
     assert "100.0% of all positions" in plain
 
 

@@ -106,7 +106,7 @@ class Format:
             put together by `conversation`, which reads the columns that all conversations may have.
         unread: columns with a part of a question or an answer, which other formats read and this one would drop: a
             record that has one is refused.
-        written, known_from: its row of the table in this folder's README.md.
+        written, known_from: its row of the table in docs/reference/data-formats.md.
     """
 
     name: str
@@ -401,7 +401,7 @@ def registered_formats() -> list[list[Any]]:
 
 
 def table_of_formats() -> str:
-    """The table of README.md."""
+    """The table in docs/reference/data-formats.md."""
     rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in FORMATS)]
     return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
 

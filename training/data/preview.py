@@ -61,12 +61,12 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     cut = int(samples.is_cut.sum())
     positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed sequences"
     facts = {
-        "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'row')}"),
+        "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
         "tokens": f"{tokens:,}; longest sample {int(samples.lengths.max()):,}",
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
         "truncated": f"{cut:,} at {max_seq_length} tokens",
         f"{kind}": f"{tokens / positions:.1%} of all positions are tokens, the rest is padding",
-        "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, 'row')}",
+        "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, 'sequence')}",
     }
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
 
