@@ -1,11 +1,14 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. `make test-rest` runs tests that repeat
 # those of `make test` for more models and settings, `make test-all` both and what neither has; `make test-gpu` what needs
-# a GPU. Between two edits: `make check`, which is lint, types and the tests that start no processes; and `make format`.
-# `make test-floor` runs all under the lowest versions supported, in an environment of its own (some 5 GB).
+# a GPU. Between two edits: `make check`, which is lint, types, the site and the tests that start no processes; and
+# `make format`. `make docs` builds the site of docs/ in build/site. `make test-floor` runs all under the lowest versions
+# supported, in an environment of its own (some 5 GB).
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# not quiet: mkdocs then counts no warnings, and --strict passes all
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # bytecode is kept also where an environment says not to: tests start hundreds of interpreters
 RUN    := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -21,7 +24,7 @@ PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isol
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: install megablocks demo test test-rest test-all test-gpu test-floor check lint format clean
+.PHONY: install megablocks demo test test-rest test-all test-gpu test-floor check lint docs format clean
 
 install: $(VENV)/.installed
 
@@ -31,7 +34,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml Makefile $(TESTED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH) "setuptools>=77" wheel numpy packaging
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint]" $(addprefix --constraint ,$(TESTED))
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint,docs]" $(addprefix --constraint ,$(TESTED))
 	$(MAKE) --no-print-directory megablocks \
 		|| echo "make install: MegaBlocks could not be installed; expertmesh works without it" >&2
 	touch $@
@@ -79,10 +82,15 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy | sed 's|^.package/expertmesh/||'
+	$(MKDOCS)
+
+# the site of docs/, in build/site; a broken link fails
+docs: install
+	$(MKDOCS)
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo-run .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build demo-run .mypy_cache .pytest_cache .ruff_cache *.egg-info

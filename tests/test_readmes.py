@@ -1,11 +1,10 @@
-"""What the READMEs say of files, flags, commands and links is so, and each folder's README names all that is in it."""
+"""What pages say of files, flags, commands and links is so, and each folder's README names all that is in it."""
 
 import ast
 import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from benchmarks.plan_accuracy import cases
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import make_parser
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("*.py", "*.yaml", "*.sh", "*.sbatch", "*.html", "*.css", "*.js")
@@ -26,6 +25,27 @@ FOLDERS = sorted(
 )
 READMES = [ROOT / "README.md", *sorted(file for folder in FOLDERS for file in folder.rglob("*.md"))]
 """And the pages beside them."""
+DOCS = ROOT / "docs"
+PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
+MAP_LINES = 60
+"""Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
+LONGER = {
+    "benchmarks/README.md", "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
+    "sharding/README.md", "tests/README.md", "training/README.md", "training/attention/README.md",
+    "training/data/README.md", "training/monitoring/README.md", "training/optim/README.md",
+    "training/planning/planner/README.md", "training/planning/rehearsal/README.md",
+}  # fmt: skip
+"""Not cut yet."""
+STILTED = (
+    "as it came", "be it", "but for", "has gone", "holds for", "is said", "likewise", "of which", "stands in",
+    "such as it", "what is told", "whatever",
+)  # fmt: skip
+"""Words that make a sentence hard to read; plain ones say the same."""
+NOT_PLAIN = LONGER | {
+    "README.md", "checkpoints/files/README.md", "docs/reference/flags.md", "moe/MODELS.md",
+    "sharding/pipeline/README.md", "training/fused/README.md",
+}  # fmt: skip
+"""Pages that still have some."""
 FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
 """Of tools that are not ours, but for torchrun's: pytest-xdist, pip."""
 
@@ -76,10 +96,9 @@ def options_of(module: str) -> set[str]:
     return own.union(*(options_of(imported) for imported in shared))
 
 
+@cache
 def training_options() -> set[str]:
-    names = {"config", *(f.name for f in fields(TrainConfig))}
-    names |= {f"no_{f.name}" for f in fields(TrainConfig) if f.default is True}
-    return {"--" + name.replace("_", "-") for name in names} | {"--help"}
+    return {option for action in make_parser()._actions for option in action.option_strings}
 
 
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
@@ -134,10 +153,29 @@ def test_every_folder_has_a_readme() -> None:
     assert {folder / "README.md" for folder in FOLDERS} <= set(READMES)
 
 
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
+@pytest.mark.parametrize("readme", PAGES, ids=name_of)
 def test_what_a_page_says_is_so(readme: Path) -> None:
     for check in (check_links, check_files, check_flags, check_commands, check_code, check_tables):
         check(readme)
+
+
+@pytest.mark.parametrize("folder", sorted({page.parent for page in READMES[1:]}), ids=name_of)
+def test_a_folders_readme_is_a_map(folder: Path) -> None:
+    lines = len((folder / "README.md").read_text(encoding="utf-8").splitlines())
+    assert lines <= MAP_LINES or name_of(folder / "README.md") in LONGER, f"{lines} lines"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_words_are_plain(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = [words for words in STILTED if re.search(rf"\b{words}\b".replace(" ", r"\s+"), text, re.IGNORECASE)]
+    assert not found or name_of(page) in NOT_PLAIN
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=name_of)
+def test_pages_of_the_site_link_within_it(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+    assert all((page.parent / target).resolve().is_relative_to(DOCS) for target in targets)
 
 
 def test_every_file_is_named_by_the_readme_above_it() -> None:
@@ -165,9 +203,9 @@ def check_files(readme: Path) -> None:
         for word in re.findall(r"[\w./-]+\.(?:py|sh|sbatch|js|css)\b", span):
             near = [readme.parent / word, ROOT / word]
             found = any(path.exists() for path in near) or (
-                "/" not in word and (any(readme.parent.rglob(word)) or word == "train_ep.py")
+                "/" not in word and (any(readme.parent.rglob(word)) or word == "train_ep.py" or word.startswith("my_"))
             )
-            assert found, f"{word}: no such file"
+            assert found, f"{word}: no such file; one that the reader writes is called my_..."
         if re.fullmatch(r"(?:moe|sharding|checkpoints|training|configs|benchmarks|tests)(?:/\w+)+/?", span):
             assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), f"{span}: no such file or folder"
 
@@ -200,7 +238,7 @@ def check_commands(readme: Path) -> None:
 def test_commands_are_those_of_an_installed_package() -> None:
     """In READMEs, recipes, help and messages alike: `-m sharding` is found in a checkout alone."""
     package = "|".join(folder.name for folder in FOLDERS if (folder / "__init__.py").exists())
-    for file in [*READMES, *(file for file in sources() if file.parts[len(ROOT.parts)] != "tests")]:
+    for file in [*PAGES, *(file for file in sources() if file.parts[len(ROOT.parts)] != "tests")]:
         text = file.read_text(encoding="utf-8")
         for module in re.findall(rf"-m\s+[\"'`]*((?:expertmesh|{package})\b[\w.]*)", text):
             assert module.startswith(("expertmesh.", "benchmarks.", "tests.")), f"{name_of(file)}: -m {module}"
