@@ -40,7 +40,7 @@ def debugging(debug_ranks: Collection[int]) -> Iterator[None]:
         return
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        for rank in debug_ranks:
+        for rank in dict.fromkeys(debug_ranks):
             dist.breakpoint(rank, timeout_s=None)
 
     before, sys.breakpointhook = sys.breakpointhook, stop

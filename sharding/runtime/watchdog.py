@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,10 @@ class Watchdog:
         except KeyboardInterrupt:
             show(f"rank {self.rank} was interrupted in {self.where()}")
             end_at_once(INTERRUPTED)
+        except BdbQuit:  # `quit`, or the end of what is typed
+            show(f"rank {self.rank}: the run was ended from the debugger")
+            self.notices.post(Notice(self.rank, "error", "ended from the debugger"))
+            end_at_once(1)
         except Exception as error:
             self._end(error)
 

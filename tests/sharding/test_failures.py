@@ -1,13 +1,17 @@
 """Notices between ranks, outside of any collective, and who is the cause of a failure."""
 
 import threading
+from bdb import BdbQuit
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.sharding.runtime import failures
+from expertmesh.sharding.runtime import failures, watchdog
 from expertmesh.sharding.runtime.failures import Notice, Notices, is_broken_collective, is_timeout
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
@@ -120,6 +124,19 @@ def test_cause_or_consequence(error: Exception, broken: bool, late: bool) -> Non
 
 
 @pytest.mark.slow
+def test_quitting_the_debugger_ends_the_run_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So does the end of what is typed, as where there is no terminal; the other ranks learn of it."""
+    ranks: Any = SimpleNamespace(rank=1, world_size=2, store=dist.HashStore())
+    dog = watchdog.Watchdog(ranks, None)
+    monkeypatch.setattr(watchdog, "end_at_once", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit), dog.ending_clearly():
+        raise BdbQuit
+    assert capsys.readouterr().err == "rank 1: the run was ended from the debugger\n"
+    assert dog.notices.read() == Notice(1, "error", "ended from the debugger")
+
+
 def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
     assert ranks.run(_gather_over_ep, 4) == ["all_gather over ep of Float [2]"] * 4
 

@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import date, datetime
@@ -932,6 +933,31 @@ def test_a_cache_that_cannot_be_written(
         ExpertMeshError, match=r"file.*expertmesh: tokenized samples cannot be written there: Not a dir"
     ):
         load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
+
+
+@pytest.mark.parametrize(("names", "content"), [("*.arrow", b""), ("*.arrow", None), ("*.json", b"{")])
+def test_a_damaged_cache(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str, content: bytes | None
+) -> None:
+    """As after a disk was full, or somebody has deleted what was large. content: None: the files are gone."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file = write(tmp_path / "data.jsonl", [{"text": "a"}])
+    load(tokenizer, file)
+    for path in (tmp_path / "cache").rglob(names):
+        path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ExpertMeshError, match=r"cache/expertmesh: .* cannot be read there: .*; delete that directory"):
+        load(tokenizer, file)
+    shutil.rmtree(tmp_path / "cache" / "expertmesh")
+    load(tokenizer, file)
+
+
+def test_a_file_that_was_replaced_and_kept_its_time_and_size(tmp_path: Path, tokenizer: Any) -> None:
+    """As `cp -p` and archives keep them."""
+    file = write(tmp_path / "data.jsonl", [{"text": "a"}])
+    before, times = shown(tokenizer, load(tokenizer, file)), file.stat()
+    write(file, [{"text": "b"}])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert shown(tokenizer, load(tokenizer, file)) != before
 
 
 def failing(number: int) -> Callable[..., Any]:

@@ -119,7 +119,8 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
             for place, row in rows:
                 yield f"{flag} {file}: {place}", row
 
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    # the time of the last change of any kind too: a copy may keep that of the content
+    stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for file in files]
     return RowSource(name, repr((stats, sample_by)), read, tuple(unread))
 
 

@@ -262,14 +262,20 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """What a generator or a worker raised, which `datasets` wraps, or what goes wrong while the cache is written."""
+    """What a generator or a worker raised, which `datasets` wraps, or what goes wrong with the cache."""
+    import pyarrow
+
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ExpertMeshError | OSError):
         cause = cause.__cause__
+    place = f"{cache_directory()}: tokenized samples cannot be"
+    # what a generator met in the data is wrapped
+    if isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError):
+        return ExpertMeshError(f"{place} read there: {error}; delete that directory, it is made again")
     if isinstance(cause, OSError):
         return ExpertMeshError(
-            f"{cache_directory()}: tokenized samples cannot be written there: {cause.strerror or cause}; the "
-            "environment variable HF_DATASETS_CACHE names another directory"
+            f"{place} written there: {cause.strerror or cause}; the environment variable HF_DATASETS_CACHE names "
+            "another directory"
         )
     return cause or error
 
