@@ -30,7 +30,12 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     how = Parser(add_help=False)
     how.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file, where the form allows")
-    how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written in parallel")
+    how.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="files written in parallel (default: one per CPU core)",
+    )
     how.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     how.add_argument(
         "--drop-untrained",

@@ -1,4 +1,4 @@
-"""The table of models in `moe/MODELS.md`, and its short form in the root README, are what the code says."""
+"""The table of models in `docs/reference/models.md`, and its short form in the root README, are what the code says."""
 
 import re
 

@@ -13,7 +13,7 @@ UNSUPPORTED = {
 }
 """Families whose results tests/families finds to differ from those of transformers' own class, and why."""
 
-_CHOOSES_BY_HEAD = "which blocks of keys a token sees is chosen for each of all heads, of which a rank would have some"
+_CHOOSES_BY_HEAD = "each head chooses which blocks of keys a token sees, and a rank would have some heads only"
 UNDIVIDED = {"minimax_m3_vl": _CHOOSES_BY_HEAD, "minimax_m3_vl_text": _CHOOSES_BY_HEAD}
 """Families whose attention is not divided by tensor parallelism though transformers has a plan of it, and why."""
 

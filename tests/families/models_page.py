@@ -1,4 +1,4 @@
-"""`moe/MODELS.md` and the table of models in the root README: `python -m tests.families.models_page` writes them.
+"""The page of models in docs/reference and the root README's table: `python -m tests.families.models_page` writes them.
 
 Each family is tried with the tiny config that shows every kind of its layers, as default configs do not.
 """
@@ -19,30 +19,46 @@ from tests.published.models import CONFIGS, MODELS
 from tests.tiers import REPRESENTATIVES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "moe" / "MODELS.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 """A table of Markdown."""
 INTRODUCTION = """\
 # Models
 
-Written by `python -m tests.families.models_page`; a test compares it with what the code says. One row per causal MoE
-family, those that also take images or sound included, of transformers {version}.
-`python -m expertmesh.moe families --table [NAME ...]` makes the same table for the transformers that is installed,
-from its default configs, or for a directory, a config.json or a hub id.
+Look up whether your model is supported, and with which methods. The table has one row per causal MoE family
+of transformers {version}. Families that also take images or sound are included. A command makes this page, and a test
+compares it with the code:
 
-- **full**: all weights are trained. **LoRA**: adapters on attention and every expert (`--adapter lora`).
-  **quantized base**: LoRA beside frozen weights in fp8 or nf4 (`--base-dtype`). **packing**: several samples in a
-  sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks. **TP**: tensor parallelism
-  (`--tp-size`), by 2 ranks.
-- **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
-  gradients and updated weights over several steps; *gradients*: loss and every gradient.
-- **no**: `train_ep.py` refuses the flag with the reason. That of TP is, where none is below the table, that
-  transformers has no plan for the family's attention.
-- **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
-  routing come out as published. Their weights were never loaded here.
-- Families of several parts (`..._vl...`, `..._omni...` and others) are trained on text: the language model in the class
-  that transformers has for images and text. Towers hold no memory, and go along into the export.
-- Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json; the error says so.
+```sh
+python -m tests.families.models_page
+```
+
+For your installed transformers, or for one model (a directory, a config.json or a hub id), run
+
+```sh
+python -m expertmesh.moe families --table [NAME ...]
+```
+
+| column | meaning |
+| --- | --- |
+| models | Published models whose config.json is tested: parameters, active parameters and routing are as published. \
+Their weights were never loaded here |
+| full | All weights are trained |
+| LoRA | Adapters on attention and every expert: `--adapter lora` |
+| packing | Several samples per sequence: `--packing` |
+| CP | Context parallelism over 2 ranks: `--cp-size` |
+| TP | Tensor parallelism over 2 ranks: `--tp-size` |
+| quantized base | LoRA beside frozen weights in fp8 or nf4: `--base-dtype` |
+| tested | Against the family's own class in transformers, with tiny random models on CPUs. \
+*gradients*: loss and every gradient; *training*: updated weights over several steps too |
+
+"no" means that `train_ep.py` refuses the flag and says why. For TP the reason is that transformers has no plan for the
+family's attention, except where the page gives another one below the table.
+
+- Multimodal families (`..._vl...`, `..._omni...` and others) are trained on text. Vision and audio towers hold no
+  memory during training, and the export has them unchanged.
+- Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json. The error message says so.
+- Llama 4 is not supported: transformers does not mark its experts.
 
 """
 
@@ -105,7 +121,7 @@ def row_of(family: str) -> str:
 
 
 def page() -> str:
-    """What moe/MODELS.md holds."""
+    """What docs/reference/models.md holds."""
     header = row("family", "models", *METHODS, "tested") + f"|{' --- |' * (len(METHODS) + 3)}\n"
     rows = "".join(map(row_of, causal_families()))
     refused = "".join(map(refusals, causal_families()))

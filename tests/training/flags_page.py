@@ -37,13 +37,14 @@ def _row(action: Action, needs: Needs | None) -> str:
     names = [flag for flag in action.option_strings if not flag.startswith("--no-")]
     shown = "" if isinstance(action, Switch) else f" {PlainHelp('').value_of(action)}"
     flags = ", ".join(f"`{flag}{shown}`" for flag in names)
-    told = _in_cell(action.help or "").rstrip(".") + "."
+    told = in_cell(action.help or "").rstrip(".") + "."
     if needs is not None:
-        told += f" Has an effect only with {_in_cell(needs.in_words)}."
-    return f"| {flags} | {_default(action)} | {told} |"
+        told += f" Has an effect only with {in_cell(needs.in_words)}."
+    return f"| {flags} | {default_of(action)} | {told} |"
 
 
-def _default(action: Action) -> str:
+def default_of(action: Action) -> str:
+    """In a cell of a table."""
     default: Any = action.default
     if isinstance(default, bool):
         return f"on; `--no-{action.option_strings[0][2:]}`" if default else "off"
@@ -52,7 +53,7 @@ def _default(action: Action) -> str:
     return f"`{' '.join(map(str, default)) if isinstance(default, list) else default}`"
 
 
-def _in_cell(text: str) -> str:
+def in_cell(text: str) -> str:
     """A help text, argparse's escapes undone, in a cell of a table."""
     return " ".join(text.replace("%%", "%").replace("|", "\\|").split())
 

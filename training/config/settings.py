@@ -194,7 +194,7 @@ class DataSettings:
     prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
     response_column: str = _flag("", "Column with the response", metavar="NAME")
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
-    text_column: str = _flag("", "Column with plain text, all of which is trained on", metavar="NAME")
+    text_column: str = _flag("", "Column with plain text; all of it is trained on", metavar="NAME")
     sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
     chat_template: str = _flag(
         "",
@@ -629,7 +629,7 @@ class EvaluationSettings:
     eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset", scope="input", metavar="FILE")
     eval_dataset_split: str = _flag(
         "test",
-        "Split of --eval-dataset, likewise",
+        "Split of --eval-dataset",
         metavar="NAME",
         needs=Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
     )

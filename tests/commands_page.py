@@ -1,0 +1,101 @@
+"""The page of all commands: `python -m tests.commands_page > docs/reference/commands.md`."""
+
+import argparse
+import re
+from collections.abc import Callable
+from importlib import import_module
+from unittest import mock
+
+from expertmesh.moe.util.parser import PlainHelp, Switch
+from tests.training.flags_page import default_of, in_cell
+
+HEAD = """# Commands
+
+Look up every command and its flags here. The flags of `train_ep.py` have [their own page](flags.md). This page is made
+by a command:
+
+```sh
+python -m tests.commands_page > docs/reference/commands.md
+```
+
+| to | run | installed as |
+| --- | --- | --- |
+| train | `torchrun train_ep.py`, or `python -m expertmesh.train_ep` | `expertmesh-train` |
+| find a parallel layout that fits | [`python -m expertmesh.sharding plan`](#plan) | `expertmesh-plan` |
+| dry-run one rank without GPUs | [`python -m expertmesh.sharding rehearse`](#rehearse) | |
+| see or test the process groups | [`python -m expertmesh.sharding mesh`](#mesh) | |
+| convert, compare and inspect checkpoints | [`python -m expertmesh.checkpoints`](#convert) | `expertmesh-checkpoints` |
+| list the supported models | [`python -m expertmesh.moe families`](#families) | |
+| make a run's report again | [`python -m expertmesh.training.report`](#report) | |
+
+Exit codes: 0, it worked; 1, `verify` found a difference, `inspect` a fault, or `plan` and `rehearse` nothing that fits;
+2, a mistake in the input, or a group of `mesh --check` that does not answer.
+"""
+TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too, and `--config`."
+COMMANDS = {
+    "plan": ("training.planning.cluster_commands", TAKES_A_RUN),
+    "rehearse": ("training.planning.cluster_commands", TAKES_A_RUN),
+    "mesh": ("training.planning.cluster_commands", "With `--check` it runs under torchrun."),
+    "convert": ("checkpoints.__main__", ""),
+    "export": ("checkpoints.__main__", ""),
+    "merge": ("checkpoints.__main__", ""),
+    "verify": ("checkpoints.__main__", ""),
+    "inspect": ("checkpoints.__main__", ""),
+    "families": ("training.planning.families_command", ""),
+    "report": ("training.report.__main__", ""),
+}
+"""By command: the module with its `main`, and what its parser does not say."""
+
+
+class _ParserFound(Exception):
+    """Has the parser that a command reads its flags with."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self.parser = parser
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The command's own: also where its `main` makes it."""
+
+    def found(parser: argparse.ArgumentParser, *given: object) -> None:
+        raise _ParserFound(parser)
+
+    main: Callable[[list[str]], int] = import_module(f"expertmesh.{COMMANDS[command][0]}").main
+    try:
+        with mock.patch.object(argparse.ArgumentParser, "parse_known_args", found):
+            main([command])
+    except _ParserFound as stopped:
+        parser = stopped.parser
+    of_commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return of_commands[0].choices[command] if of_commands else parser
+
+
+def page() -> str:
+    return "\n".join([HEAD, *map(section, COMMANDS)])
+
+
+def section(command: str) -> str:
+    """A command: what it does, how it is called, its arguments and flags."""
+    parser = parser_of(command)
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").replace(" [-h]", "").split())
+    says = [" ".join((parser.description or "").split()).rstrip(".") + ".", COMMANDS[command][1]]
+    actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
+    rows = [_row(action) for action in actions if action.dest != "help"]
+    table = ["| argument or flag | default | what it does |", "| --- | --- | --- |", *rows]
+    return "\n".join([f"## {command}\n", " ".join(filter(None, says)), "", f"```text\n{usage}\n```\n", *table, ""])
+
+
+def _row(action: argparse.Action) -> str:
+    is_switch = isinstance(action, Switch) or action.nargs == 0
+    value = "" if is_switch or not action.option_strings else f" {PlainHelp('').value_of(action)}"
+    names = action.option_strings or [str(action.metavar)]
+    text, default = re.fullmatch(r"(.*?)(?: \(default: (.*)\))?", in_cell(action.help or ""), re.DOTALL).groups()  # type: ignore[union-attr]
+    if default is None:
+        default = "required" if action.required and action.option_strings else default_of(action)
+    is_word = re.match(r"\w+:", text)
+    told = (text if is_word else text[:1].upper() + text[1:]).rstrip(".") + "."
+    return f"| {', '.join(f'`{in_cell(name + value)}`' for name in names)} | {default} | {told} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
