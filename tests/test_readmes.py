@@ -31,7 +31,7 @@ MAP_LINES = 60
 """Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
 LONGER = {
     "benchmarks/README.md", "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
-    "sharding/README.md", "training/README.md", "training/attention/README.md",
+    "training/README.md", "training/attention/README.md",
     "training/data/README.md", "training/monitoring/README.md", "training/optim/README.md",
     "training/planning/planner/README.md", "training/planning/rehearsal/README.md",
 }  # fmt: skip
@@ -42,7 +42,7 @@ STILTED = (
 )  # fmt: skip
 """Words that make a sentence hard to read; plain ones say the same."""
 NOT_PLAIN = LONGER | {
-    "README.md", "checkpoints/files/README.md", "sharding/pipeline/README.md", "training/fused/README.md",
+    "README.md", "checkpoints/files/README.md", "training/fused/README.md",
 }  # fmt: skip
 """Pages that still have some."""
 FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}

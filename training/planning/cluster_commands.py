@@ -74,6 +74,7 @@ def build_parser() -> Parser:
     mesh.add_argument(
         "--json", type=Path, metavar="FILE", help="with --check: write rates for `plan --calibrate` to FILE"
     )
+    mesh.add_argument("--picture", type=Path, metavar="FILE", help="draw what each rank holds, as SVG, to FILE")
     mesh.set_defaults(parser=mesh)
     return parser
 

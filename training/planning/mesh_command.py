@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import tell_without_effect
 from ...moe.util.terminal import folded, terminal_width
@@ -16,6 +17,7 @@ from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of
 from ...sharding.torchrun import read_environment
 from .columns import Column, open_console, print_table
 from .planner.hardware import check_positive, save_measured
+from .planner.layout_picture import MOST_RANKS, layout_picture
 from .planner.measured import ModelCuts
 from .planner.mesh_picture import picture, ranks_of
 
@@ -49,6 +51,8 @@ def mesh(arguments: argparse.Namespace) -> int:
         raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
     if arguments.json is not None and not arguments.check:
         raise ExpertMeshError(f"--json {arguments.json}: has the rates that --check measures; add --check")
+    if arguments.picture is not None and world > MOST_RANKS:
+        raise ExpertMeshError(f"--picture: draws at most {MOST_RANKS} ranks; this layout has {world}")
     if rank == 0:
         if not arguments.check:
             names = ("hidden_size", "timeout", "use_cpu")
@@ -66,6 +70,10 @@ def mesh(arguments: argparse.Namespace) -> int:
         layers = _layers_by_pp_index(arguments)
         lines = picture(topology, gpus_per_node, arguments.num_experts, terminal_width(), layers)
         print(folded("\n".join(lines)), flush=True)
+        if arguments.picture is not None:
+            with _writing("--picture", arguments.picture), whole(arguments.picture) as partial:
+                drawn = layout_picture(topology, gpus_per_node, arguments.num_experts, layers)
+                partial.write_text(drawn, encoding="utf-8")
     return _check(arguments, topology, gpus_per_node) if arguments.check else 0
 
 
