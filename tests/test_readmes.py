@@ -30,7 +30,7 @@ PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 MAP_LINES = 60
 """Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
 LONGER = {
-    "benchmarks/README.md", "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
+    "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
     "training/README.md", "training/attention/README.md",
     "training/data/README.md", "training/monitoring/README.md", "training/optim/README.md",
 }  # fmt: skip
