@@ -44,7 +44,7 @@ def signature(name: str, function: Any) -> str:
     """A call as a page writes it: names and defaults, without self and types."""
     written = []
     for parameter in inspect.signature(function).parameters.values():
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         written.append(f"{prefix}{parameter.name}{default}")
     return f"{name}({', '.join(word for word in written if word != 'self')})"
