@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,10 +48,14 @@ STATE_BYTES = {
 """Of a parameter, its gradient and both moments."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
-POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs")
+POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs?")
 FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
 OPTIMIZERS = {"adamw_torch_fused": "fp32 AdamW", "adamw_torch_8bit": "8-bit AdamW", "adamw_bf16": "all state in bf16"}
+LORA = "_lora"
+"""Ends the name of a recipe that trains adapters."""
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
+FULL = [name for name in RECIPES if not name.endswith(LORA)]
+ADAPTERS = [name for name in RECIPES if name.endswith(LORA)]
 PUBLISHED = {
     "deepseek_v3": "deepseek-v3",
     "glm_4_5_air": "glm-4.5-air",
@@ -62,7 +67,7 @@ PUBLISHED = {
     "qwen3_30b_a3b": "qwen3-30b-a3b",
     "qwen3_next_80b_a3b": "qwen3-next-80b",
 }
-"""Of each recipe's model, the directory of its published config.json."""
+"""By the recipe that trains all of a model, the directory of its published config.json."""
 
 
 class Forecast(NamedTuple):
@@ -89,7 +94,7 @@ def config_of(name: str, *flags: str) -> TrainConfig:
 
 
 def published(name: str) -> Path:
-    return PUBLISHED_CONFIGS / PUBLISHED[name]
+    return PUBLISHED_CONFIGS / PUBLISHED[name.removesuffix(LORA)]
 
 
 def gpus_of(name: str) -> int:
@@ -170,15 +175,17 @@ MEMORY = {
 """By recipe, what its comments say of state per GPU."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mixtral_8x7b" else pytest.mark.slow) for name in MEMORY]
-)
+def first_of(names: Iterable[str]) -> list[Any]:
+    """As parameters of a test, which is `slow` with all others but the first that is Mixtral 8x7B's."""
+    return [pytest.param(name, marks=() if name.startswith("mixtral_8x7b") else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", first_of(MEMORY))
 def test_a_recipe_fits_its_model(name: str) -> None:
     """What the comments state of memory and layouts is so, what train_ep.py would refuse is not asked for, and what is
     asked for has an effect."""
     model, text = model_of(name), text_of(name)
     counts = count_parameters(model)
-    assert f"({counts.total / 1e9:.1f} B parameters" in text
     for said in MEMORY[name]:
         (gpus,) = map(int, re.findall(r"of (\d+)", said))
         config = config_of(name, *([] if gpus == gpus_of(name) else flags_on_192_gb(name)))
@@ -190,17 +197,52 @@ def test_a_recipe_fits_its_model(name: str) -> None:
         check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
 
     config = config_of(name)
-    if config.packing:
-        apply_packing(model)
     if config.router_aux_loss_coef or config.router_z_loss_coef:
         assert hasattr(model.config, "router_aux_loss_coef")
         assert all(layer.router is not None for layer in moe_layers(model))
     # parameters without blocks have unquantized moments
     whole = sum(p.numel() for p in model.parameters() if block_size(p.shape) is None) / counts.total
     assert whole < 0.02 or config.optim != "adamw_torch_8bit"
+    check_batch(name, model)
+
+
+@pytest.mark.parametrize("name", first_of(ADAPTERS))
+def test_a_recipe_of_adapters_fits_its_model(name: str) -> None:
+    """What the comments state of rank, learning rate and layout is so. (Of memory: `test_rehearsed_recipes`.)"""
+    model, text, config = model_of(name), text_of(name), config_of(name)
+    shape, gpus = moe_shape(model), gpus_of(name)
+    check_sizes(topology_of(config, gpus), shape.num_experts)
+    check_batch(name, model)
+    assert (config.adapter, config.ep_size) == ("lora", gpus)
+    assert f"Rank: {config.lora_rank} per expert. {shape.top_k} experts are active per token" in text
+    assert f"rank {config.lora_rank * shape.top_k} of a dense layer" in text
+    assert config.learning_rate == pytest.approx(10 * config_of(name.removesuffix(LORA)).learning_rate)
+    assert config.base_dtype == ("nf4" if "in nf4" in text else "bfloat16")
+
+
+def check_batch(name: str, model: Any) -> None:
+    """What a recipe's comments state of its model's parameters and of a step."""
+    config, text = config_of(name), text_of(name)
+    assert f"({count_parameters(model).total / 1e9:.1f} B parameters" in text
+    if config.packing:
+        apply_packing(model)
     ((positions, _),) = POSITIONS.findall(text)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name) // config.pp_size
     assert f"{rows * config.max_seq_length:,}" == positions
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_why(name: str) -> None:
+    """Its learning rate, batch, epochs and balancing, with the figures of its settings."""
+    config, text = config_of(name), text_of(name)
+    why = dict(re.findall(r"^# (\w[\w ]*): (.*)", text, re.MULTILINE))
+    assert f"{config.learning_rate:.0e}".replace("e-0", "e-") in why["Learning rate"]
+    ((positions, _),) = POSITIONS.findall(text)
+    assert f"{positions} positions" in why["Batch"]
+    assert config.num_train_epochs == 2
+    assert "two" in why["Epochs"]
+    coefficient = config.router_aux_loss_coef
+    assert f"{coefficient}," in why["Balancing"] if coefficient else "none" in why["Balancing"]
 
 
 def planned_recipe(name: str, gpus: int, *flags: str) -> Plan:
@@ -230,41 +272,49 @@ def assert_stated(plan: Plan, stated: Forecast, now: str) -> None:
 
 
 def test_the_recipes_are_those_of_the_table() -> None:
-    assert sorted(PUBLISHED) == RECIPES
+    """Each has a row in the README of configs/, and each model a recipe of each kind."""
+    assert sorted(PUBLISHED) == FULL
+    assert sorted(name + LORA for name in PUBLISHED) == sorted(ADAPTERS)
     assert all(f"| `{file.name}` |" in README for file in CONFIGS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_row(name: str) -> None:
+    """In the README of configs/: the GPUs, the layout, what is trained and with which optimizer."""
+    config, (gpus, larger, layout, state) = config_of(name), row_of(name)
+    assert int(gpus) == gpus_of(name)
+    assert layout == f"ep {config.ep_size}" + (f", pp {config.pp_size}" if config.pp_size > 1 else "")
+    if config.adapter == "lora":
+        assert state == f"LoRA, base in {'bf16' if config.base_dtype == 'bfloat16' else config.base_dtype}"
+    else:
+        assert state == OPTIMIZERS[config.optim]
+    assert bool(larger) == ("192 GB" in text_of(name))
+
+
+def row_of(name: str) -> list[str]:
+    """Its cells behind the file and the model."""
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| `{name}.yaml` |"))
+    return [cell.strip() for cell in row.strip("| ").split("|")][2:]
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stated_of_a_recipe(name: str) -> None:
-    """In its head: the forecast. In the README: parameters, the GPUs of 80 and of 192 GB on which it fits, ep size,
-    optimizer, and whether rows are packed."""
-    config, plan = config_of(name), planned_recipe(name, gpus_of(name))
+    """In its head: the forecast. In the README: that it fits on the GPUs of 80 and of 192 GB."""
+    plan = planned_recipe(name, gpus_of(name))
     now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
     assert FORECAST.search(text_of(name)), now
     assert_stated(plan, forecast_in(text_of(name)), now)
-
-    (row,) = (line for line in README.splitlines() if line.startswith(f"| `{name}.yaml` |"))
-    ((billions, gpus, ep_size),) = re.findall(r"\(([\d.]+) B(?: parameters)?\) on (\w+).*: ep (\d+),", row)
-    assert billions == f"{count_parameters(model_of(name)).total / 1e9:.1f}"
-    assert (number(gpus), int(ep_size)) == (gpus_of(name), config.ep_size)
-    assert OPTIMIZERS[config.optim] in row
-    assert ("not packed" in row) == (not config.packing)
     assert plan.memory.total <= 80 * 2**30
-    fewer = re.findall(r"or (\w+) of 192 GB", row)
-    assert bool(fewer) == ("192 GB" in text_of(name))
-    for gpus in fewer:
-        assert planned_recipe(name, number(gpus), *flags_on_192_gb(name)).memory.total <= 192e9
+    _, larger, *_ = row_of(name)
+    if larger:
+        assert planned_recipe(name, int(larger), *flags_on_192_gb(name)).memory.total <= 192e9
 
 
 def flags_on_192_gb(name: str) -> list[str]:
     """Those that the recipe's head names beside fewer, larger GPUs."""
     ((_, flags),) = re.findall(r"192 GB GPUs?([\w ]+, with `(.*)`)?", text_of(name)) or [("", "")]
     return str(flags).split()
-
-
-def number(word: str) -> int:
-    return {"eight": 8}.get(word) or int(word)
 
 
 @pytest.fixture
@@ -334,7 +384,7 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     assert "step 2/2" in done.stdout
     assert (tmp_path / "calls").read_text() == "show hostnames n[1-2]\n"
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert [line["step"] for line in map(json.loads, metrics) if "loss" in line] == [1, 2]
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]
 
     # the second rank is done a second after the first
     stub = "import os, time; time.sleep(int(os.environ['RANK'])); open(os.environ['RANK'], 'w'); raise SystemExit(75)"
@@ -342,6 +392,59 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     assert run(tmp_path).returncode == 75
     assert (tmp_path / "1").exists(), "every rank comes to its end"
     assert (tmp_path / "calls").read_text().endswith(f"requeue {slurm['SLURM_JOB_ID']}\n")
+
+
+TRAIN_JOB = {
+    "apiVersion": str, "kind": str, "metadata": {"name": str}, "spec": {
+        "runtimeRef": {"name": str},
+        "trainer": {
+            "image": str, "numNodes": int, "resourcesPerNode": {"limits": {"nvidia.com/gpu": int}},
+            "env": [{"name": str, "value": str}], "command": [str], "args": [str],
+        },
+        "runtimePatches": [{"manager": str, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [{
+            "name": str, "template": {"spec": {"template": {"spec": {
+                "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
+                "containers": [{"name": str, "volumeMounts": [{"name": str, "mountPath": str}]}],
+            }}}},
+        }]}}}}],
+    },
+}  # fmt: skip
+"""Of the fields of Kubeflow Trainer's API v1alpha1 (its `trainjob_types.go`, release 2.2) those that are used."""
+
+
+def test_train_job() -> None:
+    """Its fields are the API's, the patched names those of the runtime, and train_ep.py takes its arguments."""
+    job = yaml.safe_load((ROOT / "configs/launch/trainjob.yaml").read_text())
+    check_fields(job, TRAIN_JOB, "trainjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert (job["spec"]["runtimeRef"]["name"], job["spec"]["trainer"]["command"]) == ("torch-distributed", ["torchrun"])
+    ((replicated,),) = (
+        patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"] for patch in job["spec"]["runtimePatches"]
+    )
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert replicated["name"] == container["name"] == "node"
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+
+    script, *flags = job["spec"]["trainer"]["args"]
+    checkout = script.removesuffix("/train_ep.py")
+    config = parse_config([flag.replace(checkout, str(ROOT)) for flag in flags])
+    (recipe,) = (Path(flag).stem for flag in flags if flag.startswith("--config="))
+    assert config.resume == "auto"
+    trainer = job["spec"]["trainer"]
+    assert trainer["numNodes"] * trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == gpus_of(recipe)
+
+
+def check_fields(found: Any, known: Any, where: str) -> None:
+    if isinstance(known, dict):
+        assert found.keys() <= known.keys(), where
+        for name, value in found.items():
+            check_fields(value, known[name], f"{where}: {name}")
+    elif isinstance(known, list):
+        for value in found:
+            check_fields(value, known[0], where)
+    else:
+        assert isinstance(found, known), where
 
 
 def write_forecasts() -> None:

@@ -11,21 +11,26 @@ from expertmesh.training.planning.planner.search import Cluster, forecast
 from expertmesh.training.planning.rates import natural_imbalance
 from expertmesh.training.planning.rehearsal.cached import CachedMeasure
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
-from tests.test_configs import H100, RECIPES, ROOT, config_of, gpus_of, published
+from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, published
 
 METHODS: list[dict[str, Any]] = [{"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
 """Of the columns after the first, which is of the recipes."""
-ROW = re.compile(r"^\| \[`(\w+)`\]\([^)]*\) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| \[`(\w+)`\]\(configs/\1\.yaml\), \[LoRA\]\(configs/\1_lora\.yaml\) \| (\d+) \| (\d+) \| (\d+) \|$",
+    re.MULTILINE,
+)
 TABLE = {name: tuple(map(int, gpus)) for name, *gpus in ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
 
 
 def test_every_recipe_has_a_row() -> None:
-    """Its first column is the recipe's own number of GPUs."""
-    assert {name: gpus for name, (gpus, *_) in TABLE.items()} == {name: gpus_of(name) for name in RECIPES}
+    """The first column is the recipe's own number of GPUs, the last that of the recipe for LoRA."""
+    assert {name: (first, last) for name, (first, _, last) in TABLE.items()} == {
+        name: (gpus_of(name), gpus_of(name + LORA)) for name in FULL
+    }
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FULL)
 def test_adapters_fit(name: str) -> None:
     """On half as many GPUs they do not, where that is asked: a forecast that accepted everything would not do."""
     for gpus, method in zip(TABLE[name][1:], METHODS, strict=True):

@@ -233,6 +233,28 @@ def test_flags_for_another_one_have_no_effect_without_it() -> None:
             assert "needs" in setting.metadata or setting.name in ("offload_activations", "elastic"), setting.name
 
 
+@pytest.mark.parametrize(
+    ("text", "flags", "name", "value", "other"),
+    [
+        ("eval_ratio: 0.1", ["--eval-dataset", "e"], "eval_dataset", ["e"], "eval_ratio"),
+        ("eval_dataset: e", ["--eval-ratio", "0.1"], "eval_ratio", 0.1, "eval_dataset"),
+        ("gradient_accumulation_steps: 4", ["--global-batch-size", "8"], "global_batch_size", 8,
+         "gradient_accumulation_steps"),
+        ("global_batch_size: 8", ["--gradient-accumulation-steps", "4"], "gradient_accumulation_steps", 4,
+         "global_batch_size"),
+    ],
+)  # fmt: skip
+def test_a_flag_wins_over_the_files_other_way(
+    tmp_path: Path, text: str, flags: list[str], name: str, value: object, other: str
+) -> None:
+    """To say the same: a recipe's `eval_ratio` is no obstacle to a data set of the user's."""
+    config = of_yaml(tmp_path, text, *flags)
+    assert getattr(config, name) == value
+    assert getattr(config, other) == getattr(parse_config(NEEDED), other)
+    with pytest.raises(ExpertMeshError, match="give one of them"):
+        of_yaml(tmp_path, f"{text}\n{name}: {value}")
+
+
 def test_schedule_arguments_from_yaml(tmp_path: Path) -> None:
     """As a table or as JSON; YAML reads 1e-6, without a dot, as text."""
     for text in ("{min_lr: 1e-6, num_cycles: 0.5}", """'{"min_lr": 1e-6, "num_cycles": 0.5}'"""):

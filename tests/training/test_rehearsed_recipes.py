@@ -2,6 +2,7 @@
 names."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,10 @@ from tests.test_configs import (
     text_of,
 )
 
+MEMORY = re.compile(
+    r"# Memory per GPU, of \d+: ([\d.]+) GB of frozen weights, ([\d.]+) GB of adapters, their gradients and"
+)
+
 
 @pytest.mark.slow
 @pytest.mark.sample(3)
@@ -37,13 +42,25 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     (account,) = json.loads(capsys.readouterr().out)
     counts = count_parameters(model)
     assert account["fits"]
-    assert account["parameters"] == counts.total
+    if config.adapter == "lora":
+        assert account["parameters"] > counts.total
+        check_adapters(text_of(name), account["memory"]["kinds"])
+    else:
+        assert account["parameters"] == counts.total
     assert account["layers"][1] == model.config.num_hidden_layers
     tokens = config.per_device_train_batch_size * account["forwards"] * config.max_seq_length // config.pp_size
     assert account["forwards"] == config.gradient_accumulation_steps
     # the embedding is looked up, not multiplied with
     multiplied = counts.active - model.get_input_embeddings().weight.numel()
-    assert account["needed"] > 6 * multiplied * tokens
+    # frozen matrices have no gradients
+    assert account["needed"] > (4 if config.adapter == "lora" else 6) * multiplied * tokens
     stated = forecast_in(text_of(name))
     assert account["needed_bytes"] / 2**30 == pytest.approx(stated.memory, rel=0.01)
     assert account["tokens_per_second"] == pytest.approx(stated.speed, rel=0.01)
+
+
+def check_adapters(text: str, held: dict[str, float]) -> None:
+    """What the head states of memory that a rank holds all the time."""
+    ((frozen, adapters),) = MEMORY.findall(text)
+    trained = held["parameters"] + held["gradients"] + held["optimizer"]
+    assert (frozen, adapters) == (f"{held['frozen'] / 1e9:.1f}", f"{trained / 1e9:.1f}")

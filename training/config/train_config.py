@@ -319,6 +319,15 @@ def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(parsed).items() if value is not untouched}
 
 
+_INSTEAD = {
+    "eval_dataset": "eval_ratio",
+    "eval_ratio": "eval_dataset",
+    "global_batch_size": "gradient_accumulation_steps",
+    "gradient_accumulation_steps": "global_batch_size",
+}
+"""Settings, and those of which a run takes only one of the two."""
+
+
 @dataclass(frozen=True)
 class GivenSettings:
     """Settings that were asked for, by their fields' names: those that nobody gave are not in here.
@@ -333,8 +342,9 @@ class GivenSettings:
 
     @property
     def all(self) -> dict[str, Any]:
-        """Both; flags win."""
-        return self.file | self.flags
+        """Both; flags win, also where the file says the same by another setting."""
+        replaced = {_INSTEAD.get(name) for name in self.flags}
+        return {name: value for name, value in self.file.items() if name not in replaced} | self.flags
 
 
 def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> GivenSettings:

@@ -1,0 +1,145 @@
+"""A tiny model, and word problems in the form of GSM8K, to practise a fine-tune with on a CPU and without a network.
+
+    python -m benchmarks.practice --output-dir practice
+
+writes `practice/model`, a random model of a given family with a tokenizer and a chat template, and
+`practice/train.jsonl` and `practice/test.jsonl`, which have no question in common.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.training.data.templates import built_in_template
+
+NAMES = ("Ana", "Ben", "Chloe", "David", "Emma", "Finn", "Grace", "Hugo")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
+VOCABULARY = 600
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+}
+"""By names that configs of several families have; a config takes those that are its own."""
+
+
+@ends_with_reader
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("practice"), help="what it holds under these names is replaced"
+    )
+    parser.add_argument("--family", default="qwen3_moe", help="model_type of the model, as in its config.json")
+    parser.add_argument("--records", type=int, default=4000, help="in train.jsonl; a tenth as many in test.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and the model")
+    arguments = parser.parse_args()
+    out: Path = arguments.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+    train, test = make_records(arguments.records, arguments.seed)
+    for name, records in (("train", train), ("test", test)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    save_tokenizer(out / "model", (f"{record['question']}\n{record['answer']}" for record in train))
+    parameters = save_model(out / "model", arguments.family, arguments.seed)
+    print(f"{out / 'model'}: {arguments.family}, {parameters:,} parameters")
+    print(f"{out / 'train.jsonl'}: {len(train):,} records; {out / 'test.jsonl'}: {len(test):,} records")
+    return 0
+
+
+def make_records(number: int, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Distinct problems: so many for training, and a tenth as many held out."""
+    rng = random.Random(seed)
+    held_out = max(1, number // 10)
+    distinct: dict[str, str] = {}
+    while len(distinct) < number + held_out:
+        question, answer = problem(rng)
+        distinct[question] = answer
+    records = [{"question": question, "answer": answer} for question, answer in distinct.items()]
+    return records[held_out:], records[:held_out]
+
+
+def problem(rng: random.Random) -> tuple[str, str]:
+    """A problem of two steps, and its solution as GSM8K writes one: calculations in << >>, the result behind ####."""
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    first, more = rng.randint(2, 9), rng.randint(2, 9)
+    both = first + more
+    gone = rng.randint(1, min(9, both - 1))
+    question = (
+        f"{name} has {first} {thing} and gets {more} more. Then {name} gives {gone} away. "
+        f"How many {thing} does {name} have now?"
+    )
+    answer = (
+        f"{name} had {first}+{more} = <<{first}+{more}={both}>>{both} {thing}.\n"
+        f"Now {name} has {both}-{gone} = <<{both}-{gone}={both - gone}>>{both - gone} {thing}.\n"
+        f"#### {both - gone}"
+    )
+    return question, answer
+
+
+def save_tokenizer(path: Path, texts: Iterable[str]) -> None:
+    """A byte-level BPE tokenizer, whose numbers are one token a digit, with the chat template `chatml`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end, _, end_of_turn = SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end_of_turn,
+        pad_token=end,
+        additional_special_tokens=list(SPECIAL),
+        chat_template=built_in_template("chatml"),
+    )
+    fast.save_pretrained(path)
+
+
+def save_model(path: Path, family: str, seed: int) -> int:
+    """A random model with the tokenizer's vocabulary; its number of parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    own = AutoConfig.for_model(family).to_dict()
+    sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if name in own}
+    config = AutoConfig.for_model(
+        family,
+        **sizes,
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
