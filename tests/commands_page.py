@@ -26,7 +26,7 @@ python -m tests.commands_page > docs/reference/commands.md
 | see or test the process groups | [`python -m expertmesh.sharding mesh`](#mesh) | |
 | convert, compare and inspect checkpoints | [`python -m expertmesh.checkpoints`](#convert) | `expertmesh-checkpoints` |
 | list the supported models | [`python -m expertmesh.moe families`](#families) | |
-| make a run's report again | [`python -m expertmesh.training.report`](#report) | |
+| make a run's report again, compare runs | [`python -m expertmesh.report`](#report) | |
 
 Exit codes: 0, it worked; 1, `verify` found a difference, `inspect` a fault, or `plan` and `rehearse` nothing that fits;
 2, a mistake in the input, or a group of `mesh --check` that does not answer.

@@ -335,6 +335,13 @@ def test_trainers_that_cannot_be_heeded(engine: Any, tmp_path: Path) -> None:
             make()
 
 
+def test_a_trainer_that_counts_other_processes(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs without use_cpu, where each process of several takes itself for the only one."""
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(expertmesh.ExpertMeshError, match="count 2 processes and the engine 1 ranks: give use_cpu=True"):
+        expertmesh.Trainer(engine, trainer_arguments(tmp_path), train_dataset=rows_of_text())
+
+
 def test_a_prompt_does_not_end_before_its_answer(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokenizers put EOS behind every text; a model that reads it has nothing to go on with."""
     from tokenizers.processors import TemplateProcessing

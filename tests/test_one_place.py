@@ -406,7 +406,7 @@ def train_with_metrics(argv: list[str]) -> tuple[int, str]:
 def read_report(page: Path) -> dict[str, Any]:
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
     assert data is not None
-    found: dict[str, Any] = json.loads(data[1])
+    found: dict[str, Any] = json.loads(data[1])["runs"][0]
     return found
 
 

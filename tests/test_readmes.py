@@ -30,9 +30,9 @@ PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 MAP_LINES = 60
 """Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
 LONGER = {
-    "benchmarks/README.md", "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
+    "checkpoints/README.md", "moe/README.md", "moe/dispatch/README.md", "moe/kernels/README.md",
     "training/README.md", "training/attention/README.md",
-    "training/data/README.md", "training/monitoring/README.md", "training/optim/README.md",
+    "training/monitoring/README.md", "training/optim/README.md",
 }  # fmt: skip
 """Not cut yet."""
 STILTED = (
@@ -111,7 +111,11 @@ MODULES = sorted(
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OF_TRAINING = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "sharding rehearse", "sharding plan")
 """Programs that take the flags of a run."""
-HANDED_OVER = {"sharding": "training.planning.cluster_commands", "moe": "training.planning.families_command"}
+HANDED_OVER = {
+    "sharding": "training.planning.cluster_commands",
+    "moe": "training.planning.families_command",
+    "report": "training.report",
+}
 """What a command hands its flags to."""
 REHEARSE = "expertmesh.training.planning.rehearsal.rehearse_flags"
 """What `python -m expertmesh.sharding rehearse` hands its flags to."""
@@ -131,7 +135,7 @@ def options_for(command: str) -> set[str]:
     if "sharding plan" in command:
         known |= options_of(PLAN)
     for module in re.findall(r"-m (?:expertmesh\.)?([\w.]+)", command):
-        known |= options_of(module) if module in MODULES else set()
+        known |= options_of(module) if module in (*MODULES, *HANDED_OVER) else set()
     return known
 
 

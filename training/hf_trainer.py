@@ -126,6 +126,12 @@ class TrainerMixin(_Base):
             more["processing_class"] = model.tokenizer
         args = self._default_arguments() if args is None else args
         args = heeded_arguments(args, model.config, model.ranks.device, self._tell)
+        if args.world_size != (ranks := model.ranks.world_size):
+            # each rank would read all of the data, and write each file
+            raise ExpertMeshError(
+                f"the training arguments count {args.world_size} processes and the engine {ranks} ranks: give "
+                "use_cpu=True to both where there is no GPU, and start all processes by torchrun"
+            )
         if overruled := overruled_settings(args, _AS_LOADED.setdefault(model, model.config)):
             self._tell(f"of expertmesh.load's settings Trainer takes its arguments' instead: {', '.join(overruled)}")
         self._check_columns(args, given)

@@ -3,6 +3,7 @@
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,7 +171,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             done = step + 1
             watchdog.at("reading the batch", done)
             learning_rate = scheduler.get_last_lr()[0]
-            batches = next(following)
+            with meter.waiting():
+                batches = next(following)
             with profiler.step(done):
                 result = engine.train_step(batches, watchdog.at, stop.is_asked)
             guard.check(done, result)
@@ -381,6 +383,7 @@ def _generate(run: Run, done: int) -> None:
     prompts = run.prompts
     assert prompts is not None
     run.watchdog.at("sample generations")
+    begun = time.perf_counter()
     ends = run.engine.end_tokens(prompts.tokenizer)
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, ends, run.ranks)
     samples, lines = [], ""
@@ -392,7 +395,9 @@ def _generate(run: Run, done: int) -> None:
         if reference is not None:
             samples[-1]["reference"] = reference
             lines += f", in the data {_short(reference)!r}"
-    run.log.event({"step": done, "generations": samples}, f"step {done}: sample generations{lines}")
+    seconds = round(time.perf_counter() - begun, 3)
+    metrics = {"step": done, "generations": samples, "generate_seconds": seconds}
+    run.log.event(metrics, f"step {done}: sample generations{lines}")
 
 
 def _short(text: str) -> str:
@@ -416,11 +421,13 @@ def _load_best(run: Run, best: Best) -> bool:
 def _save(run: Run, progress: Progress) -> None:
     """Begin a checkpoint, once the one before it is there; with --no-async-save, also end it."""
     assert run.saver is not None
+    begun = time.perf_counter()
     _handle(_wait(run), run)
     run.watchdog.at("the beginning of a checkpoint", limited=False)
     run.saver.save(run.model, run.engine.optimizer, progress, copies=run.config.async_save)
     if not run.config.async_save:
         _handle(_wait(run), run, _is_end_alone(run))
+    run.log.note({"step": run.engine.step_number, "save_seconds": round(time.perf_counter() - begun, 3)})
 
 
 def _check_host_memory(run: Run, saver: Saver) -> None:

@@ -81,7 +81,7 @@ class Metric:
     imbalance: Callable[[Any], float] | None = None
 
 
-_OF_LINES = ("step", "generations", "warning")
+_OF_LINES = ("step", "generations", "generate_seconds", "save_seconds", "warning")
 """What lines of metrics.jsonl have beside metrics."""
 
 
@@ -274,6 +274,24 @@ METRICS = [
         chart=Chart("Throughput", "tokens/s, all ranks", include=(0,), smooth=True),
     ),
     Metric(
+        name="step_seconds",
+        unit="s",
+        meaning="wall time per step, without pauses for evaluations, sample generations and saves",
+        of="steps",
+        value=lambda interval: round(interval.seconds / len(interval.steps), 6),
+        over_ranks="alike",
+        chart=Chart("Seconds per step", "without pauses", label="step", include=(0,), smooth=True),
+    ),
+    Metric(
+        name="data_seconds",
+        unit="s",
+        meaning="the part of `step_seconds` spent waiting for batches, on the rank that waits longest",
+        of="steps",
+        value=lambda interval: round(interval.seconds_waited / len(interval.steps), 6),
+        over_ranks="max",
+        chart=Chart("Seconds per step", label="waiting for data", smooth=True),
+    ),
+    Metric(
         name="tflops_per_second",
         unit="TFLOP/s",
         meaning="per rank, of forward and backward without recomputation",
@@ -300,7 +318,26 @@ METRICS = [
         of="steps",
         value=lambda interval: round(interval.most_memory / 1e6, 1),
         over_ranks="max",
-        chart=Chart("Peak memory", "of any rank", format="memory", include=(0,)),
+        chart=Chart("Memory", "of the rank with the most", label="peak", format="memory", include=(0,)),
+    ),
+    Metric(
+        name="host_memory_mb",
+        unit="MB",
+        meaning="host memory that a process holds now (resident), of the rank with the most",
+        of="steps",
+        value=lambda interval: round(interval.host_memory / 1e6, 1),
+        over_ranks="max",
+        chart=Chart("Memory", label="host, now", format="memory"),
+    ),
+    Metric(
+        name="gpu_utilization",
+        unit="",
+        meaning="share of the last second in which a kernel ran, mean over ranks; null without nvidia-ml-py",
+        of="steps",
+        value=lambda interval: interval.gpu_utilization,
+        over_ranks="mean",
+        is_logged=lambda interval: interval.is_on_gpu,
+        chart=Chart("GPU utilization", "mean over ranks, sampled by the driver", format="percent", include=(0, 1)),
     ),
     Metric(
         name="expert_load_max_over_mean",

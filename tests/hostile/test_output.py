@@ -284,7 +284,8 @@ def test_overwriting_clears_what_a_run_writes_and_nothing_else(
     assert set(tree(out)) == {*ALWAYS, "finished.json", *kept}
     # there is nothing of the first run left to resume from
     assert ranks.run(run_main, 1, [*arguments, str(out), "--resume", "auto"], join_group=False) == [(0, "")]
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "loss" in line] == [1, 2, 3]
 
 
 def test_what_a_link_leads_to_is_not_cleared(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:

@@ -123,7 +123,7 @@ def test_report_of_what_the_run_remembers(ranks: RankPool, tiny_model: Path, tin
         "--per-device-train-batch-size", "2", "--eval-ratio", "0.1", "--eval-steps", "2", "--save-steps", "3",
         "--generate-steps", "3", "--generate-max-new-tokens", "2", "--no-export", "--max-steps",
     ]  # fmt: skip
-    for more, reports in ((["5"], 6), (["9", "--resume", str(tmp_path / "checkpoints" / "step-00000003")], 7)):
+    for more, reports in ((["5"], 7), (["9", "--resume", str(tmp_path / "checkpoints" / "step-00000003")], 8)):
         ((code, errors, written, reads),) = ranks.run(run_and_compare, 1, [*argv, *more], join_group=False)
         assert (code, errors) == (0, "")
         assert len(set(written)) == len(written) == reports
@@ -143,7 +143,10 @@ def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 10
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
     log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None, None)
     said: list[str] = []
-    with mock.patch("expertmesh.training.monitoring.log.tqdm.write", said.append), mock.patch.object(log, "_record"):
+    with (
+        mock.patch("expertmesh.training.monitoring.log.tqdm.write", said.append),
+        mock.patch.multiple(log, _record=mock.DEFAULT, _write_report=mock.DEFAULT),
+    ):
         for _ in log.steps(start):
             log.bar.disable = True
             log.step(metrics)

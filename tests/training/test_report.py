@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
 from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, Stretch
-from expertmesh.training.report.page import State, write_report
+from expertmesh.training.report.page import State, write_comparison, write_report
 from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
 
 LAYERS, EXPERTS = 2, 4
@@ -55,7 +56,7 @@ def report(output_dir: Path, *lines: dict[str, Any], state: State | None = None,
     page = write_report(output_dir, state).read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
     assert data is not None
-    return page, json.loads(data[1])
+    return page, json.loads(data[1])["runs"][0]
 
 
 def test_content(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     error = capsys.readouterr().err
     assert "nowhere/metrics.jsonl: cannot be read: No such file" in error
     assert "--output-dir" in error
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "training.report", str(tmp_path)]
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "expertmesh.report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "report.html")), done.stderr
     (tmp_path / "config.yaml").write_text("- a\n- list\n")
@@ -290,7 +291,7 @@ def test_profiles_by_steps_and_ranks(tmp_path: Path) -> None:
         add_profile(tmp_path, f"rank-{entry['rank']}.{entry['steps'][0]}.json", json.dumps(entry))
     content = report(tmp_path)[1]
     assert content["profiles"] == made
-    assert (content["profiles_not_shown"], content["between"]) == (0, BETWEEN)
+    assert content["profiles_not_shown"] == 0
     for rank in range(MAX_PROFILES + 3):
         add_profile(tmp_path, f"rank-{rank}.5.json", json.dumps(profile(rank, [5])))
     content = report(tmp_path)[1]
@@ -313,38 +314,209 @@ def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
     assert report(tmp_path)[1]["profiles"] == [profile(0, [5])]
 
 
+def test_where_time_went_and_what_curves_are_marked_with(tmp_path: Path) -> None:
+    lines = [training(step, steps=1, step_seconds=1.5, data_seconds=0.25) for step in (1, 2)]
+    lines += [
+        evaluation(2, 3.0),
+        {"step": 2, "generations": [], "generate_seconds": 0.5},
+        {"step": 2, "save_seconds": 2.0},
+    ]
+    # the clock of another start, which resumed after step 2
+    lines += [training(3, steps=1, step_seconds=1.0, data_seconds=0.0, seconds=2.0), {"step": 3, "save_seconds": 1.0}]
+    (tmp_path / "environment.json").write_text('{"num_steps": 5}')
+    content = report(tmp_path, *lines, state="finished", learning_rate=0.25)[1]
+    seconds = {"number": 3, "steps": 4.0, "data": 0.5, "evaluations": 1.0, "generations": 0.5, "saves": 3.0}
+    assert content["seconds"] == seconds
+    assert content["marks"] == {"saves": [2, 3], "resumes": [2]}
+    assert content["positions"] == {
+        "steps": [1, 2, 3], "tokens": [100, 200, 300], "epochs": [0.1, 0.2, 0.3], "seconds": [2, 4, 6],
+    }  # fmt: skip
+    assert content["stopped_early"]
+    assert not {"save_seconds", "generate_seconds"} & content["curves"].keys()
+    assert content["command"] == "train_ep.py --model m/model --dataset d --output-dir output --learning-rate 0.25"
+
+
+@pytest.mark.parametrize("number", [1, 7, 8, 9, 1000])
+def test_a_spread_has_the_first_and_the_last(number: int) -> None:
+    spread = history.Spread(8)
+    for item in range(number):
+        spread.add(item)
+    kept = spread.items()
+    assert (kept[0], kept[-1]) == (0, number - 1)
+    assert min(number, 4) <= len(kept) <= 8
+    assert len(set(np.diff(kept[:-1]))) <= 1
+
+
+def test_several_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / name for name in "ab"]
+    for run, rate in zip(runs, (0.25, 0.5), strict=True):
+        run.mkdir()
+        make_run(run, [training(1)], learning_rate=rate)
+    page = tmp_path / "both.html"
+    command = [*map(str, runs), "--output", str(page)]
+    assert main(command) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
+    assert data is not None
+    content = json.loads(data[1])
+    # both have the default name
+    assert [run["label"] for run in content["runs"]] == list(map(str, runs))
+    assert [run["config"]["learning_rate"] for run in content["runs"]] == ["0.25", "0.5"]
+    assert content["refresh_seconds"] is None
+    for wrong, said in (
+        ([runs[0], runs[0] / ".." / "a"], "a run is given twice"),
+        ([tmp_path] * 9, "9 runs are too many for one page, which shows up to 8"),
+        ([runs[0], "--output", "x.html"], "--output is the page of several runs"),
+    ):
+        assert main(list(map(str, wrong))) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_only_the_page_of_a_run_that_goes_on_is_loaded_again(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    for state, expected in (("running", '"refresh_seconds":60'), ("stopped", '"refresh_seconds":null')):
+        assert expected in report(tmp_path, state=state)[0]  # type: ignore[arg-type]
+
+
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-MEASURING = """<iframe src="report.html" style="width: 375px; height: 800px; border: 0"></iframe><pre></pre><script>
-onload = () => {
-  const page = document.querySelector("iframe").contentDocument;
-  const parts = [...page.querySelectorAll(".card canvas, .card svg")].map((part) => {
-    const card = part.closest(".card");
-    return [part.getBoundingClientRect().right, card.getBoundingClientRect().right - 1];
-  });
-  const chart = [...page.querySelectorAll(".card")].find((card) => card.textContent.startsWith("Router entropy"));
-  const band = [...chart.querySelector(".band").points].map((point) => point.y);
-  document.querySelector("pre").textContent = JSON.stringify({ parts, band });
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
+
+MEASURING = """<iframe style="width: 375px; height: 800px; border: 0"></iframe><pre></pre><script>
+const frame = document.querySelector("iframe");
+const found = {};
+let loads = 0;
+frame.onload = () => {
+  loads += 1;
+  const page = frame.contentDocument;
+  try { measure(page, loads); } catch (error) { found.error = String(error.stack); }
+  document.querySelector("pre").textContent = JSON.stringify(found);
 };
+const card = (page, title) => [...page.querySelectorAll(".card")].find((card) => card.textContent.startsWith(title));
+const button = (page, text) => [...page.querySelectorAll("button")].find((made) => made.textContent === text);
+const texts = (shown) => [...shown.querySelectorAll("text")].map((made) => made.textContent);
+function pointer(shown, kind, x) {
+  const [left, top] = [shown.getBoundingClientRect().left, shown.getBoundingClientRect().top];
+  const where = { clientX: left + x, clientY: top + 80, pointerId: 1, bubbles: true };
+  shown.dispatchEvent(new frame.contentWindow.PointerEvent(kind, where));
+}
+function measure(page, loads) { MEASURE }
+frame.src = "SOURCE";
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
-def test_in_a_narrow_window(tmp_path: Path) -> None:
-    """On a telephone nothing leaves its card; and the entropy's band, from the lowest layer to the highest, is drawn as
-    it is, not cut off where the mean of all layers ends."""
-    report(tmp_path, *[training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)])
-    (tmp_path / "measuring.html").write_text(MEASURING)
+def in_browser(directory: Path, source: str, measure: str, seconds: int = 4) -> dict[str, Any]:
+    """What a script finds in a page of the directory, in a window 375 pixels wide."""
+    (directory / "measuring.html").write_text(MEASURING.replace("MEASURE", measure).replace("SOURCE", source))
     assert BROWSER is not None
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"),
-        *("--virtual-time-budget=4000", f"--user-data-dir={tmp_path / 'profile-of-browser'}", "--dump-dom"),
-        (tmp_path / "measuring.html").as_uri(),
+        *(f"--virtual-time-budget={1000 * seconds}", f"--user-data-dir={directory / 'profile-of-browser'}"),
+        *("--dump-dom", (directory / "measuring.html").as_uri()),
     ]
     page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     found = re.search("<pre>(.+?)</pre>", page)
     assert found is not None, page
-    measured = json.loads(found[1])
+    measured: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert "error" not in measured, measured["error"]
+    return measured
+
+
+NARROW = """
+  const parts = [...page.querySelectorAll(".card canvas, .card > svg, .card > * > svg")];
+  const right = (shown) => shown.getBoundingClientRect().right;
+  found.parts = parts.map((part) => [right(part), right(part.closest(".card")) - 1]);
+  found.too_wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
+  const band = card(page, "Router entropy").querySelector(".band");
+  found.band = band && [...band.points].map((point) => point.y);
+"""
+
+
+def write_two_runs(directory: Path) -> None:
+    lines = [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)]
+    lines += [
+        evaluation(3, 3.0),
+        {"step": 4, "save_seconds": 1.0},
+        {"step": 4, "warning": "experts without tokens " * 9},
+    ]
+    lines += [{"step": 5, "generations": [{"prompt": "p" * 999, "text": "t</s>", "reference": "r"}]}]
+    for name in "ab":
+        (directory / name).mkdir()
+        make_run(directory / name, lines, run_name=f"{name}-{'long' * 12}", learning_rate=len(name))
+        add_profile(directory / name, "rank-0.5.json", json.dumps(profile(0, [5])))
+        write_report(directory / name)
+    write_comparison([directory / "a", directory / "b"], directory / "both.html")
+
+
+@needs_browser
+@pytest.mark.parametrize("source", ["a/report.html", pytest.param("both.html", marks=pytest.mark.slow)])
+def test_in_a_narrow_window(tmp_path: Path, source: str) -> None:
+    """On a telephone nothing leaves its card; and the entropy's band, from the lowest layer to the highest, is drawn as
+    it is, not cut off where the mean of all layers ends."""
+    write_two_runs(tmp_path)
+    measured = in_browser(tmp_path, source, NARROW)
+    assert measured["too_wide"] == 0
     assert len(measured["parts"]) > 8
     assert all(right <= card for right, card in measured["parts"]), measured["parts"]
     # five steps' highest and lowest layers, each step nearer to one another
-    assert len(set(measured["band"])) == 10
+    assert measured["band"] is None if source == "both.html" else len(set(measured["band"])) == 10
+
+
+CHOICES = """
+  // a pointer of no device cannot be captured
+  frame.contentWindow.Element.prototype.setPointerCapture = () => {};
+  const loss = card(page, "Loss");
+  const shown = loss.querySelector("svg");
+  const state = (name) => (found[name] = [texts(shown), frame.contentWindow.location.hash]);
+  found.marks = [...shown.querySelectorAll(".mark title, .best title")].map((made) => made.textContent);
+  state("first");
+  button(page, "tokens").click();
+  button(page, "log scale").click();
+  state("chosen");
+  pointer(shown, "pointerdown", 150);
+  pointer(shown, "pointermove", 250);
+  pointer(shown, "pointerup", 250);
+  state("zoomed");
+  shown.dispatchEvent(new frame.contentWindow.MouseEvent("dblclick", { bubbles: true }));
+  state("reset");
+  found.generated = [...page.querySelectorAll(".sample pre")].map((made) => made.textContent);
+  found.special = [...page.querySelectorAll(".special")].map((made) => made.textContent);
+"""
+
+
+@needs_browser
+def test_what_a_reader_chooses(tmp_path: Path) -> None:
+    """The axis, its scale and a part of it are drawn at once, and are kept in the address."""
+    write_two_runs(tmp_path)
+    measured = in_browser(tmp_path, "a/report.html", CHOICES)
+    assert {"step", "4"} <= set(measured["first"][0])
+    assert measured["first"][1] == ""
+    assert {"saved at step 4", "best: 3 at step 3"} <= set(measured["marks"])
+    assert {"tokens", "400"} <= set(measured["chosen"][0])
+    assert measured["chosen"][1] == "#x=tokens&log=yes"
+    assert "0" not in measured["zoomed"][0]
+    assert re.fullmatch(r"#x=tokens&log=yes&from=[\d.]+&to=[\d.]+", measured["zoomed"][1])
+    assert measured["reset"] == measured["chosen"]
+    assert measured["generated"][1:] == ["t</s>", "r"]
+    assert measured["special"] == ["</s>"]
+
+
+AGAIN = """
+  if (loads === 1) {
+    button(page, "log scale").click();
+    frame.contentWindow.scrollTo(0, 700);
+    return;
+  }
+  found.loads = loads;
+  found.scroll = frame.contentWindow.scrollY;
+  found.log = button(page, "log scale").getAttribute("aria-pressed");
+"""
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path) -> None:
+    """From a file, where it was and with what was chosen."""
+    lines = [training(step) for step in range(1, 6)]
+    report(tmp_path, *lines, state="running")
+    measured = in_browser(tmp_path, "report.html", AGAIN, seconds=70)
+    assert measured == {"loads": 2, "scroll": 700, "log": "true"}

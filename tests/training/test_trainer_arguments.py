@@ -54,11 +54,11 @@ def test_every_field_has_a_fate(kind: Any) -> None:
     assert known_fields().keys() >= {field.name for field in fields(kind)}
 
 
-def test_readme_names_what_is_not_simply_heeded() -> None:
-    readme = (Path(__file__).parents[2] / "training" / "README.md").read_text()
+def test_page_names_what_is_not_simply_heeded() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "use-trainer-or-trl.md").read_text()
     kwargs = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     named = [*BY_VALUE, *REFUSED, *WITHOUT_EFFECT, *FOR_SCRIPTS]
-    assert [name for name in named if f"`{name}`" not in readme and name not in kwargs] == []
+    assert [name for name in named if f"`{name}`" not in page and name not in kwargs] == []
 
 
 def test_field_of_a_later_release() -> None:

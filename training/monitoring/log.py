@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
@@ -25,7 +26,7 @@ from ..environment import environment, write_environment
 from ..metrics import console_line
 from ..model_setup.cpu_matmuls import MatmulLibraries
 from ..report.history import History, read_record
-from ..report.page import State, sweep_reports, write_report
+from ..report.page import REFRESH_SECONDS, State, sweep_reports, write_report
 from .trackers import TRACKERS, Trackers
 
 
@@ -63,6 +64,7 @@ class RunLog:
         self.file: TextIO | None = None
         self.opened: os.stat_result | None = None
         self.bar: Any = None
+        self.reported = -math.inf
         # what has been logged, on the main process; of a resumed run, known once `begin_after` has read it
         self.history = None if config.resume else History()
 
@@ -70,7 +72,7 @@ class RunLog:
         matmul = None if self.products is None else str(self.products)
         batch = self.config.sequences_per_step(self.ranks.world_size)
         facts = {**environment(self.ranks, batch, matmul, self.flash_attention_3), **self.chosen}
-        facts |= {"num_steps": self.num_steps}
+        facts |= {"num_steps": self.num_steps, "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)
@@ -116,6 +118,9 @@ class RunLog:
                 left = f"{_duration(self._seconds_left(metrics))} left"
                 tqdm.write(f"{clock}  step {metrics['step']}/{self.num_steps}  {console}  {left}")
 
+            if time.monotonic() >= self.reported + REFRESH_SECONDS:
+                self._write_report()
+
     def _seconds_left(self, metrics: dict[str, Any]) -> float:
         """Until the last step, if steps go on to take as long as the mean of this start's, evaluations and checkpoints
         counted."""
@@ -128,12 +133,19 @@ class RunLog:
         self.line(console)
         self._write_report()
 
+    def note(self, metrics: dict[str, Any]) -> None:
+        """What happened at a step and is for the report alone: to the file."""
+        self._write({k: _without_nan(v) for k, v in metrics.items()})
+
     def _record(self, metrics: dict[str, Any]) -> None:
         """A line of metrics.jsonl; scalars also go to the trackers."""
         metrics = {k: _without_nan(v) for k, v in metrics.items()}
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and k != "step"}
         if numbers:
             self.trackers.log(numbers, metrics["step"])
+        self._write(metrics)
+
+    def _write(self, metrics: dict[str, Any]) -> None:
         if self.is_main:
             self.check_directory()
             assert self.file is not None
@@ -164,6 +176,7 @@ class RunLog:
     def _write_report(self) -> None:
         """report.html of all that has been logged so far. That it cannot be written stops no training."""
         if self.is_main:
+            self.reported = time.monotonic()
             try:
                 self.check_directory()
                 write_report(self.output_dir, self.state, self.history)

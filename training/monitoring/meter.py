@@ -16,7 +16,7 @@ from ...moe.experts.router_stats import NO_ROUTING, Routing, over_ranks
 from ...moe.hf_model.counts import ParameterCounts, training_flops
 from ..loss.balance import LossWeights
 from ..metrics import METRICS, Metric
-from ..planning.rank_memory import most_held
+from ..planning.rank_memory import most_held, resident
 from ..step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
@@ -56,7 +56,8 @@ class Interval:
         steps: all; `finite`, those that made an update.
         epoch, learning_rate: at the last step.
         weights: of the auxiliary losses.
-        seconds_in_all: since training began. seconds: of these steps, without pauses.
+        seconds_in_all: since training began. seconds: of these steps, without pauses. seconds_waited: of those, for
+            batches, on this rank.
         has_routing: whether a step was finite.
     """
 
@@ -68,6 +69,7 @@ class Interval:
     seconds_in_all: float
     seconds: float
     own_routing: Routing | None = field(repr=False)
+    seconds_waited: float = 0.0
 
     @cached_property
     def finite(self) -> list[StepResult]:
@@ -116,6 +118,23 @@ class Interval:
         """Bytes that this rank has held at most, see `most_held`."""
         return most_held(self.meter.device)
 
+    @property
+    def host_memory(self) -> float:
+        """Bytes of host memory that this process holds now."""
+        return resident()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.meter.device.type == "cuda"
+
+    @property
+    def gpu_utilization(self) -> float | None:
+        """As the driver samples it, from 0 to 1; the GPU is not waited for. None where it cannot be read."""
+        try:
+            return torch.cuda.utilization(self.meter.device) / 100
+        except Exception:  # nvidia-ml-py may be missing, or refuse a part of a GPU: only a figure is lost
+            return None
+
 
 class Meter:
     """Adds up steps until they are logged, and the time between.
@@ -143,6 +162,7 @@ class Meter:
     def _begin(self, now: float) -> None:
         self.begun = now
         self.seconds_paused = 0.0
+        self.seconds_waited = 0.0
         self.steps: list[StepResult] = []
         self.routing: Routing | None = None
 
@@ -157,6 +177,13 @@ class Meter:
         self.steps.append(replace(result, routing=NO_ROUTING))
         if result.is_finite:
             self.routing = result.routing if self.routing is None else self.routing + result.routing
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for the next batches, on the host."""
+        begun = time.perf_counter()
+        yield
+        self.seconds_waited += time.perf_counter() - begun
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -181,7 +208,7 @@ class Meter:
         now = time.perf_counter()
         seconds = now - self.begun - self.seconds_paused
         times = (now - self.started, seconds)
-        interval = Interval(self, self.steps, epoch, learning_rate, weights, *times, self.routing)
+        interval = Interval(self, self.steps, epoch, learning_rate, weights, *times, self.routing, self.seconds_waited)
         metrics = measured("steps", interval, self.device, only)
         self._begin(now)
         return metrics

@@ -1,4 +1,4 @@
-"""Make a run's report.html again: `python -m expertmesh.training.report OUTPUT_DIR`."""
+"""Write a run's report.html again, or a page that compares runs: `python -m expertmesh.report OUTPUT_DIR...`."""
 
 import sys
 from collections.abc import Sequence
@@ -14,17 +14,26 @@ from expertmesh.moe.util.terminal import ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 where there is no run to report on."""
     parser = Parser(
-        prog="python -m expertmesh.training.report",
-        description="Write a run's report.html again, from its metrics.jsonl.",
+        prog="python -m expertmesh.report",
+        description="Write a run's report.html again, from its metrics.jsonl; or a page that compares several runs.",
     )
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", type=Path, help="--output-dir of the run")
+    parser.add_argument("output_dirs", metavar="OUTPUT_DIR", type=Path, nargs="+", help="--output-dir of a run")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="page of several runs (default: comparison.html in this directory)"
+    )
     try:
-        output_dir = parser.parse_args(argv).output_dir
-        from expertmesh.training.report.page import write_report  # imports numpy, which --help does without
+        arguments = parser.parse_args(argv)
+        from expertmesh.training.report.page import COMPARISON, write_comparison, write_report  # numpy, not for --help
 
-        print(write_report(output_dir))
+        output_dirs, output = arguments.output_dirs, arguments.output
+        if len(output_dirs) > 1:
+            print(write_comparison(output_dirs, output or Path(COMPARISON)))
+        elif output is not None:
+            raise ExpertMeshError("--output is the page of several runs: that of one is report.html in its directory")
+        else:
+            print(write_report(output_dirs[0]))
     except ExpertMeshError as error:
-        print(f"training.report: error: {error}", file=sys.stderr)
+        print(f"report: error: {error}", file=sys.stderr)
         return 2
     return 0
 

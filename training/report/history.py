@@ -29,6 +29,8 @@ MAX_TEXT = 4000
 """Characters of a prompt or generation that are shown."""
 MAX_WARNINGS = 50
 """Warnings that are shown, the latest."""
+MAX_MARKS = 200
+"""Saves, and resumes, that curves are marked with, evenly spread."""
 MAX_OTHERS = 50
 """Figures that METRICS do not have, as those that another script has registered, of which there are curves."""
 
@@ -149,6 +151,56 @@ class ExpertLoad(Stretches):
         }
 
 
+class Spread:
+    """Every n-th of what is added, the first included, and the last: at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._every, self._number = 1, 0
+        self._kept: list[Any] = []
+        self._last: Any = None
+
+    def add(self, item: Any) -> None:
+        if self._number % self._every == 0:
+            self._kept.append(item)
+        self._last = item
+        self._number += 1
+        if len(self._kept) == self.limit:
+            del self._kept[1::2]
+            self._every *= 2
+
+    def items(self) -> list[Any]:
+        is_last_kept = not self._kept or (self._number - 1) % self._every == 0
+        return self._kept if is_last_kept else [*self._kept, self._last]
+
+
+@dataclass
+class Seconds:
+    """Where wall time was spent, as the host's clock of the main process has it.
+
+    number: of steps. steps: training, waiting for data included; data: that alone, on the rank that waits longest. The
+    others are pauses between steps.
+    """
+
+    number: int = 0
+    steps: float = 0.0
+    data: float = 0.0
+    evaluations: float = 0.0
+    generations: float = 0.0
+    saves: float = 0.0
+
+    def add(self, record: Record) -> None:
+        """Take in a line of the file."""
+        if (step_seconds := _number(record.get("step_seconds"))) is not None:
+            number = record["steps"]
+            self.number += number
+            self.steps += number * step_seconds
+            self.data += number * (_number(record.get("data_seconds")) or 0.0)
+        self.evaluations += _number(record.get("eval_seconds")) or 0.0
+        self.generations += _number(record.get("generate_seconds")) or 0.0
+        self.saves += _number(record.get("save_seconds")) or 0.0
+
+
 class Generations:
     """The first and the latest sample generations, and of those between them some, evenly spread.
 
@@ -196,6 +248,11 @@ class History:
         self.warnings: deque[Record] = deque(maxlen=MAX_WARNINGS)
         self.num_starts = 1
         self.unreadable_lines = 0
+        self.seconds = Seconds()
+        self.positions = Spread(MAX_POINTS)
+        self.saves = Spread(MAX_MARKS)
+        self.resumes = Spread(MAX_MARKS)
+        self._last_logged = 0
         self._seconds_before = 0.0
         self._seconds = 0.0
 
@@ -208,6 +265,9 @@ class History:
         """Take in a line of the file: of training, evaluation, generations, or a warning."""
         step = record["step"]
         self.last_step = max(self.last_step, step)
+        self.seconds.add(record)
+        if "save_seconds" in record:
+            self.saves.add(step)
         drawn = [metric.name for metric in METRICS if metric.chart is not None]
         for name in [*drawn, *self._others(record)]:
             self._add_value(name, step, record.get(name))
@@ -227,10 +287,17 @@ class History:
         if "seconds" in record:
             speed = record.get("tokens_per_second")
             self._add_seconds(record["seconds"], record["tokens"] / speed if speed else 0.0)
+            self.positions.add((step, self.tokens, _number(record.get("epoch")), round(self.wall_seconds, 1)))
+            self._last_logged = step
+
+    def place(self) -> Record:
+        """Where the run was at some of its logged steps, by each measure of progress; None where it is not known."""
+        names = ("steps", "tokens", "epochs", "seconds")
+        return dict(zip(names, map(list, zip(*self.positions.items(), strict=True)), strict=False))
 
     def _others(self, record: Record) -> list[str]:
         """Names of scalars that no metric has."""
-        known = {"step", *(metric.name for metric in METRICS)}
+        known = {"step", "save_seconds", "generate_seconds", *(metric.name for metric in METRICS)}
         names = [name for name in record if name not in known and _number(record[name]) is not None]
         room = MAX_OTHERS - len(self.curves.keys() - known)
         return [name for name in names if name in self.curves] + [n for n in names if n not in self.curves][:room]
@@ -253,6 +320,7 @@ class History:
         the record before, by more than both are rounded by, it is another start's, which began at 0."""
         if seconds - self._seconds < 0.99 * taken - 0.002:
             self.num_starts += 1
+            self.resumes.add(self._last_logged)
             self._seconds_before += self._seconds
         self._seconds = seconds
 

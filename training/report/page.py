@@ -1,11 +1,16 @@
-"""Writes report.html: the figures as JSON inside a page with its own style and script, and no request to anywhere."""
+"""Writes report.html: the figures as JSON inside a page with its own style and script, and no request to anywhere.
+
+The page is of one run, or compares several.
+"""
 
 import base64
 import hashlib
 import html
 import json
 import os
-from dataclasses import MISSING, fields
+import shlex
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -17,14 +22,22 @@ import yaml
 from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
-from ..config.train_config import TrainConfig
+from ..config.train_config import TrainConfig, flags_of_config
 from ..metrics import METRICS, Chart
 from .history import History, read_history
-from .profiles import BETWEEN, read_profiles
+from .profiles import BETWEEN, EXCHANGE, read_profiles
 
 State = Literal["running", "stopped", "finished"]
 
 REPORT = "report.html"
+COMPARISON = "comparison.html"
+REFRESH_SECONDS = 60
+"""Between two reports of a run while it trains, beside those that its evaluations and other events write; and between
+two looks that an open page takes at it."""
+MAX_RUNS = 8
+"""Runs of a page, as many as there are colours."""
+SCRIPTS = ("elements.js", "curves.js", "experts.js", "page.js")
+"""In the order in which they make the page's one script."""
 
 
 def write_report(output_dir: Path, state: State | None = None, history: History | None = None) -> Path:
@@ -44,18 +57,43 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
     Raises:
         ExpertMeshError: there is no metrics.jsonl, a file cannot be read, or the report cannot be written.
     """
+    content = _read_run(output_dir, state, history)
+    refresh = REFRESH_SECONDS if content["state"] == "running" else None
+    return _write(output_dir / REPORT, render([content], content["name"], refresh))
+
+
+def write_comparison(output_dirs: Sequence[Path], page: Path) -> Path:
+    """Write a page about several runs, of what each has written so far.
+
+    Raises:
+        ExpertMeshError: these are too many, one of them is named twice or has no metrics.jsonl, a file cannot be read,
+            or the page cannot be written.
+    """
+    if len(output_dirs) > MAX_RUNS:
+        raise ExpertMeshError(f"{len(output_dirs)} runs are too many for one page, which shows up to {MAX_RUNS}")
+    if len({output_dir.resolve() for output_dir in output_dirs}) < len(output_dirs):
+        raise ExpertMeshError("a run is given twice")
+    contents = [_read_run(output_dir) for output_dir in output_dirs]
+    names = [content["name"] for content in contents]
+    labels = names if len(set(names)) == len(names) else [str(output_dir) for output_dir in output_dirs]
+    runs = [{**content, "label": label} for content, label in zip(contents, labels, strict=True)]
+    return _write(page, render(runs, " · ".join(labels)))
+
+
+def _read_run(output_dir: Path, state: State | None = None, history: History | None = None) -> dict[str, Any]:
+    """Everything that the page shows of a run."""
     if history is None:
         history = read_history(output_dir / "metrics.jsonl")
-    config = _read_table(output_dir / "config.yaml")
     profiles, unshown = read_profiles(output_dir)
-    content = _content(history, config, _read_table(output_dir / "environment.json"), state)
-    content |= {"profiles": profiles, "profiles_not_shown": unshown, "between": BETWEEN}
-    page = render(content)
-    report = output_dir / REPORT
-    # a run writes it while somebody has it made again
-    with write_errors(report), whole(report, writer=str(os.getpid())) as partial:
+    config, environment = _read_table(output_dir / "config.yaml"), _read_table(output_dir / "environment.json")
+    return _content(history, config, environment, state) | {"profiles": profiles, "profiles_not_shown": unshown}
+
+
+def _write(path: Path, page: bytes) -> Path:
+    # a run writes its report while somebody has it made again
+    with write_errors(path), whole(path, writer=str(os.getpid())) as partial:
         partial.write_bytes(page)
-    return report
+    return path
 
 
 def sweep_reports(output_dir: Path) -> None:
@@ -64,20 +102,24 @@ def sweep_reports(output_dir: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def render(content: dict[str, Any]) -> bytes:
-    """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing."""
-    page, style, script = (
-        files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+def render(runs: list[dict[str, Any]], title: str, refresh_seconds: int | None = None) -> bytes:
+    """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing.
+
+    Args:
+        refresh_seconds: after which an open page loads its file again, whose run goes on; None: never.
+    """
+    page, style, *scripts = (
+        files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
     )
+    script = "\n".join(scripts)
+    content = {"runs": runs, "refresh_seconds": refresh_seconds, "between": BETWEEN, "exchange": EXCHANGE}
     # a browser reads a script element up to the first "</script": JSON does without "<"
     data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; script-src '{_policy_hash(script)}'; style-src '{_policy_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    text = Template(page).substitute(
-        title=html.escape(content["name"]), policy=policy, style=style, data=data, script=script
-    )
+    text = Template(page).substitute(title=html.escape(title), policy=policy, style=style, data=data, script=script)
     return text.encode("utf-8", errors="replace")
 
 
@@ -95,13 +137,18 @@ def _content(
     return {
         "name": str(config.get("run_name") or "expertmesh"),
         "model": config.get("model"),
-        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "state": state,
+        "stopped_early": state == "finished" and num_steps is not None and history.last_step < num_steps,
         "step": history.last_step,
         "num_steps": num_steps,
         "summary": _summary(history),
         "curves": {name: curve.summary() for name, curve in history.curves.items()},
         "charts": _charts(history, config),
+        "positions": history.place(),
+        "marks": {"saves": history.saves.items(), "resumes": history.resumes.items()},
+        "seconds": asdict(history.seconds),
+        "command": _command(config),
         "load": None if history.load is None else history.load.summary(),
         "warnings": list(history.warnings),
         "generations": history.generations.spread(),
@@ -153,6 +200,14 @@ def _summary(history: History) -> dict[str, Any]:
         "dropped_tokens": history.dropped_tokens,
         "skipped_steps": history.skipped_steps,
     }
+
+
+def _command(config: dict[str, Any]) -> str | None:
+    """The command line that asks for these settings; None where this release does not know them."""
+    try:
+        return shlex.join(["train_ep.py", *flags_of_config(TrainConfig(**config), ("model", "dataset", "output_dir"))])
+    except (TypeError, ExpertMeshError):
+        return None
 
 
 def _as_text(value: Any) -> str:

@@ -10,6 +10,8 @@ FIGURES = ("seconds", "calls", "allocated_bytes")
 """Of a part, over all profiled steps."""
 BETWEEN = "between operators"
 """The part that is no operator's."""
+EXCHANGE = ("dispatch", "FSDP", "pipeline")
+"""The parts in which ranks exchange tokens, parameters and gradients, and wait for one another."""
 
 MAX_PROFILES = 64
 """Profiles that are shown: the first ranks of each stretch of steps."""
