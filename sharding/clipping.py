@@ -37,6 +37,7 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     return norm
 
 
+@torch.no_grad()
 def squares_and_lacking(model: nn.Module, mesh: Mesh) -> Tensor:
     """This rank's part of the squared gradient norm, and how many parameters nothing has reached here, negated: a sum
     over ranks that is less than 0 says that `agree_on_gradients` has to be called.
@@ -55,6 +56,7 @@ def squares_and_lacking(model: nn.Module, mesh: Mesh) -> Tensor:
     return torch.stack([square, square.new_full((), -num_lacking(model))])
 
 
+@torch.no_grad()
 def scale_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
     """Scale all gradients, whose norm is known, as `clip_grad_norm` does."""
     if not (max_norm > 0 and math.isfinite(norm)):

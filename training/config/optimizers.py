@@ -39,6 +39,16 @@ def stack_size(elements: int, number: int, ranks: int) -> int:
     return -(-number // (rounds * ranks))
 
 
+LARGEST_ALIKE = 2**21
+"""Elements of the largest part of a parameter that low-bit AdamW copies into a stack of others of its shape: copying
+more would take a GPU longer than the host takes to launch an update of its own."""
+
+
+def alike_size(elements: int, number: int) -> int:
+    """Of so many parameters whose parts have one shape, each of as many elements, how many are updated at once."""
+    return 1 if elements > LARGEST_ALIKE else stack_size(max(1, elements), number, 1)
+
+
 def num_elements(shape: tuple[int, int], has_factors: bool) -> int:
     """Of a matrix, or of its larger factor (see `OptimizerEntry.has_factors`)."""
     return max(shape) ** 2 if has_factors else shape[0] * shape[1]
@@ -66,22 +76,29 @@ class BlockKernels(NamedTuple):
 
 class UpdateCalls(NamedTuple):
     """Operators that a step's update calls beside those of clipping, as counted in a dry run: for each trained
-    parameter, for each run of matrices' rows, for each lot of matrices (see `training.optim.matrices`), and for
-    the exchange of a lot between ranks. Those for all parameters together are few."""
+    parameter, for each run of matrices' rows, for each lot of matrices (see `training.optim.matrices`), for the
+    exchange of a lot between ranks, and for each update of parameters of one shape (see `alike_size`). Those for all
+    parameters together are few."""
 
     parameter: int
     run: int
     lot: int
     exchange: int
+    alike: int = 0
 
 
 class UpdateTensors(NamedTuple):
     """Memory in use only during an update: that of so many tensors on a CPU or a GPU, as large as the largest parameter
-    on a rank, in fp32, or as the largest stack of matrices, unsharded, in the compute dtype or in fp32."""
+    on a rank, or as the largest parameters that are updated together, in fp32, or as the largest stack of matrices,
+    unsharded, in the compute dtype or in fp32.
+
+    copied: of as many tensors more, where several parameters are updated together.
+    """
 
     on_cpu: float
     on_gpu: float
-    as_large_as: Literal["parameter", "stack", "stack in fp32"]
+    as_large_as: Literal["parameter", "parameters alike", "stack", "stack in fp32"]
+    copied: float = 0
 
 
 class StateSetting(NamedTuple):
@@ -277,8 +294,8 @@ ADAMW_8BIT = OptimizerEntry(
     heeds=_OF_ADAMW,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
-    calls=UpdateCalls(parameter=9, run=0, lot=0, exchange=0),
-    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
+    calls=UpdateCalls(parameter=1, run=0, lot=0, exchange=0, alike=15),
+    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameters alike", copied=2.5),
 )
 ADAMW_BF16 = OptimizerEntry(
     name="adamw_bf16",
@@ -289,8 +306,8 @@ ADAMW_BF16 = OptimizerEntry(
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
     state_bytes=lambda parameter, config: 2 * parameter.element_size,
-    calls=UpdateCalls(parameter=9, run=0, lot=0, exchange=0),
-    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameter"),
+    calls=UpdateCalls(parameter=1, run=0, lot=0, exchange=0, alike=15),
+    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameters alike", copied=2),
 )
 MUON = OptimizerEntry(
     name="muon",

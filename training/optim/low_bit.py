@@ -4,13 +4,16 @@ Neither optimizer depends on the parallel layout: blocks of 8-bit state lie with
 rows; the random numbers of stochastic rounding are a function of seed, parameter, step, row and column. Yet fp32 noise
 between layouts now and then tips a value to the other side of a rounding, and so grows more than with fp32 state.
 
-A parameter's update is one function of this rank's part of it. On a CPU it is torch's own operators, which read and
-write all of it a dozen times; on a GPU `torch.compile` makes one kernel of them, which does so once.
+An update is one function of this rank's parts of parameters. On a CPU it is torch's own operators, which read and
+write everything a dozen times; on a GPU `torch.compile` makes one kernel of them, which does so once. Small parts of
+one shape are copied into a stack and updated by one call, as launching a call for each takes longer than its kernel.
 
-Shape suffixes: P parameters, N elements of a parameter on this rank, R its rows, D its columns, B blocks of n elements.
+Shape suffixes: P parameters whose parts have one shape, N elements of a part, R its rows, D its columns, B blocks of n
+elements.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,15 +25,15 @@ from ...moe import torch_private
 from ...moe.util.gpu import takes_triton
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
-from ..config.optimizers import block_size
+from ..config.optimizers import alike_size, block_size
 
 
 class Update(NamedTuple):
-    """What one update of a parameter takes beside its tensors.
+    """What one update of some parameters takes beside their tensors.
 
     mean_share, square_share: 1 - beta1 and 1 - beta2, weights of the gradient and of its square in the new moments.
-    mean_correction, square_correction: 1 - beta^step, by which the moments are divided; scalar, double.
-    decay: 1 - lr * weight decay, by which the weight is multiplied.
+    mean_correction_P, square_correction_P: 1 - beta^step, by which the moments are divided, fp32.
+    decay: 1 - lr * weight decay, by which the weights are multiplied.
 
     The numbers are floats where torch's own operators compute, and fp32 scalar tensors for `Compiled`, which would be
     compiled anew for each learning rate.
@@ -38,8 +41,8 @@ class Update(NamedTuple):
 
     mean_share: Any
     square_share: Any
-    mean_correction: Tensor
-    square_correction: Tensor
+    mean_correction_P: Tensor
+    square_correction_P: Tensor
     lr: Any
     decay: Any
     eps: Any
@@ -67,50 +70,57 @@ class Compiled:
 
 
 @Compiled
-def update_fp32(weight_N: Tensor, grad_N: Tensor, mean_N: Tensor, square_N: Tensor, update: Update) -> None:
-    """One update of a weight whose moments are fp32."""
-    weight, mean, square = _updated(weight_N, grad_N, mean_N, square_N, update)
-    weight_N.copy_(weight)
-    mean_N.copy_(mean)
-    square_N.copy_(square)
+def update_fp32(weight_PN: Tensor, grad_PN: Tensor, mean_PN: Tensor, square_PN: Tensor, update: Update) -> None:
+    """One update of weights whose moments are fp32."""
+    weight, mean, square = _updated(weight_PN, grad_PN, mean_PN, square_PN, update)
+    weight_PN.copy_(weight)
+    mean_PN.copy_(mean)
+    square_PN.copy_(square)
 
 
 @Compiled
 def update_8bit(
-    weight_Bn: Tensor,
-    grad_Bn: Tensor,
-    mean_codes_Bn: Tensor,
-    mean_scales_B: Tensor,
-    square_codes_Bn: Tensor,
-    square_scales_B: Tensor,
+    weight_PBn: Tensor,
+    grad_PBn: Tensor,
+    mean_codes_PBn: Tensor,
+    mean_scales_PB: Tensor,
+    square_codes_PBn: Tensor,
+    square_scales_PB: Tensor,
     mean_map: tuple[Tensor, Tensor],
     square_map: tuple[Tensor, Tensor],
     update: Update,
 ) -> None:
-    """One update of a weight whose moments are 8-bit codes with a scale per block. The maps are `dynamic_map`'s."""
-    mean_Bn = mean_map[0][mean_codes_Bn.int()] * mean_scales_B.unsqueeze(1)
-    square_Bn = square_map[0][square_codes_Bn.int()] * square_scales_B.unsqueeze(1)
-    weight, mean, square = _updated(weight_Bn, grad_Bn, mean_Bn, square_Bn, update)
-    weight_Bn.copy_(weight)
-    _to_8bit(mean, mean_codes_Bn, mean_scales_B, mean_map)
-    _to_8bit(square, square_codes_Bn, square_scales_B, square_map)
+    """One update of weights whose moments are 8-bit codes with a scale per block. The maps are `dynamic_map`'s."""
+    mean_PBn = mean_map[0][mean_codes_PBn.int()] * mean_scales_PB.unsqueeze(2)
+    square_PBn = square_map[0][square_codes_PBn.int()] * square_scales_PB.unsqueeze(2)
+    weight, mean, square = _updated(weight_PBn, grad_PBn, mean_PBn, square_PBn, update)
+    weight_PBn.copy_(weight)
+    _to_8bit(mean, mean_codes_PBn, mean_scales_PB, mean_map)
+    _to_8bit(square, square_codes_PBn, square_scales_PB, square_map)
 
 
 @Compiled
 def update_bf16(
-    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, place: Tensor, seed: int, update: Update
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step_P: Tensor,
+    places_P2: Tensor,
+    seed: int,
+    update: Update,
 ) -> None:
-    """One update of a bf16 weight, (R, D) or a vector, with bf16 moments; weight and second moment are rounded
-    stochastically.
+    """One update of bf16 weights, (P, R, D) or vectors (P, R), with bf16 moments; weights and second moments are
+    rounded stochastically.
 
     Args:
-        step: scalar, how many updates this makes.
-        place: int32: a hash of the parameter's own, and the first of its rows that lie on this rank.
+        step_P: how many updates this makes.
+        places_P2: int32: a hash of the parameter's own, and the first of its rows that lie on this rank.
         seed: int32.
     """
     new_weight, new_mean, new_square = _updated(weight, grad, mean.float(), square.float(), update)
-    key = random_bits(step.int() + place[0]) + seed
-    bits = position_bits(key, place[1], weight)
+    key_P = random_bits(step_P.int() + places_P2[:, 0]) + seed
+    bits = position_bits(key_P, places_P2[:, 1], weight)
     weight.copy_(round_to_bf16(new_weight, bits & 0xFFFF))
     square.copy_(round_to_bf16(new_square, (bits >> 16) & 0xFFFF))
     # a tenth of the first moment is new each step: rounding to nearest loses nothing of note
@@ -120,22 +130,23 @@ def update_bf16(
 def _updated(
     weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, update: Update
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new weight and moments in fp32; moments are given so."""
+    """The new weights and moments in fp32; moments are given so."""
+    each_P = (-1, *(1,) * (weight.dim() - 1))
     grad = grad.float()
     mean = mean.lerp(grad, update.mean_share)
     square = square.lerp(grad.square(), update.square_share)
-    root = (square / update.square_correction).sqrt_().add_(update.eps)
-    change = (mean / update.mean_correction).div_(root)
+    root = (square / update.square_correction_P.view(each_P)).sqrt_().add_(update.eps)
+    change = (mean / update.mean_correction_P.view(each_P)).div_(root)
     weight = weight.float() * update.decay
     weight = weight - change * update.lr if isinstance(update.lr, Tensor) else weight.sub_(change, alpha=update.lr)
     return weight, mean, square
 
 
-def _to_8bit(moment_Bn: Tensor, codes_Bn: Tensor, scales_B: Tensor, of_map: tuple[Tensor, Tensor]) -> None:
+def _to_8bit(moment_PBn: Tensor, codes_PBn: Tensor, scales_PB: Tensor, of_map: tuple[Tensor, Tensor]) -> None:
     """Each value becomes the nearest of the map's, times its block's largest magnitude."""
-    largest_B = moment_Bn.abs().amax(dim=-1).clip(1e-12)
-    codes_Bn.copy_(torch.bucketize(moment_Bn / largest_B.unsqueeze(1), of_map[1], out_int32=True, right=True))
-    scales_B.copy_(largest_B)
+    largest_PB = moment_PBn.abs().amax(dim=-1).clip(1e-12)
+    codes_PBn.copy_(torch.bucketize(moment_PBn / largest_PB.unsqueeze(2), of_map[1], out_int32=True, right=True))
+    scales_PB.copy_(largest_PB)
 
 
 class _AdamW(ResumableOptimizer):
@@ -154,59 +165,82 @@ class _AdamW(ResumableOptimizer):
         """One update of every parameter that has a gradient; no rank waits for another."""
         assert closure is None
         for group in self.param_groups:
-            on_device: dict[torch.device, list[Tensor]] = {}
+            alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    on_device.setdefault(self._step_of(parameter).device, []).append(parameter)
-            for parameters in on_device.values():
-                for parameter, update in zip(parameters, self._updates(parameters, group), strict=True):
-                    assert parameter.grad is not None
-                    # detached, as a compiler takes what is a parameter to have one shape only
-                    weight, grad = local_tensor(parameter).detach(), local_tensor(parameter.grad)
-                    if weight.numel() > 0:
-                        state = {name: local_tensor(tensor) for name, tensor in self.state[parameter].items()}
-                        self._update(parameter, weight, grad, state, update)
+                    # cut as the parameter is
+                    grad = local_tensor(parameter.grad)
+                    device = self._step_of(parameter).device
+                    alike.setdefault((device, grad.shape, parameter.dtype, grad.dtype), []).append(parameter)
+            on_device: dict[torch.device, list[list[Tensor]]] = {}
+            for (device, shape, *_), parameters in alike.items():
+                size = alike_size(shape.numel(), len(parameters))
+                stacks = [parameters[start : start + size] for start in range(0, len(parameters), size)]
+                on_device.setdefault(device, []).extend(stacks)
+            for stacks in on_device.values():
+                for stack, update in zip(stacks, self._updates(stacks, group), strict=True):
+                    # of a small parameter a rank may have nothing
+                    if local_tensor(stack[0].grad).numel() > 0:  # type: ignore[arg-type]
+                        self._update(stack, update)
 
     def _step_of(self, parameter: Tensor) -> Tensor:
         """How many updates a parameter has had, scalar; its state is made if it has none."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state.update(self._no_moments(parameter))
-        step: Tensor = state["step"]
+        if not self.state[parameter]:
+            self.state[parameter] = self._first_state(parameter)
+        step: Tensor = self.state[parameter]["step"]
         return step
 
-    def _updates(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Update]:
-        """Count one more update of each parameter; what these take. A few operators for all parameters, whose counts
-        lie on one device: for one at a time, launching them would take longer than the update."""
-        steps = [self._step_of(parameter) for parameter in parameters]
+    def _first_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Before its first step."""
+        return {"step": torch.zeros((), device=parameter.device), **self._no_moments(parameter)}
+
+    def _updates(self, stacks: list[list[Tensor]], group: dict[str, Any]) -> list[Update]:
+        """Count one more update of each parameter; what these take, by stack. A few operators for all parameters, whose
+        counts lie on one device: for one at a time, launching them would take longer than the update."""
+        steps = [self._step_of(parameter) for stack in stacks for parameter in stack]
         torch._foreach_add_(steps, 1)
-        # kept on the device, in double: a float of it would wait for the device, and 1 - 0.999 in fp32 is 1e-5 off
+        # kept on the device: a float of it would wait for the device; in double, as 1 - 0.999 in fp32 is 1e-5 off
         steps_P = torch.stack(steps).double()
         beta1, beta2 = group["betas"]
-        of_mean_P, of_square_P = 1 - beta1**steps_P, 1 - beta2**steps_P
+        sizes = [len(stack) for stack in stacks]
+        of_mean, of_square = ((1 - beta**steps_P).float().split(sizes) for beta in (beta1, beta2))
         numbers: Any = (1 - beta1, 1 - beta2, group["lr"], 1 - group["lr"] * group["weight_decay"], group["eps"])
         if takes_triton(steps[0]):
             numbers = torch.tensor(numbers, dtype=torch.float32).to(steps[0].device).unbind()
         mean_share, square_share, lr, decay, eps = numbers
         return [
-            Update(mean_share, square_share, of_mean, of_square, lr, decay, eps)
-            for of_mean, of_square in zip(of_mean_P, of_square_P, strict=True)
+            Update(mean_share, square_share, mean_P, square_P, lr, decay, eps)
+            for mean_P, square_P in zip(of_mean, of_square, strict=True)
         ]
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """State of a parameter before its first step: zeros."""
         raise NotImplementedError
 
-    def _update(
-        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
-    ) -> None:
-        """Update this rank's part of a parameter and of its state, in place."""
+    def _update(self, stack: list[Tensor], update: Update) -> None:
+        """Update this rank's parts of parameters that have one shape, and of their state, in place."""
         raise NotImplementedError
 
-    def _update_fp32(self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update) -> None:
-        mean, square = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        update_fp32(weight.view(-1), grad.reshape(-1), mean, square, update)
+    def _update_fp32(self, stack: list[Tensor], update: Update) -> None:
+        with self._stacked(stack, ["exp_avg", "exp_avg_sq"]) as tensors:
+            update_fp32(*(each.view(len(stack), -1) for each in tensors), update)
+
+    @contextmanager
+    def _stacked(self, stack: list[Tensor], names: list[str]) -> Iterator[list[Tensor]]:
+        """The weights of parameters, their gradients, and their state of these names, each as one tensor (P, ...):
+        copies, which become the parameters' and their state's at the end, or one parameter's own."""
+        weights = [local_tensor(parameter) for parameter in stack]
+        grads = [local_tensor(parameter.grad).contiguous() for parameter in stack if parameter.grad is not None]
+        state = [[local_tensor(self.state[parameter][name]) for parameter in stack] for name in names]
+        if len(stack) == 1:
+            # a compiler takes what is a parameter to have one shape only
+            yield [each[0].detach().unsqueeze(0) for each in (weights, grads, *state)]
+            return
+        stacked = [torch.stack(each) for each in (weights, grads, *state)]
+        yield stacked
+        del stacked[1]
+        for each, new in zip((weights, *state), stacked, strict=True):
+            torch._foreach_copy_(each, list(new.unbind()))
 
 
 class AdamW8bit(_AdamW):
@@ -228,23 +262,24 @@ class AdamW8bit(_AdamW):
             codes[f"{name}_scales"] = zeros_by_rows(parameter, (num_blocks,), torch.float32)
         return codes
 
-    def _update(
-        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
-    ) -> None:
-        block = block_size(parameter.shape)
+    def _update(self, stack: list[Tensor], update: Update) -> None:
+        block = block_size(stack[0].shape)
         if block is None:
-            self._update_fp32(weight, grad, state, update)
+            self._update_fp32(stack, update)
             return
-        # blocks lie within rows, one after the other
-        tensors = [weight.view(-1, block), grad.reshape(-1, block)]
-        for name in ("exp_avg", "exp_avg_sq"):
-            tensors += [state[f"{name}_codes"].view(-1, block), state[f"{name}_scales"].view(-1)]
-        if takes_triton(weight):
-            for tensor in tensors:
-                if tensor.dim() == 2:
+        names = [f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")]
+        with self._stacked(stack, names) as tensors:
+            weight, grad, mean_codes, mean_scales, square_codes, square_scales = tensors
+            # blocks lie within rows, one after the other
+            blocks = [each.view(len(stack), -1, block) for each in (weight, grad, mean_codes, square_codes)]
+            weight_PBn, grad_PBn, mean_PBn, square_PBn = blocks
+            if takes_triton(weight):
+                for each_PBn in blocks:
                     # of a known size, a block is summed up in registers and read once
-                    torch_private.mark_static(tensor, 1)
-        update_8bit(*tensors, dynamic_map(True, weight.device), dynamic_map(False, weight.device), update)
+                    torch_private.mark_static(each_PBn, 2)
+            moments = (mean_PBn, mean_scales.view(len(stack), -1), square_PBn, square_scales.view(len(stack), -1))
+            maps = [dynamic_map(is_signed, weight.device) for is_signed in (True, False)]
+            update_8bit(weight_PBn, grad_PBn, *moments, *maps, update)
 
 
 @cache
@@ -296,27 +331,27 @@ class AdamWBf16(_AdamW):
         row = parameter.shape[1:]
         return {name: zeros_by_rows(parameter, row, parameter.dtype) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _update(
-        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
-    ) -> None:
-        if parameter.dtype == torch.float32:
-            self._update_fp32(weight, grad, state, update)
+    def _update(self, stack: list[Tensor], update: Update) -> None:
+        if stack[0].dtype == torch.float32:
+            self._update_fp32(stack, update)
             return
-        shape = weight.shape if weight.dim() == 1 else (len(weight), -1)
-        mean, square = state["exp_avg"].view(shape), state["exp_avg_sq"].view(shape)
-        place = self.places[parameter]
-        update_bf16(weight.view(shape), grad.reshape(shape), mean, square, state["step"], place, self.seed, update)
+        with self._stacked(stack, ["exp_avg", "exp_avg_sq"]) as tensors:
+            parts = [each if each.dim() == 2 else each.view(*each.shape[:2], -1) for each in tensors]
+            step_P = torch.stack([self.state[parameter]["step"] for parameter in stack])
+            places_P2 = torch.stack([self.places[parameter] for parameter in stack])
+            update_bf16(*parts, step_P, places_P2, self.seed, update)
 
 
-def position_bits(key: Tensor, first_row: Tensor | int, like: Tensor) -> Tensor:
-    """32 random bits, int32, for each element of `like`, (R, D) or a vector, which holds a parameter's rows from
-    `first_row` on; the same for an element wherever it lies. `key`: int32 scalar tensor."""
-    row_R = random_bits((torch.arange(len(like), dtype=torch.int32, device=like.device) + first_row) ^ key)
-    if like.dim() == 1:
-        return random_bits(row_R)
+def position_bits(key_P: Tensor, first_row_P: Tensor, like: Tensor) -> Tensor:
+    """32 random bits, int32, for each element of `like`, (P, R, D) or (P, R), which holds parameters' rows from
+    `first_row_P` on; the same for an element wherever it lies. `key_P`: int32."""
+    rows_R = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
+    row_PR = random_bits((rows_R + first_row_P.unsqueeze(1)) ^ key_P.unsqueeze(1))
+    if like.dim() == 2:
+        return random_bits(row_PR)
     # hashed twice, or row a, column b would have the bits of row b, column a
-    column_D = random_bits(random_bits(torch.arange(like.shape[1], dtype=torch.int32, device=like.device)))
-    return random_bits(row_R.unsqueeze(1) ^ column_D)
+    column_D = random_bits(random_bits(torch.arange(like.shape[2], dtype=torch.int32, device=like.device)))
+    return random_bits(row_PR.unsqueeze(2) ^ column_D)
 
 
 def random_bits(x: Tensor) -> Tensor:

@@ -161,11 +161,11 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.model_setup.dense_precision": StepModule(None),
     "expertmesh.training.optim.low_bit": StepModule(
         "optimizer step",
-        lasting=("_AdamW._no_moments", "AdamW8bit._no_moments", "AdamWBf16._no_moments"),
+        lasting=("_AdamW._first_state",),
         kernels={
-            "update_fp32": writes(updates=("weight_N", "mean_N", "square_N")),
+            "update_fp32": writes(updates=("weight_PN", "mean_PN", "square_PN")),
             "update_8bit": writes(
-                updates=("weight_Bn", "mean_codes_Bn", "mean_scales_B", "square_codes_Bn", "square_scales_B")
+                updates=("weight_PBn", "mean_codes_PBn", "mean_scales_PB", "square_codes_PBn", "square_scales_PB")
             ),
             "update_bf16": writes(updates=("weight", "mean", "square")),
         },

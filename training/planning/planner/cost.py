@@ -40,8 +40,6 @@ from .units import Unit
 
 UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
-CLIPPING_CALLS = 2
-"""For each parameter that is trained; those for all of them together are few."""
 SUMS = 3
 """All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
 
@@ -397,9 +395,10 @@ def update_kernels(run: PlannedRun) -> list[tuple[float, Work, float]]:
 
 
 def _update_calls(run: PlannedRun) -> float:
-    """Operators of clipping and the optimizer's step."""
+    """Operators of the optimizer's step; those of clipping, for all parameters together, are few."""
     calls = OPTIMIZERS.get(run.setting.optimizer).calls
     blocks = sum(
         calls.run * each.runs + (calls.lot + calls.exchange * each.is_exchanged) * each.number for each in run.stacks
     )
-    return (CLIPPING_CALLS + calls.parameter) * sum(unit.num_trained for unit in run.units.values()) + blocks
+    blocks += sum(calls.alike * updates for _, _, updates in run.alike)
+    return calls.parameter * sum(unit.num_trained for unit in run.units.values()) + blocks

@@ -23,7 +23,7 @@ from .measured import Measured, MeasuredModel, MeasuredSpan, ModelParameters
 from .pipelines import beside_actions, queued_bytes
 from .setting import Setting
 from .step_order import ROOT, Act, Name, PlannedRun
-from .units import Unit, unit
+from .units import Unit
 
 
 @dataclass(frozen=True)
@@ -440,19 +440,21 @@ def _lasting_casts(run: PlannedRun) -> float:
 
 def update_working(run: PlannedRun) -> float:
     """Bytes in use only during the update (see `UpdateTensors`)."""
-    setting, model = run.setting, run.model
-    tensors = OPTIMIZERS.get(setting.optimizer).tensors
-    number = float(tensors.on_gpu if setting.device == "cuda" else tensors.on_cpu)
-    if setting.offload or number == 0:
+    tensors = OPTIMIZERS.get(run.setting.optimizer).tensors
+    number = float(tensors.on_gpu if run.setting.device == "cuda" else tensors.on_cpu)
+    if run.setting.offload:
         return 0.0
-    if tensors.as_large_as != "parameter":
-        in_bytes = setting.compute_bytes if tensors.as_large_as == "stack" else 4
-        return number * in_bytes * max((each.elements for each in run.stacks if each.number), default=0)
-    parts = [unit((p,), setting.dense_ranks).trained for kind in model.kinds for p in kind.dense]
-    parts += [unit((p,), setting.dense_ranks).trained for p in model.root]
-    parts += [unit((p,), setting.dense_ranks).trained for kind in model.kinds for each in kind.regions for p in each]
-    parts += [unit((p,), setting.dp_size, 1, setting.ep_size).trained for kind in model.kinds for p in kind.experts]
-    return number * 4 * max(parts)
+    match tensors.as_large_as:
+        case "parameter":
+            return number * 4 * max((elements for elements, *_ in run.alike), default=0)
+        case "parameters alike":
+            sizes = ((elements * at_once, tensors.copied * (at_once > 1)) for elements, at_once, _ in run.alike)
+            return 4 * max((size * (number + copied) for size, copied in sizes), default=0.0)
+        case "stack":
+            in_bytes = run.setting.compute_bytes
+        case "stack in fp32":
+            in_bytes = 4
+    return number * in_bytes * max((each.elements for each in run.stacks if each.number), default=0)
 
 
 def _said(act: Act) -> str:

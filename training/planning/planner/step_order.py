@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Literal
 
 from ....sharding.pipeline.balance import cut_stages
-from ...config.optimizers import OPTIMIZERS
+from ...config.optimizers import OPTIMIZERS, alike_size
 from .measured import Measure, Measured, MeasuredModel, MeasuredSpan, ModelCuts, ModelParameters, Parameter
 from .setting import Setting
 from .units import Stacks, Unit, stacks_of, unit
@@ -90,6 +90,16 @@ class PlannedRun:
         for is_experts, ranks in ((False, self.setting.dense_ranks), (True, self.setting.dp_size)):
             units = [unit for name, unit in self.units.items() if (name.kind == "experts") == is_experts]
             found += stacks_of((block for unit in units for block in unit.blocks), ranks, has_factors)
+        return found
+
+    @cached_property
+    def alike(self) -> list[tuple[int, int, int]]:
+        """Parameters whose parts have one shape on this rank: the elements of a part, the parameters that an optimizer
+        which takes these together updates at once, and how many such updates it makes."""
+        found = []
+        for (elements, _), number in Counter(part for each in self.units.values() for part in each.parts).items():
+            size = alike_size(elements, number)
+            found.append((elements, size, -(-number // size)))
         return found
 
     @cached_property

@@ -23,6 +23,7 @@ class Unit:
         state: of the optimizer.
         num_parameters, num_trained: how many parameters, and of these that have a gradient.
         blocks: of matrices that the optimizer takes, of all ranks.
+        parts: elements of a rank's part of each parameter that has a gradient, and of a row of it.
     """
 
     ranks: int
@@ -36,6 +37,7 @@ class Unit:
     num_parameters: int
     num_trained: int
     blocks: tuple[BlockUpdate, ...]
+    parts: tuple[tuple[int, int], ...]
 
     @property
     def gathered(self) -> int:
@@ -48,6 +50,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
     stored = computed = cast = trained = gradient = num_parameters = num_trained = 0
     state = 0.0
     blocks: list[BlockUpdate] = []
+    parts: list[tuple[int, int]] = []
     for parameter in parameters:
         numbers = -(-parameter.rows // ep_size // ranks) * parameter.row
         stored += numbers * parameter.stored
@@ -59,6 +62,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
             gradient += numbers * parameter.stored
             state += numbers * parameter.state
             num_trained += 1
+            parts.append((numbers, parameter.row))
             if parameter.matrix:
                 rows = parameter.matrix // parameter.row
                 for block in parameter.blocks:
@@ -68,7 +72,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
                     runs = -(-number // ranks) if rest else columns
                     blocks.append(replace(block, number=number, runs=runs))
     held = (stored, computed, cast, trained, gradient, state)
-    return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks))
+    return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks), tuple(parts))
 
 
 @dataclass(frozen=True)
