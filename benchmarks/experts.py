@@ -359,13 +359,6 @@ def copy_weights(ours: Any, block: Any) -> None:
         block.experts.down_proj.copy_(mlp.w2.view(num_experts, width, -1).transpose(1, 2))
 
 
-def hf_gradients_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Convert gradients of (x, gate, gate_up_proj, down_proj) to those of (x, router, w1, v1, w2)."""
-    x, router, gate_up, down = gradients
-    w1, v1 = gate_up.chunk(2, dim=1)
-    return x, router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
-
-
 def build_variants(
     model: Model, names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Variant], list[str]]:

@@ -14,6 +14,7 @@ from ..checkpoints.fingerprint import file_facts, model_facts
 from ..checkpoints.hf.source import ModelSource
 from ..moe.util.parser import flag_of
 from ..moe.util.sources import sources_digest
+from ..moe.util.versions import installed_version
 from ..sharding.runtime.agreement import check_alike
 from ..sharding.runtime.process import Ranks, device_type, raise_together
 from ..sharding.torchrun import read_environment
@@ -38,6 +39,8 @@ def start_facts(config: TrainConfig) -> dict[str, str]:
         elif scope == "input":  # the place may be another, what is there is compared later
             facts[flag_of(setting.name)] = "given" if value else "not given"
     facts["device"] = device_type(config.use_cpu)
+    if facts["device"] == "cuda":  # elsewhere none of its kernels is taken
+        facts["liger-kernel"] = installed_version("liger-kernel") or "not installed"
     return {**facts, **{name: version(name) for name in _PACKAGES}, "expertmesh's code": _CODE}
 
 

@@ -467,6 +467,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         ),
         (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
+        (["--model", "CONFIG", "--gpu-memory", "80"], "--gpu-memory 80: are 80 bytes; write it like 80GiB"),
         (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
         (
             ["--model", "CONFIG", "--calibrate", "CONFIG"],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training import consistency
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.consistency import start_facts
 from expertmesh.training.resume import check_order, compare_run
@@ -91,3 +92,14 @@ def test_flags_that_nodes_are_started_with() -> None:
     for changes in ({"learning_rate": 0.5}, {"attn_implementation": "eager"}, {"ep_size": 2}, {"resume": "auto"}):
         assert start_facts(replace(config, **changes)) != facts, changes
     assert start_facts(replace(config, model="elsewhere")) == facts
+
+
+def test_nodes_with_a_gpu_have_the_same_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels compute what others do, though not bit for bit, and are faster: one node would hold up the others."""
+    config = TrainConfig(**PLAIN)
+    versions = {"": "not installed", "0.8.5": "0.8.5"}
+    for device, told in (("cpu", {}), ("cuda", versions)):
+        monkeypatch.setattr(consistency, "device_type", lambda _, device=device: device)
+        for installed in versions:
+            monkeypatch.setattr(consistency, "installed_version", lambda _, installed=installed: installed)
+            assert start_facts(config).get("liger-kernel") == told.get(installed)

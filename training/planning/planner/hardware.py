@@ -261,6 +261,8 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
         hardware = replace(hardware, rates=rates)
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
+        if memory < 2**20:
+            raise ExpertMeshError(f"--gpu-memory {arguments.gpu_memory}: are {memory} bytes; write it like 80GiB")
         hardware = replace(hardware, device=replace(hardware.device, memory=memory))
     return hardware
 
