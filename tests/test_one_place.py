@@ -87,16 +87,16 @@ from tests.untrained import assert_same_bits, read
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
-    "format": ("training/data", "register_format"),
-    "metric": ("training/monitoring", "register_metric"),
-    "kernel": ("moe/kernels", "register_expert_kernel("),
-    "codes": ("checkpoints", "register_codes"),
-    "attention": ("training/attention", "AttentionInterface"),
-    "layer kind": ("training/attention", "register_layer_kind"),
-    "optimizer": ("training/optim", "register_optimizer("),
-    "dispatcher": ("moe/dispatch", "register_dispatcher("),
+    "format": "register_format",
+    "metric": "register_metric",
+    "kernel": "register_expert_kernel(",
+    "codes": "register_codes",
+    "attention": "AttentionInterface",
+    "layer kind": "register_layer_kind",
+    "optimizer": "register_optimizer(",
+    "dispatcher": "register_dispatcher(",
 }
-"""By what they add: the folder whose README shows the script, and what it calls."""
+"""By what they add: what the script in docs/how-to/extend.md calls."""
 TABLES: tuple[Any, ...] = (
     FORMATS, formats._added, METRICS, CODES, LAYER_KINDS, DISPATCHERS,
     ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
@@ -106,10 +106,9 @@ REGISTRIES: tuple[Any, ...] = (KERNEL_ENTRIES, KERNELS, OPTIMIZERS, DISPATCHER_E
 
 
 def add(kind: str) -> dict[str, Any]:
-    """Run the script of one's own that a README shows; its names."""
-    folder, calls = SCRIPTS[kind]
-    readme = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if calls in block]
+    """Run the script of one's own that the page shows; its names."""
+    page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if SCRIPTS[kind] in block]
     names: dict[str, Any] = {"__name__": "a_script_of_ones_own"}
     exec(code, names)
     return names
@@ -140,7 +139,7 @@ def nothing_left() -> Iterator[None]:
         yield
 
 
-# Of each of them: what its README lists, what cannot be registered.
+# Of each of them: what a page lists, what cannot be registered.
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,8 @@ def nothing_left() -> Iterator[None]:
     [
         ("docs/reference/data-formats.md", table_of_formats),
         ("training/monitoring/README.md", table_of_metrics),
-        ("moe/README.md", table_of_kernels),
-        ("checkpoints/README.md", table_of_codes),
+        ("docs/explanation/kernels.md", table_of_kernels),
+        ("docs/explanation/checkpoints.md", table_of_codes),
         ("training/attention/README.md", table_of_layer_kinds),
         ("moe/dispatch/README.md", table_of_dispatchers),
     ],
@@ -256,11 +255,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"name": "deepep", "without_nodes": "deepep"}, "--dispatch deepep: node goes by one of its names already"),
     ],
 }  # fmt: skip
-"""By what is added, changes of the README's entry, or of what is given beside it, and what is said of them."""
+"""By what is added, changes of the page's entry, or of what is given beside it, and what is said of them."""
 
 
-def of_readme(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
-    """(register, entry, what is given beside it) of a README's script, the entry called mine."""
+def of_page(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
+    """(register, entry, what is given beside it) of a page's script, the entry called mine."""
     entry: Any
     with restored():
         names = add(kind)
@@ -294,7 +293,7 @@ def of_readme(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
 )
 def test_what_cannot_be_added(kind: str, changes: dict[str, Any], wrong: str) -> None:
     """What lacks something, is not of its type, or does not go together is refused where it is registered."""
-    register, entry, given = of_readme(kind)
+    register, entry, given = of_page(kind)
     beside = {name: changes.get(name, value) for name, value in given.items()}
     own = {name: value for name, value in changes.items() if name not in given}
     if kind == "codes":
@@ -389,7 +388,7 @@ def metric(name: str, value: Callable[..., Any], over_ranks: Any = "alike", **mo
 
 
 def add_metrics() -> None:
-    """The README's, some of the rank alone, and one of evaluations."""
+    """The page's, some of the rank alone, and one of evaluations."""
     add("metric")
     for how in ("sum", "mean", "max"):
         register_metric(metric(f"rank_{how}", lambda _: dist.get_rank() + 1, how, in_trainer=how == "sum"))

@@ -1,6 +1,6 @@
 """What a run logs: one entry for each figure, which meter, console, trackers, Trainer, report and planner read.
 
-A figure of your own is one call of `register_metric`, before the run begins; README.md of `monitoring` has an example.
+A figure of your own is one call of `register_metric`, before the run begins; docs/how-to/extend.md has an example.
 
 Shape suffixes: L MoE layers, E experts.
 """
@@ -406,7 +406,7 @@ METRICS = [
 
 
 def register_metric(added: Metric, before: str | None = None) -> None:
-    """Log one more figure; README.md of `monitoring` has an example.
+    """Log one more figure; docs/how-to/extend.md has an example.
 
     Args:
         before: name of the metric before which it stands on the console and in the report; None: at the end.

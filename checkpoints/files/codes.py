@@ -1,7 +1,7 @@
 """The ways in which published checkpoints store quantized matrices: one class for each kind of codes, which says how
 its tensors are known, what its codes stand for, and how values are quantized again.
 
-A kind of your own is one call of `register_codes`; README.md of `checkpoints` has an example.
+A kind of your own is one call of `register_codes`; docs/how-to/extend.md has an example.
 
 Shape suffixes: R rows, C columns of a matrix of codes; r, c of its blocks.
 """
@@ -345,7 +345,7 @@ def quant_methods() -> list[str]:
 
 
 def table_of_codes() -> str:
-    """The table in README.md of `checkpoints`."""
+    """The table in docs/explanation/checkpoints.md."""
     rows = [("codes", "`quant_method`", "tensors", "exported again as by"), ("---",) * 4]
     for kind in CODES.values():
         rows.append((kind.label, ", ".join(kind.quant_methods), kind.stored_as, kind.encoder or "(not)"))

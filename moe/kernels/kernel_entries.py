@@ -1,5 +1,5 @@
 """What is known of each expert kernel without torch: the values of `--expert-kernel`, and what checks, forecasts and
-the README's table read of them. What computes is bound to an entry in `moe.kernels.kernel_registry`."""
+the table of docs/explanation/kernels.md read of them. What computes is bound to an entry in `kernel_registry.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,5 +95,5 @@ def help_of_kernels() -> str:
 
 
 def table_of_kernels() -> str:
-    """Rows of the table in moe/README.md."""
+    """Rows of the table in docs/explanation/kernels.md."""
     return "\n".join(f"| `{entry.name}` | {entry.how} | {entry.where} |" for entry in KERNEL_ENTRIES.entries())

@@ -3,7 +3,7 @@ configs name.
 
 A kind that is not here may see more than a mask shows: packed, its layers run sample by sample, and under context
 parallelism with complete sequences, which is right for any, and slower. A kind of your own is one call of
-`register_layer_kind`, before a model is built; README.md has an example.
+`register_layer_kind`, before a model is built; docs/how-to/extend.md has an example.
 """
 
 import inspect

@@ -357,7 +357,7 @@ _added: dict[str, int] = {}
 
 
 def register_format(added: Format, *, before: str, version: int) -> None:
-    """Let `--dataset` read one more format; README.md has an example.
+    """Let `--dataset` read one more format; docs/how-to/extend.md has an example.
 
     Args:
         before: name of the format before which it is tried: of those that have columns in common, the one that asks

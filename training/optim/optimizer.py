@@ -50,7 +50,7 @@ class Implementation:
 
 
 def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasional) -> None:
-    """Let `--optim` name one more optimizer; README.md has an example.
+    """Let `--optim` name one more optimizer; docs/how-to/extend.md has an example.
 
     Raises:
         ValueError: its name is taken, or is none (see `Registry.register`); a field or a function is not as its type
