@@ -346,7 +346,7 @@ def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     settings = environment(GPUS_PER_NODE="2", PORT=str(free_port()))
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
+    assert " 2/2 " in done.stdout
 
 
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -381,7 +381,7 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
 
     done = run(ROOT)
     assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
+    assert " 2/2 " in done.stdout
     assert (tmp_path / "calls").read_text() == "show hostnames n[1-2]\n"
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if "loss" in line] == [1, 2]

@@ -424,8 +424,7 @@ def test_a_metric(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: 
     assert [(line["rank_sum"], line["rank_mean"], line["rank_max"]) for line in steps] == [(3, 1.5, 2)] * 2
     assert [line["eval_bits"] for line in evaluations] == [line["eval_loss"] / math.log(2) for line in evaluations]
     for line in steps:
-        bits = f"{line['bits_per_token']:.3f} bits"
-        assert f"grad norm {line['grad_norm']:.3f}  {bits}  lr {line['learning_rate']:.2e}" in console
+        assert any(text.endswith(f"  {line['bits_per_token']:.3f} bits") for text in console.splitlines())
 
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
     events.Reload()

@@ -25,14 +25,23 @@ MOST_BUBBLE = 1 / 3
 """A longer one comes with a warning."""
 
 
-def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> str:
-    """Model, mesh, batch, memory, computation, how it is trained, and data."""
-    config, source, counts = engine.config, engine.source, engine.counts
+def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> list[str]:
+    """A line each for model, layout, data and memory."""
+    num_experts = moe_shape(engine.model).num_experts
+    return [
+        f"model   {_model(engine)}",
+        f"layout  {_layout(num_experts, engine, order)}",
+        f"data    {_data(inputs, order)}",
+        f"memory  {memory.line()}",
+    ]
+
+
+def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> list[str]:
+    """What `first_lines` leaves out: what computes, how it is trained, and each data set. Some are warnings."""
+    config, source = engine.config, engine.source
     lines = [
-        f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
-        f"{counts.active / 1e6:,.1f} M active per token",
-        _mesh(moe_shape(engine.model).num_experts, engine.topology, config, order),
-        *memory.lines(),
+        _batch(engine.topology, config, order),
+        *memory.details(),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {engine.kernel.name} ({engine.kernel.why}), "
         f"attention {_attention(engine.model)}, cross-entropy {loss_head(engine.model).kind}"
         + (", fp32 matmuls in TF32" if config.tf32 else "")
@@ -45,9 +54,25 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
         *engine.trained,
     ]
     if inputs.training is not None:
-        lines += _data(inputs, order, config)
+        lines += _data_sets(inputs, config)
         lines += _too_long(inputs, source)
-    return "\n".join(lines)
+    return lines
+
+
+def _model(engine: Engine) -> str:
+    source, counts, config = engine.source, engine.counts, engine.config
+    trained = sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad)
+    parts = [source.model_type, f"{_count(counts.total)} parameters", f"{_count(counts.active)} active per token"]
+    if config.adapter != "none":
+        parts.append(f"LoRA of rank {config.lora_rank} ({_count(trained)} trained)")
+    elif trained < counts.total:
+        parts.append(f"{_count(trained)} trained")
+    return f"{source.path}: {', '.join([*parts, 'bf16' if config.bf16 else 'fp32'])}"
+
+
+def _count(parameters: int) -> str:
+    """Such as 46.7 B or 0.9 M."""
+    return f"{parameters / 1e9:,.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} M"
 
 
 def _complete_sequences(engine: Engine) -> list[str]:
@@ -104,28 +129,39 @@ def replica_lines(engine: Engine) -> list[str]:
     ]
 
 
-def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
-    world = topology.world_size
-    is_short = order.global_batch_size < config.sequences_per_micro_batch(world) * config.micro_batches(world)
-    pipelines = f"pp {topology.pp_size} x " if topology.pp_size > 1 else ""
+def _layout(num_experts: int, engine: Engine, order: DataOrder) -> str:
+    topology, config = engine.topology, engine.config
+    sizes = {"pp": topology.pp_size, "dp": topology.dp_size, "ep": topology.ep_size}
+    axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "pp" or size > 1)
+    within = "".join(f", {name} {size}" for name, size in (("cp", config.cp_size), ("tp", config.tp_size)) if size > 1)
     return (
-        f"{world} ranks: {pipelines}dp {topology.dp_size} x ep {topology.ep_size}, "
-        f"{num_experts // topology.ep_size} experts per rank, dense shard {topology.dense_shard}; "
-        + (f"context parallel over {config.cp_size} ranks; " if config.cp_size > 1 else "")
-        + (f"tensor parallel over {config.tp_size} ranks; " if config.tp_size > 1 else "")
-        + f"global batch {order.global_batch_size} sequences = {_readers(topology)} x "
-        f"{config.per_device_train_batch_size} "
-        "sequences "
-        f"x {config.micro_batches(world)} micro-batches" + (", the last not full" if is_short else "")
+        f"{_plural(topology.world_size, 'rank')} = {axes}{within}; "
+        f"{_plural(num_experts // topology.ep_size, 'expert')} per rank; "
+        f"{_plural(order.global_batch_size, 'sequence')} per step"
     )
+
+
+def _batch(topology: Topology, config: TrainConfig, order: DataOrder) -> str:
+    world = topology.world_size
+    micro_batches = config.micro_batches(world)
+    is_short = order.global_batch_size < config.sequences_per_micro_batch(world) * micro_batches
+    return (
+        f"batch: {_plural(order.global_batch_size, 'sequence')} = {_readers(topology)} x "
+        f"{_plural(config.per_device_train_batch_size, 'sequence')} x {_plural(micro_batches, 'micro-batch', 'es')}"
+        f"{', the last not full' if is_short else ''}; dense shard {topology.dense_shard}"
+    )
+
+
+def _plural(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def _readers(topology: Topology) -> str:
     """Which each read sequences of their own."""
     if topology.ranks_per_sequence > 1:
         kinds = [name for name, size in (("CP", topology.cp_size), ("TP", topology.tp_size)) if size > 1]
-        return f"{topology.data_size} {' x '.join(kinds)} groups"
-    return f"{topology.data_size} {'ranks' if topology.pp_size == 1 else 'pipelines'}"
+        return _plural(topology.data_size, f"{' x '.join(kinds)} group")
+    return _plural(topology.data_size, "rank" if topology.pp_size == 1 else "pipeline")
 
 
 def _attention(model: Any) -> str:
@@ -143,27 +179,33 @@ def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
     return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
 
 
-def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
-    assert inputs.training is not None
-    samples = inputs.training.samples
-    lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
-    packed = f" packed into {len(inputs.training):,} sequences" if config.packing else ""
+def _data(inputs: Inputs, order: DataOrder) -> str:
+    if inputs.training is None:
+        return "none: without --dataset, nothing is trained"
+    samples, held_out = inputs.training.samples, inputs.evaluation
     tokens = int(samples.lengths.sum())
-    cut = int(samples.is_cut.sum())
+    packed = f" packed into {_plural(len(inputs.training), 'sequence')}" if inputs.training.groups is not None else ""
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
-    lines.append(
-        f"{len(samples):,} samples{packed}, {tokens:,} tokens, {int(samples.targets.sum()) / tokens:.0%} of them "
-        f"trained on, about {a_step:,.0f} per step; {cut:,} samples truncated at {config.max_seq_length} tokens; "
-        f"chat template: {inputs.template}"
+    return (
+        f"{_plural(len(samples), 'sample')}{packed}, {tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
+        f"trained), about {a_step:,.0f} per step"
+        + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), 'sample')}")
     )
-    if inputs.evaluation is not None:
-        cut = int(inputs.evaluation.samples.is_cut.sum())
-        truncated = f", {cut:,} of them truncated" if cut else ""
-        lines.append(f"evaluation on {len(inputs.evaluation):,} samples{truncated}")
-    lines.append(f"tokenized samples are kept in {cache_directory()}")
+
+
+def _data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
+    assert inputs.training is not None
+    samples, held_out = inputs.training.samples, inputs.evaluation
+    lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
+    lines += [f"chat template: {inputs.template}", f"tokenized samples are cached in {cache_directory()}"]
+    for name, rows in (("samples", samples), ("evaluation samples", None if held_out is None else held_out.samples)):
+        if rows is not None and (cut := int(rows.is_cut.sum())):
+            lines.append(
+                f"note: {cut:,} of {len(rows):,} {name} are truncated at --max-seq-length {config.max_seq_length}"
+            )
     origins = list(samples.origins)
-    if inputs.evaluation is not None:
-        origins += [origin for origin in inputs.evaluation.samples.origins if origin not in origins]
+    if held_out is not None:
+        origins += [origin for origin in held_out.samples.origins if origin not in origins]
     for origin in origins:
         lines += warnings_of(origin, config.max_seq_length)
     return lines + [_endless(origin, inputs.tokenizer) for origin in samples.origins if origin.endless]

@@ -105,6 +105,20 @@ class Best:
             self.loss, self.step = loss, step
         return is_better
 
+    def compared(self, step: int, patience: int) -> str:
+        """The evaluation at a step beside the best so far, and how many more without a better one stop the run.
+
+        Args:
+            patience: evaluations without a better loss that stop it; 0: never.
+        """
+        if self.step == 0:
+            best = "none was finite so far"
+        else:
+            best = "best so far" if self.step == step else f"best {self.loss:.4f} at step {self.step}"
+        if patience == 0:
+            return best
+        return f"{best}; patience {max(patience - self.since, 0)} of {patience} left"
+
     def state(self) -> dict[str, float]:
         """For a checkpoint; `Best(**state)` brings it back."""
         # JSON has no infinity

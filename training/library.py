@@ -37,7 +37,7 @@ OF_THE_LOOP = frozenset(
         *("per_device_eval_batch_size", "early_stopping_patience", "early_stopping_threshold"),
         *("load_best_model_at_end", "generate_steps", "generate_prompts", "generate_max_new_tokens"),
         *("overwrite_output_dir", "save_steps", "async_save", "on_save_error", "export", "logging_steps", "report_to"),
-        *("run_name", "profile", "profile_ranks", "detect_anomaly", "check_replicas", "debug_ranks"),
+        *("verbose", "run_name", "profile", "profile_ranks", "detect_anomaly", "check_replicas", "debug_ranks"),
     }
 )
 """Settings that train_ep.py's loop heeds, and no engine: a test compares them with what is read."""

@@ -176,17 +176,17 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             with profiler.step(done):
                 result = engine.train_step(batches, watchdog.at, stop.is_asked)
             guard.check(done, result)
-            alarms.step(done, result)
             meter.add(result)
             collector.step(done)
             if config.compile and compiled is None:
                 compiled = compilation()
-                log.line(f"compiled {compiled}")
+                log.detail(f"compiled {compiled}")
 
             # what is saved or evaluated must also be logged: a run resumed from there begins with an empty meter
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and _saves_at(done, run)
             if evaluates or saves or _is_due(done, config.logging_steps, run):
-                _log_step(run, meter, alarms, done, learning_rate)
+                _log_step(run, meter, done, learning_rate)
+            alarms.step(done, result)
             answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
             eval_loss, is_better, stopping = None, False, result.is_stopping
             if profiler.is_due or evaluates or saves or answers:
@@ -194,8 +194,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                 with meter.paused():
                     _write_profile(run, profiler)
                     if evaluates:
-                        eval_loss = _evaluate(run, done)
-                        is_better = best.update(eval_loss, done, config.early_stopping_threshold)
+                        eval_loss, is_better = _evaluate(run, done, best)
                     if answers:
                         _generate(run, done)
                     # which may have taken minutes
@@ -203,7 +202,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             step_scheduler(scheduler, eval_loss)
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
-                _log_step(run, meter, alarms, done, learning_rate)
+                _log_step(run, meter, done, learning_rate)
             if run.saver is not None and config.async_save and step == begin:
                 _check_host_memory(run, run.saver)
             is_saving = run.saver is not None and (stopping or is_better or enough or saves)
@@ -222,7 +221,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
         alarms.end(engine.step_number)
         _write_profile(run, profiler)
         if compiled is not None and compilation().is_more_than(compiled):
-            log.line(f"compiled {compilation()} in the whole run")
+            log.detail(f"compiled {compilation()} in the whole run")
         if enough:
             log.line(
                 f"stopped early: the last {best.since} evaluation{'s' * (best.since > 1)} not better by "
@@ -352,11 +351,10 @@ def _saves_at(done: int, run: Run) -> bool:
     return _is_due(done, run.config.save_steps, run)
 
 
-def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
+def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
     epoch = round(done / run.order.steps_per_epoch, 4)
     metrics = {"step": done} | meter.metrics(run.engine.balance.weights, epoch, learning_rate)
     run.log.step(metrics)
-    alarms.interval(done, metrics)
 
 
 def _write_profile(run: Run, profiler: StepProfiler) -> None:
@@ -365,18 +363,22 @@ def _write_profile(run: Run, profiler: StepProfiler) -> None:
     profiler.finish()
 
 
-def _evaluate(run: Run, done: int) -> float:
+def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
+    """The evaluation's loss, and whether it is the best so far."""
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
-    rows, per_device = run.inputs.evaluation, run.config.per_device_eval_batch_size
-    evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding)
-    run.log.event({"step": done} | measured("evaluation", evaluation, run.ranks.device), f"step {done}: {evaluation}")
+    rows, config = run.inputs.evaluation, run.config
+    evaluation = evaluate(run.model, rows, config.per_device_eval_batch_size, run.engine.mesh, run.padding)
+    is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
+    figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
+    compared = best.compared(done, config.early_stopping_patience)
+    run.log.event(figures, f"step {done}: {evaluation}; {compared}")
     if not math.isfinite(evaluation.loss):
         why = "" if evaluation.targets else f" ({NO_TARGETS})"
         run.log.line(
             f"warning: step {done}: the evaluation loss is {evaluation.loss}{why}: it counts as not better than any"
         )
-    return evaluation.loss
+    return evaluation.loss, is_better
 
 
 def _generate(run: Run, done: int) -> None:

@@ -62,7 +62,8 @@ class Metric:
         over_ranks: what becomes of the ranks' values: "alike" means that each rank has that of all ranks; else they are
             numbers, and their sum, mean or maximum is logged.
         is_logged: whether it is, the same on all ranks.
-        console: its part of the console's line, from the whole line; not asked for where the value is None.
+        console: text at the end of the console's line, made from the line's record; not called if the value is None.
+        verbose: whether the console shows it with --verbose only.
         chart: of the report; None: it is not drawn.
         in_trainer: whether transformers' Trainer logs it, too, beside its own figures.
         imbalance: what `plan --imbalance` takes from it, the load of the busiest expert over the mean; 0.0: nothing.
@@ -76,6 +77,7 @@ class Metric:
     over_ranks: Literal["alike", "sum", "mean", "max"]
     is_logged: Callable[[Any], bool] = lambda known: True
     console: Callable[[Record], str] | None = None
+    verbose: bool = False
     chart: Chart | None = None
     in_trainer: bool = False
     imbalance: Callable[[Any], float] | None = None
@@ -109,12 +111,6 @@ def _clipping(config: Record, num_experts: int | None) -> list[tuple[float, str]
     return []
 
 
-def _speed(line: Record) -> str:
-    # pauses between steps are in neither
-    seconds = line["tokens"] / line["tokens_per_second"] / line["steps"] if line["tokens"] else 0.0
-    return f"{seconds:.3g} s/step  {line['tokens_per_second']:,.0f} tokens/s"
-
-
 def _mean_busiest(tokens_LE: list[list[int]]) -> float:
     """Mean over layers."""
     loads = [max(tokens_E) * len(tokens_E) / sum(tokens_E) for tokens_E in tokens_LE or []]
@@ -133,7 +129,6 @@ METRICS = [
         of="steps",
         value=lambda interval: interval.epoch,
         over_ranks="alike",
-        console=lambda line: f"epoch {line['epoch']:.2f}",
     ),
     Metric(
         name="steps",
@@ -168,7 +163,6 @@ METRICS = [
         of="steps",
         value=lambda interval: interval.mean("loss", "targets"),
         over_ranks="alike",
-        console=lambda line: f"loss {line['loss']:.4f}",
         chart=Chart("Loss", label="training", smooth=True),
     ),
     Metric(
@@ -212,7 +206,6 @@ METRICS = [
         of="steps",
         value=lambda interval: interval.finite[-1].grad_norm if interval.finite else None,
         over_ranks="alike",
-        console=lambda line: f"grad norm {line['grad_norm']:.3f}",
         chart=Chart("Gradient norm", "before clipping", include=(0,), smooth=True, references=_clipping),
     ),
     Metric(
@@ -222,7 +215,6 @@ METRICS = [
         of="steps",
         value=lambda interval: interval.learning_rate,
         over_ranks="alike",
-        console=lambda line: f"lr {line['learning_rate']:.2e}",
         chart=Chart("Learning rate", include=(0,)),
     ),
     Metric(
@@ -270,7 +262,6 @@ METRICS = [
         of="steps",
         value=lambda interval: round(interval.total("tokens") / interval.seconds, 1),
         over_ranks="alike",
-        console=_speed,
         chart=Chart("Throughput", "tokens/s, all ranks", include=(0,), smooth=True),
     ),
     Metric(
@@ -309,6 +300,7 @@ METRICS = [
         over_ranks="alike",
         is_logged=lambda interval: interval.peak_tflops is not None,
         console=lambda line: f"MFU {line['mfu']:.1%}",
+        verbose=True,
         chart=Chart("MFU", "model FLOP/s of the device's peak", format="percent", include=(0,), smooth=True),
     ),
     Metric(
@@ -348,6 +340,7 @@ METRICS = [
         over_ranks="alike",
         is_logged=_is_routing_known,
         console=lambda line: f"expert load {line['expert_load_max_over_mean']:.2f}x mean",
+        verbose=True,
         chart=Chart(
             "Most loaded expert",
             "times the mean, largest of all layers",
@@ -409,7 +402,7 @@ def register_metric(added: Metric, before: str | None = None) -> None:
     """Log one more figure; docs/how-to/extend.md has an example.
 
     Args:
-        before: name of the metric before which it stands on the console and in the report; None: at the end.
+        before: name of the metric that it comes before, on the console and in the report; None: at the end.
 
     Raises:
         ValueError: its name is taken, it lacks something, its chart is full, or there is no `before`.
@@ -429,12 +422,6 @@ def register_metric(added: Metric, before: str | None = None) -> None:
     ):
         raise ValueError(f"register_metric: the chart {added.chart.title!r} has two lines already")
     METRICS.insert(len(METRICS) if before is None else names.index(before), added)
-
-
-def console_line(line: Record) -> str:
-    """What the console says of a logged step."""
-    known = [metric.console for metric in METRICS if metric.console and line.get(metric.name) is not None]
-    return "  ".join(console(line) for console in known)
 
 
 def table_of_metrics() -> str:

@@ -13,7 +13,7 @@ from ..moe.util.terminal import folded, going_on_unread
 from ..sharding.runtime.debugger import check_debug_ranks, debugging
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
-from .banner import dispatch_lines, first_lines, pipeline_lines, replica_lines
+from .banner import detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
 from .consistency import compare_data, start_facts
 from .data.preview import print_preview
@@ -21,7 +21,7 @@ from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
 from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
-from .monitoring.log import RunLog
+from .monitoring.log import NOTABLE, RunLog
 from .monitoring.profiling import check_profile
 from .monitoring.trackers import check_trackers
 from .optim.schedule import check_schedule
@@ -105,7 +105,10 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     config = engine.config = replace(config, **chosen)
     if ranks.rank == 0:
         lines = first_lines(engine, inputs, order, memory)
-        print(folded(lines), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
+        details = [*detail_lines(engine, inputs, order, memory), *([] if products is None else [products.line])]
+        is_told = config.verbose or config.preview
+        lines += [line for line in details if is_told or line.startswith(NOTABLE)]
+        print(folded("\n".join(lines)), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
@@ -123,10 +126,10 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         resume_from = find_resume(config.resume, directory, engine.tell, ranks)
     engine.place(resume_from, watchdog.limit)
     for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
-        log.line(folded(line))
+        log.detail(line)
     ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
     for line in filter(None, (engine.untrained, engine.encoding, *ends)):
-        log.line(line)
+        log.detail(line)
     with raise_together(patient=ranks), write_errors(output_dir):
         if ranks.rank == 0:
             clear_output(config, output_dir)

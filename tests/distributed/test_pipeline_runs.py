@@ -43,10 +43,8 @@ def test_a_whole_run(runs: Runs, tmp_path: Path) -> None:
         "--max-steps 4 --load-best-model-at-end"
     )
     found, expected = runs(4, f"{flags} --pp-size 2", "stages"), runs(2, flags, "alone")
-    assert (
-        "4 ranks: pp 2 x dp 1 x ep 2, 4 experts per rank, dense shard full; "
-        "global batch 12 sequences = 2 pipelines x 3 sequences x 2 micro-batches"
-    ) in found.printed
+    assert "layout  4 ranks = pp 2 x dp 1 x ep 2; 4 experts per rank; 12 sequences per step" in found.printed
+    assert "batch: 12 sequences = 2 pipelines x 3 sequences x 2 micro-batches; dense shard full" in found.printed
     # what was chosen is said and recorded, and binds no other run
     said = r"pipeline: 2 stages of (\d and \d) layers \(balanced by forecast seconds\); ([\w-]+) \(by forecast "
     ((layers, schedule),) = re.findall(said, found.printed)

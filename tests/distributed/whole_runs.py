@@ -37,7 +37,7 @@ def tell(argv: list[str]) -> Told:
     """train_ep.py on this rank."""
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = train_ep.main([*FIXED_PRODUCTS, *argv])
+        code = train_ep.main([*FIXED_PRODUCTS, "--verbose", *argv])
     return code, printed.getvalue(), errors.getvalue()
 
 

@@ -141,6 +141,33 @@ def test_a_collapse_is_told_as_soon_as_it_is_certain() -> None:
     assert [step for step in range(1, 150) if alarm.check(1, collapsed // 1000)] == [100]
 
 
+@pytest.mark.parametrize(
+    ("top_k", "healthy", "collapsed"),
+    [
+        # of 8 experts 2: at once all tokens at the same
+        (2, [[40] * 8], [[0, 160, 0, 0, 0, 160, 0, 0]]),
+        # a few stray tokens do not hide it; an uneven layer beside it is no collapse
+        (2, [[9, 200, 3, 40, 8, 20, 30, 10]] * 2, [[9, 200, 3, 40, 8, 20, 30, 10], [1, 190, 0, 0, 0, 129, 0, 0]]),
+        # one expert per token, of many
+        (1, [list(range(64))], [[0] * 62 + [1, 2047]]),
+    ],
+)
+def test_a_collapse_is_told_within_ten_steps(top_k: int, healthy: Any, collapsed: Any) -> None:
+    """By the latest ten steps alone: what was even before them does not hide it."""
+    alarm = router_alarm(router_warn_steps=100, top_k=top_k, groups=[1] * len(healthy))
+    assert all(alarm.check(10, np.array(healthy)) == [] for _ in range(3))
+    (warning,) = alarm.check(10, np.array(collapsed))
+    assert warning.startswith("router collapse: in 10 steps, ")
+    assert alarm.check(10, np.array(collapsed)) == []
+
+
+def test_few_tokens_are_no_collapse() -> None:
+    """One sequence's tokens may choose alike by chance; of ten times as many it is told."""
+    alarm = router_alarm(router_warn_steps=1000, top_k=1)
+    few = np.array([[0, 0, 0, 20]])
+    assert [number for number in range(1, 20) if alarm.check(10, few)] == [7]
+
+
 @pytest.mark.parametrize(("tokens", "warns"), [(2000, True), (100, False)])
 def test_a_run_shorter_than_a_window_is_judged_at_its_end(tokens: int, warns: bool) -> None:
     alarm = router_alarm(router_warn_steps=100, top_k=1)

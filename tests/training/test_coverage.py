@@ -94,7 +94,7 @@ def test_every_setting_is_read_told_refused_or_without_effect(name: str) -> None
 
 def groups() -> Iterator[TrainConfig]:
     """Runs with all settings that have no effect at other values than their defaults, as few as go together."""
-    left = list(WITHOUT)
+    left = [name for name in WITHOUT if name != "verbose"]  # `plan` has one of its own
     while left:
         config, taken = TrainConfig(model="m", dataset=["d"], eval_ratio=0.25, adapter="lora"), []
         for name in left:

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.banner import _data
+from expertmesh.training.banner import _data, _data_sets
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, parse_datasets
@@ -558,7 +558,7 @@ def said_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None)
     held = None if evaluation is None else make_rows(evaluation, False, 512, 0)
     inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), held)
     config = TrainConfig(model="m", dataset=["d"], max_seq_length=512)
-    return _data(inputs, DataOrder(len(samples), 1, 1, 1, 0), config)
+    return [_data(inputs, DataOrder(len(samples), 1, 1, 1, 0)), *_data_sets(inputs, config)]
 
 
 def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
@@ -690,7 +690,9 @@ def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     assert shown(tokenizer, samples) == ["a\n{gh}", "\n{ghi}"]
     (origin,) = samples.origins
     assert (origin.rows, origin.cut, origin.without_target, origin.used) == (3, 3, 1, 2)
-    assert "evaluation on 2 samples, 2 of them truncated" in said_of(samples, tokenizer, samples)
+    assert "note: 2 of 2 evaluation samples are truncated at --max-seq-length 512" in said_of(
+        samples, tokenizer, samples
+    )
     with pytest.raises(ExpertMeshError, match="no record has a trained token within --max-seq-length 2"):
         load(tokenizer, file, max_seq_length=2, prompt_template="{prompt}{prompt}  ")
     untrained = chat("user: ab", say("assistant: cd", train=False))

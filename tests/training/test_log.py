@@ -14,6 +14,7 @@ import torch.distributed as dist
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.monitoring.console import StepTable
 from expertmesh.training.monitoring.log import RunLog
 from expertmesh.training.report import page
 from expertmesh.training.report.page import write_report
@@ -134,12 +135,13 @@ def logged(step: int, **changes: Any) -> dict[str, Any]:
     """What a run logs of 10 steps of 2 s each, 500 tokens a step; it has begun 60 s of evaluation and these ago."""
     return {
         "step": step, "epoch": step / 40, "learning_rate": 1e-3, "steps": 10, "seconds": 60.0 + 2.0 * step, "loss": 1.5,
-        "grad_norm": 0.25, "tokens": 5000, "tokens_per_second": 250.0, "expert_load_max_over_mean": 1.25, **changes,
+        "grad_norm": 0.25, "tokens": 5000, "tokens_per_second": 250.0, "peak_memory_mb": 704.0,
+        "expert_load_max_over_mean": 1.25, **changes,
     }  # fmt: skip
 
 
 def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 100) -> str:
-    """What a run without a terminal prints at a logged step, having begun after another one."""
+    """What a run prints at a logged step, having begun after another one."""
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
     log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None, None)
     said: list[str] = []
@@ -148,32 +150,50 @@ def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 10
         mock.patch.multiple(log, _record=mock.DEFAULT, _write_report=mock.DEFAULT),
     ):
         for _ in log.steps(start):
-            log.bar.disable = True
             log.step(metrics)
             break
-    (line,) = said
+    header, line = said
+    assert len(header) == len(line) or "skipped" in line
     return line
 
 
 def test_a_line_says_when_where_and_how_long(tmp_path: Path) -> None:
     line = lines_of(tmp_path, 0, logged(30))
-    clock, rest = line.split("  ", 1)
+    clock, rest = line[:8], line[8:]
     assert re.fullmatch(r"\d\d:\d\d:\d\d", clock)
     # 120 s for 30 steps, evaluation counted, so 280 s for 70
-    assert rest == (
-        "step 30/100  epoch 0.75  loss 1.5000  grad norm 0.250  lr 1.00e-03  2 s/step  250 tokens/s  "
-        "expert load 1.25x mean  4:40 left"
-    )
+    assert rest == "  30/100   0.75  1.5000    0.25 1.00e-3      2   250  0.66     4:40"
 
 
 def test_time_left_of_a_resumed_run_is_by_its_own_steps(tmp_path: Path) -> None:
     """Its clock has begun with it."""
-    assert lines_of(tmp_path, 20, logged(30, seconds=20.0)).endswith("  2:20 left")
-    assert lines_of(tmp_path, 0, logged(10, seconds=40.0), num_steps=4000).endswith("  4:26:00 left")
-    assert lines_of(tmp_path, 0, logged(100)).endswith("  0:00 left")
+    assert lines_of(tmp_path, 20, logged(30, seconds=20.0)).endswith(" 2:20")
+    assert lines_of(tmp_path, 0, logged(10, seconds=40.0), num_steps=4000).endswith(" 4:26:00")
+    assert lines_of(tmp_path, 0, logged(100)).endswith(" 0:00")
 
 
 def test_a_line_of_skipped_steps(tmp_path: Path) -> None:
     skipped = logged(30, skipped_steps=10, loss=None, grad_norm=None)
     del skipped["expert_load_max_over_mean"]
-    assert "  epoch 0.75  10 skipped  lr 1.00e-03  2 s/step  250 tokens/s  4:40 left" in lines_of(tmp_path, 0, skipped)
+    assert "  0.75       -       - 1.00e-3 " in (line := lines_of(tmp_path, 0, skipped))
+    assert line.endswith("  10 skipped")
+
+
+def test_columns_stay_where_they_are() -> None:
+    """At 80 columns, of a long run too; the header comes again."""
+    table = StepTable(99_999)
+    figures = [
+        {"grad_norm": 1234.5, "loss": 12.25, "tokens_per_second": 1_234_567.0},
+        {"grad_norm": 0.00123, "loss": 0.00001, "peak_memory_mb": 80_123.4},
+    ]
+    lines = [text for step in range(30) for text in table.lines(logged(step, **figures[step % 2]), 80_000.0)]
+    assert {len(text) for text in lines} == {79}
+    assert [number for number, text in enumerate(lines) if text.startswith("    time")] == [0, 21]
+    assert " 1.23e3 " in lines[1]
+    assert " 1.23M " in lines[1]
+    assert " 1.23e-3 " in lines[2] or " 0.00123 " in lines[2]
+
+
+def test_verbose_adds_the_load_of_experts() -> None:
+    (_, line), (_, more) = (StepTable(10, verbose).lines(logged(1), 1.0) for verbose in (False, True))
+    assert more == f"{line}  expert load 1.25x mean"

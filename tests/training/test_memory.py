@@ -68,7 +68,7 @@ def test_what_would_fit_is_tried_by_a_plan(
 
 @pytest.mark.parametrize(("available", "warned"), [(20, False), (13, True), (12, True)])
 def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
-    lines = forecast_of(10, 1, available).lines()
+    lines = forecast_of(10, 1, available).details()
     assert "parameters 10.00 + activations 1.00 = 11.00 GiB" in lines[0]
     assert any(line.startswith("warning: ") for line in lines) == warned
 

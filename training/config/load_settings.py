@@ -169,6 +169,7 @@ class LoadSettings(TypedDict, total=False):
 
     # What is told of a run.
     logging_steps: int
+    verbose: bool
     report_to: list[str] | str
     run_name: str
     profile: list[str] | str

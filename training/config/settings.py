@@ -746,6 +746,7 @@ class LogSettings:
     GROUP = "Logging and profiling"
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
+    verbose: bool = _flag(False, "Also print what a run decides before its first step, and its experts' load")
     report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME")
     run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME")
     profile: list[str] = _list(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...moe.experts.router_stats import Routing, over_ranks
 from ..config.train_config import TrainConfig
 from ..loss.balance import Balance
 from ..step import StepResult
@@ -27,6 +28,12 @@ LAYERS_NAMED = 4
 EARLY_TOKENS = 1000
 """Tokens of the mean expert that are enough for a verdict before a window is full. With fewer, an expert that a
 pretrained router chooses a hundred times more rarely than the mean may have got none by chance."""
+CHECK_EVERY = 10
+"""Steps after which ranks add up where their tokens went, and a collapsed router is warned of."""
+COLLAPSED = 0.75
+"""Of the experts that get no token when all tokens choose the same ones: the share without any that is a collapse."""
+COLLAPSE_TOKENS = 32
+"""Tokens of the mean expert that are enough to call it one. By chance, most experts would get a token of so many."""
 
 
 class Alarms:
@@ -36,22 +43,32 @@ class Alarms:
         self.log = log
         self.loss = LossAlarm(config.learning_rate)
         self.router = RouterAlarm(config, balance, top_k, groups)
+        self.every = min(CHECK_EVERY, config.router_warn_steps)
+        self.steps = 0
+        self.routing: Routing | None = None
 
     def step(self, step: int, result: StepResult) -> None:
-        """To be told every step."""
-        if result.is_finite:
-            self._warn(step, self.loss.check(step, result.loss))
-
-    def interval(self, step: int, metrics: dict[str, Any]) -> None:
-        """To be told every logged interval, as `Meter.metrics` gives it."""
-        if "expert_tokens" in metrics:
-            for warning in self.router.check(metrics["steps"], np.array(metrics["expert_tokens"])):
-                self._warn(step, warning)
+        """Take in a step. All ranks call it together, after every step."""
+        if not result.is_finite:
+            return
+        self._warn(step, self.loss.check(step, result.loss))
+        if self.every:
+            self.steps += 1
+            self.routing = result.routing if self.routing is None else self.routing + result.routing
+            if self.steps == self.every:
+                self._check_routers(step)
 
     def end(self, step: int) -> None:
-        """To be told when training ends, after the last interval: a run may be shorter than a window."""
+        """Look once more when training ends: a run may be shorter than a window. All ranks call it together."""
+        self._check_routers(step)
         for warning in self.router.end():
             self._warn(step, warning)
+
+    def _check_routers(self, step: int) -> None:
+        if self.routing is not None:
+            for warning in self.router.check(self.steps, over_ranks(self.routing).counts_LE.cpu().numpy()):
+                self._warn(step, warning)
+        self.steps, self.routing = 0, None
 
     def _warn(self, step: int, warning: str | None) -> None:
         if warning is not None:
@@ -87,9 +104,9 @@ class RouterAlarm:
     """Experts, and groups of them, without a single token, or experts with far more than the mean, over windows of
     --router-warn-steps steps.
 
-    A window ends where an interval is logged, so it may be longer. It ends after a tenth of the steps, or with the run,
-    where they bring the mean expert `EARLY_TOKENS`: what collapses at once is then told at once. Each kind is warned of
-    once.
+    A window also ends after a tenth of its steps, or with the run, once the mean expert has `EARLY_TOKENS`. A router
+    that sends almost all tokens to the same few experts is warned of at once, from the latest steps alone, or from the
+    window's where these have too few tokens. Each kind is warned of once.
 
     Args:
         top_k: experts per token.
@@ -112,6 +129,10 @@ class RouterAlarm:
             return []
         self.steps += num_steps
         self.tokens_LE = self.tokens_LE + tokens_LE
+        collapsed = self._collapsed(num_steps, tokens_LE) or self._collapsed(self.steps, self.tokens_LE)
+        if collapsed is not None and not self.warned:
+            self.warned |= {"group", "dead", "load"}  # which would say the same of it
+            return [f"{collapsed}; {self._remedy()}"]
         is_early = self.steps * 10 >= self.config.router_warn_steps and self._is_enough()
         return self._verdict() if is_early or self.steps >= self.config.router_warn_steps else []
 
@@ -129,6 +150,23 @@ class RouterAlarm:
         new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
         self.warned |= new.keys()
         return [f"{text}; {self._remedy()}" for text in new.values()]
+
+    def _collapsed(self, steps: int, tokens_LE: np.ndarray) -> str | None:
+        """A warning of layers in which almost all tokens choose the same experts."""
+        mean_L, num_experts = tokens_LE.mean(axis=1), tokens_LE.shape[1]
+        dead_L = (tokens_LE == 0).sum(axis=1)
+        load_L = tokens_LE.max(axis=1) / np.maximum(mean_L, 1e-30)
+        most_dead = num_experts - self.top_k
+        has = (mean_L >= COLLAPSE_TOKENS) & (dead_L >= COLLAPSED * most_dead) & (dead_L > 0)
+        layers = np.flatnonzero(has & (load_L > self._default_bound(num_experts)))
+        if not len(layers):
+            return None
+        first = layers[0]
+        more = f", and {len(layers) - 1} more layers are alike" if len(layers) > 1 else ""
+        return (
+            f"router collapse: in {steps} steps, {dead_L[first]} of the {num_experts} experts of layer {first} got no "
+            f"token, and expert {tokens_LE[first].argmax()} got {load_L[first]:.2f} times the mean{more}"
+        )
 
     def _dead_groups(self) -> str | None:
         """A warning of groups of experts that are never chosen: none of their experts can learn."""

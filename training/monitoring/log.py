@@ -20,14 +20,18 @@ from tqdm import tqdm
 from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.terminal import folded
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
 from ..environment import environment, write_environment
-from ..metrics import console_line
 from ..model_setup.cpu_matmuls import MatmulLibraries
 from ..report.history import History, read_record
 from ..report.page import REFRESH_SECONDS, State, sweep_reports, write_report
+from .console import StepTable
 from .trackers import TRACKERS, Trackers
+
+NOTABLE = ("warning: ", "note: ")
+"""How lines begin that are printed without --verbose too."""
 
 
 class RunLog:
@@ -65,6 +69,7 @@ class RunLog:
         self.opened: os.stat_result | None = None
         self.bar: Any = None
         self.reported = -math.inf
+        self.table = StepTable(num_steps, config.verbose)
         # what has been logged, on the main process; of a resumed run, known once `begin_after` has read it
         self.history = None if config.resume else History()
 
@@ -104,19 +109,19 @@ class RunLog:
     def line(self, text: str) -> None:
         """A line on the console, clear of the progress bar."""
         if self.is_main:
-            tqdm.write(text)
+            tqdm.write(folded(text))
+
+    def detail(self, text: str) -> None:
+        """A line on the console with --verbose; a warning or a note always."""
+        if self.config.verbose or text.startswith(NOTABLE):
+            self.line(text)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """A logged step of training: to the file, the trackers, and the progress bar."""
+        """A logged step of training: to the file, the trackers, and the console."""
         self._record(metrics)
         if self.is_main:
-            console = console_line(metrics)
-            self.bar.set_postfix_str(console, refresh=False)
-            if self.bar.disable:
-                # what the bar would tell: where the run is, when that was, and how long it still takes
-                clock = time.strftime("%H:%M:%S")
-                left = f"{_duration(self._seconds_left(metrics))} left"
-                tqdm.write(f"{clock}  step {metrics['step']}/{self.num_steps}  {console}  {left}")
+            for text in self.table.lines(metrics, self._seconds_left(metrics)):
+                tqdm.write(folded(text))
 
             if time.monotonic() >= self.reported + REFRESH_SECONDS:
                 self._write_report()
@@ -213,8 +218,7 @@ class RunLog:
                 self._open("a")
 
     def steps(self, start: int) -> Iterator[int]:
-        """The steps from `start` on, counted off on the progress bar; off a terminal, a line per logged step
-        instead."""
+        """The steps from `start` on, counted off on a progress bar, where there is a terminal."""
         self.first_step = start
         disable = None if self.is_main else True
         steps = range(start, self.num_steps)
@@ -227,10 +231,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _duration(seconds: float) -> str:
-    """As 1:02:03, or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -52,7 +52,8 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("adapter_format", "merge"),
     ),
     "says what is done with figures that every step has": (
-        *("logging_steps", "report_to", "run_name", "router_warn_steps", "router_warn_load", "on_nonfinite"),
+        *("logging_steps", "verbose", "report_to", "run_name", "router_warn_steps", "router_warn_load"),
+        "on_nonfinite",
     ),
     "of profiles, which are not modelled": ("profile_ranks",),
     "of runs on CPUs, which are not forecast": ("cpu_matmul",),

@@ -80,16 +80,17 @@ class Forecast:
         """What was chosen of what the settings leave open, by their names."""
         return {} if self.pipeline is None else self.pipeline.left_open(config)
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
+        """What is forecast, in a line."""
+        return f"{self.total / 2**30:,.2f} GiB per rank by forecast, of {self.available / 2**30:,.1f} GiB available"
+
+    def details(self) -> list[str]:
         """The terms, and a warning where it will be close."""
         before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
-        lines = [
-            f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}; "
-            f"{self.available / 2**30:,.1f} GiB are available"
-        ]
+        lines = [f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}"]
         if self.total > NEAR * self.available:
             lines.append(
-                f"warning: that is {self.total / self.available:.0%} of the memory; "
+                f"warning: the forecast is {self.total / self.available:.0%} of the memory; "
                 "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
             )
         return lines
@@ -146,8 +147,12 @@ class NoForecast:
         """Nothing."""
         return {}
 
-    def lines(self) -> list[str]:
-        return [f"memory per rank: no forecast: {self.why}"]
+    def line(self) -> str:
+        return f"no forecast: {self.why}"
+
+    def details(self) -> list[str]:
+        """Nothing."""
+        return []
 
     def check(self, world_size: int, config: TrainConfig) -> None:
         """Accept: what is not known is not refused."""
