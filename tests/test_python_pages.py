@@ -1,4 +1,5 @@
-"""The Python of the pages runs as it stands, on one rank; what is public stands on the page of Python."""
+"""The Python of the pages runs as it stands, on one rank; what is public is on the page of Python, and what a run writes
+on that of its output directory."""
 
 import inspect
 import os
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 import expertmesh
 from benchmarks import demo
+from expertmesh.sharding.runtime.watchdog import STUCK
+from expertmesh.training import output
 from tests.families.configs import is_older
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -80,3 +83,9 @@ def test_what_is_public_is_on_the_page(name: str) -> None:
 def test_every_name_is_on_the_page() -> None:
     assert [name for name in expertmesh.__all__ if f"\n## {name}\n" not in REFERENCE] == []
     assert "`load(model, **settings)`" in REFERENCE
+
+
+def test_every_file_of_a_run_is_on_the_page() -> None:
+    page = (DOCS / "reference" / "output-directory.md").read_text(encoding="utf-8")
+    written = [*output._FILES, *(f"{name}/" for name in (*output._DIRECTORIES, STUCK))]
+    assert [name for name in written if f"| `{name}` |" not in page] == []

@@ -47,6 +47,9 @@ def test_writes_metrics_and_trackers(runs: Runs) -> None:
     assert [sum(layer) for layer in first["expert_tokens"]] == [2 * first["tokens"]] * 2
     assert yaml.safe_load((ended.out / "config.yaml").read_text())["ep_size"] == 2
     assert list(ended.out.rglob("events.out.tfevents*"))
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "output-directory.md").read_text(encoding="utf-8")
+    left = [path.name + "/" * path.is_dir() for path in ended.out.iterdir()]
+    assert [name for name in left if f"| `{name}" not in page] == []
 
 
 def unread(argv: list[str]) -> Told:
