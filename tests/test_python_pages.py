@@ -1,5 +1,4 @@
-"""The Python of the pages runs as it stands, on one rank; what is public is on the page of Python, and what a run writes
-on that of its output directory."""
+"""The Python of the pages runs as it stands, on one rank. Pages name all that is public, and all that a run writes."""
 
 import inspect
 import os
