@@ -146,7 +146,7 @@ def nothing_left() -> Iterator[None]:
     ("page", "table"),
     [
         ("docs/reference/data-formats.md", table_of_formats),
-        ("training/monitoring/README.md", table_of_metrics),
+        ("docs/how-to/watch-a-run.md", table_of_metrics),
         ("docs/explanation/kernels.md", table_of_kernels),
         ("docs/explanation/checkpoints.md", table_of_codes),
         ("training/attention/README.md", table_of_layer_kinds),

@@ -133,7 +133,7 @@ METRICS = [
     Metric(
         name="steps",
         unit="",
-        meaning="steps since the last logged one",
+        meaning="steps since the line before",
         of="steps",
         value=lambda interval: len(interval.steps),
         over_ranks="alike",
@@ -141,7 +141,7 @@ METRICS = [
     Metric(
         name="skipped_steps",
         unit="",
-        meaning="those among them that were not finite, and made no update; absent where there are none",
+        meaning="steps that were not finite and made no update; absent if there are none",
         of="steps",
         value=lambda interval: len(interval.steps) - len(interval.finite),
         over_ranks="alike",
@@ -151,7 +151,7 @@ METRICS = [
     Metric(
         name="seconds",
         unit="s",
-        meaning="all wall time since training started or was resumed",
+        meaning="wall time since training started or was resumed",
         of="steps",
         value=lambda interval: round(interval.seconds_in_all, 3),
         over_ranks="alike",
@@ -168,7 +168,7 @@ METRICS = [
     Metric(
         name="eval_loss",
         unit="nats",
-        meaning="mean cross-entropy of the target tokens held out",
+        meaning="mean cross-entropy of the held-out target tokens",
         of="evaluation",
         value=lambda found: found.loss,
         over_ranks="alike",
@@ -186,7 +186,7 @@ METRICS = [
     Metric(
         name="eval_target_tokens",
         unit="tokens",
-        meaning="target tokens of the evaluation",
+        meaning="target tokens that were evaluated",
         of="evaluation",
         value=lambda found: found.targets,
         over_ranks="alike",
@@ -202,7 +202,7 @@ METRICS = [
     Metric(
         name="grad_norm",
         unit="",
-        meaning="norm of the last finite step's gradients, before clipping",
+        meaning="gradient norm of the last finite step, before clipping",
         of="steps",
         value=lambda interval: interval.finite[-1].grad_norm if interval.finite else None,
         over_ranks="alike",
@@ -211,7 +211,7 @@ METRICS = [
     Metric(
         name="learning_rate",
         unit="",
-        meaning="of the last step",
+        meaning="learning rate of the last step",
         of="steps",
         value=lambda interval: interval.learning_rate,
         over_ranks="alike",
@@ -220,7 +220,7 @@ METRICS = [
     Metric(
         name="balance_loss",
         unit="",
-        meaning="load-balancing loss, unweighted; where it has a weight",
+        meaning="load-balancing loss, unweighted; only if it has a weight",
         of="steps",
         value=lambda interval: interval.mean("balance_loss", None),
         over_ranks="alike",
@@ -231,7 +231,7 @@ METRICS = [
     Metric(
         name="z_loss",
         unit="",
-        meaning="router z-loss, unweighted; where it has a weight",
+        meaning="router z-loss, unweighted; only if it has a weight",
         of="steps",
         value=lambda interval: interval.mean("z_loss", "tokens"),
         over_ranks="alike",
@@ -242,7 +242,7 @@ METRICS = [
     Metric(
         name="tokens",
         unit="tokens",
-        meaning="of all steps since the last logged one, without padding",
+        meaning="tokens of all ranks, without padding",
         of="steps",
         value=lambda interval: interval.total("tokens"),
         over_ranks="alike",
@@ -250,7 +250,7 @@ METRICS = [
     Metric(
         name="target_tokens",
         unit="tokens",
-        meaning="those among them that were to be predicted",
+        meaning="tokens that were to be predicted",
         of="steps",
         value=lambda interval: interval.total("targets"),
         over_ranks="alike",
@@ -258,7 +258,7 @@ METRICS = [
     Metric(
         name="tokens_per_second",
         unit="tokens/s",
-        meaning="of all ranks, over the wall time without pauses",
+        meaning="`tokens` over the wall time without pauses",
         of="steps",
         value=lambda interval: round(interval.total("tokens") / interval.seconds, 1),
         over_ranks="alike",
@@ -285,7 +285,7 @@ METRICS = [
     Metric(
         name="tflops_per_second",
         unit="TFLOP/s",
-        meaning="per rank, of forward and backward without recomputation",
+        meaning="per rank, forward and backward without recomputation",
         of="steps",
         value=lambda interval: round(interval.tflops_per_second, 4),
         over_ranks="alike",
@@ -294,7 +294,7 @@ METRICS = [
     Metric(
         name="mfu",
         unit="",
-        meaning="these over the device's peak in bf16, where that is known",
+        meaning="`tflops_per_second` over the device's bf16 peak, if that is known",
         of="steps",
         value=lambda interval: round(interval.tflops_per_second / interval.peak_tflops, 4),
         over_ranks="alike",
@@ -306,7 +306,7 @@ METRICS = [
     Metric(
         name="peak_memory_mb",
         unit="MB",
-        meaning="most that a rank has held since it started: allocated by torch on a GPU, else resident",
+        meaning="most that a rank has held since it started: allocated by torch on a GPU, resident on a CPU",
         of="steps",
         value=lambda interval: round(interval.most_memory / 1e6, 1),
         over_ranks="max",
@@ -315,7 +315,7 @@ METRICS = [
     Metric(
         name="host_memory_mb",
         unit="MB",
-        meaning="host memory that a process holds now (resident), of the rank with the most",
+        meaning="resident host memory now, of the rank with the most",
         of="steps",
         value=lambda interval: round(interval.host_memory / 1e6, 1),
         over_ranks="max",
@@ -334,7 +334,7 @@ METRICS = [
     Metric(
         name="expert_load_max_over_mean",
         unit="",
-        meaning="tokens of the busiest expert over the mean of its layer, largest of all layers: from 1 to E/K",
+        meaning="tokens of the busiest expert over the mean of its layer, for the worst layer: from 1 to E/K",
         of="steps",
         value=lambda interval: float(_load_LE(interval.routing).max()),
         over_ranks="alike",
@@ -363,7 +363,7 @@ METRICS = [
     Metric(
         name="router_entropy",
         unit="nats",
-        meaning="mean entropy of the router's scores, by layer; null where they are not to be had",
+        meaning="mean entropy of the router's scores, per layer; null if a layer has none",
         of="steps",
         value=_entropy,
         over_ranks="alike",
@@ -377,8 +377,8 @@ METRICS = [
     ),
     Metric(
         name="dropped_tokens",
-        unit="rows",
-        meaning="rows routed that no expert has computed: 0",
+        unit="tokens",
+        meaning="routed tokens that no expert computed: always 0",
         of="steps",
         value=lambda interval: int(interval.routing.counts_LE.sum() - interval.routing.rows_computed_L.sum()),
         over_ranks="alike",
@@ -387,7 +387,7 @@ METRICS = [
     Metric(
         name="expert_tokens",
         unit="tokens",
-        meaning="that chose each expert, by layer; the report draws them as a map",
+        meaning="tokens routed to each expert, per layer",
         of="steps",
         value=lambda interval: interval.routing.counts_LE.tolist(),
         over_ranks="alike",
@@ -425,7 +425,7 @@ def register_metric(added: Metric, before: str | None = None) -> None:
 
 
 def table_of_metrics() -> str:
-    """The table in README.md of `monitoring`."""
+    """The table in docs/how-to/watch-a-run.md."""
     rows = [("name", "unit", "what it is"), ("---",) * 3]
     rows += [(f"`{metric.name}`", metric.unit, metric.meaning) for metric in METRICS]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")
