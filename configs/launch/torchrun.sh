@@ -5,6 +5,9 @@
 #
 # The output directory must be on storage shared by all nodes. If a rank dies, its attempt ends, and the next attempt (up
 # to MAX_RESTARTS) resumes from the newest complete checkpoint. So does the same line started again.
+#
+# After SIGTERM, torchrun gives ranks 30 seconds to finish their step and save, then kills them. Where that is too short,
+# set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 (torch 2.11 ignores it).
 set -euo pipefail
 
 nodes=${NNODES:-1}           # nodes in all
