@@ -149,7 +149,7 @@ def nothing_left() -> Iterator[None]:
         ("docs/how-to/watch-a-run.md", table_of_metrics),
         ("docs/explanation/kernels.md", table_of_kernels),
         ("docs/explanation/checkpoints.md", table_of_codes),
-        ("training/attention/README.md", table_of_layer_kinds),
+        ("docs/explanation/attention.md", table_of_layer_kinds),
         ("moe/dispatch/README.md", table_of_dispatchers),
     ],
 )
@@ -157,9 +157,9 @@ def test_pages_list_what_there_is(page: str, table: Callable[[], str]) -> None:
     assert table() in (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_readme_lists_all_optimizers() -> None:
-    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|", readme.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
+def test_page_lists_all_optimizers() -> None:
+    page = (ROOT / "docs" / "reference" / "optimizers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", page.split("| `--optim` |")[1].split("\n\n")[0], re.MULTILINE)
     assert rows == [entry.name for entry in OUR_OPTIMIZERS]
 
 

@@ -29,19 +29,11 @@ DOCS = ROOT / "docs"
 PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 MAP_LINES = 60
 """Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
-LONGER = {
-    "training/README.md", "training/attention/README.md",
-}  # fmt: skip
-"""Not cut yet: their links may lead to headings that have moved."""
 STILTED = (
     "as it came", "be it", "but for", "has gone", "holds for", "is said", "likewise", "of which", "stands in",
     "such as it", "what is told", "whatever",
 )  # fmt: skip
 """Words that make a sentence hard to read; plain ones say the same."""
-NOT_PLAIN = LONGER | {
-    "training/fused/README.md",
-}  # fmt: skip
-"""Pages that still have some."""
 FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
 """Of tools that are not ours, but for torchrun's: pytest-xdist, pip."""
 
@@ -162,14 +154,14 @@ def test_what_a_page_says_is_so(readme: Path) -> None:
 @pytest.mark.parametrize("folder", sorted({page.parent for page in READMES[1:]}), ids=name_of)
 def test_a_folders_readme_is_a_map(folder: Path) -> None:
     lines = len((folder / "README.md").read_text(encoding="utf-8").splitlines())
-    assert lines <= MAP_LINES or name_of(folder / "README.md") in LONGER, f"{lines} lines"
+    assert lines <= MAP_LINES, f"{lines} lines"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_words_are_plain(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = [words for words in STILTED if re.search(rf"\b{words}\b".replace(" ", r"\s+"), text, re.IGNORECASE)]
-    assert not found or name_of(page) in NOT_PLAIN
+    assert not found
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=name_of)
@@ -196,7 +188,7 @@ def check_links(readme: Path) -> None:
         path, _, anchor = target.partition("#")
         file = readme.parent / path if path else readme
         assert file.is_file(), f"{target}: no such file"
-        if anchor and name_of(readme) not in LONGER:
+        if anchor:
             assert anchor in slugs(file), f"{target}: has no such heading"
 
 
