@@ -14,9 +14,9 @@ Every flag may also be a key of the YAML file that `--config` names, with unders
 `expertmesh.load`. Flags win over the file. Flags have the names of `transformers.TrainingArguments`, with `-` or `_`. A
 switch takes no value, or `true` or `false`.
 
-- A flag or key of another tool (trl, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate, DeepSpeed) is refused with
-  what to give instead, all of a file's in one error. One that asks for what is done anyway, such as `fp16: false`, is
-  ignored.
+- A flag or key of another tool (trl, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate, DeepSpeed) is refused.
+  One error names all of them in a file, with what to give instead. A key that asks for what is done anyway, such as
+  `fp16: false`, is ignored.
 - A flag without effect beside the others, such as `--dispatch rank` without `--ep-size`, is no error; a note names it.
 
 This page is made by a command:
