@@ -827,7 +827,7 @@ def test_which_is_taken_by_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "bad.jinja").write_text("{% for")
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert set_chat_template(tokenizer, str(tmp_path / "own.jinja")) == str(tmp_path / "own.jinja")
-    gone = [(name, f"{name}: is no longer built in; leave it out where the tokenizer has a") for name in NO_LONGER]
+    gone = [(name, f"{name}: is no longer built in; leave it out if the tokenizer has a") for name in NO_LONGER]
     for asked, said in (("mistrall", names), (str(tmp_path / "bad.jinja"), r"bad\.jinja: cannot be used"), *gone):
         with pytest.raises(ExpertMeshError, match=said):
             set_chat_template(tokenizer, asked)

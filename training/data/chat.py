@@ -57,8 +57,9 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         return f"built-in {wanted}"
     if wanted in NO_LONGER:
         raise ExpertMeshError(
-            f"--chat-template {wanted}: is no longer built in; leave it out where the tokenizer has a template, or "
-            "give the chat_template.jinja of a model that was trained on it, as of what an earlier run exported"
+            f"--chat-template {wanted}: is no longer built in; leave it out if the tokenizer has a template, else "
+            "give a file. An earlier run has its own in OUTPUT_DIR/hf and in OUTPUT_DIR/checkpoints/step-*/model: "
+            "chat_template.jinja"
         )
     try:
         if not Path(wanted).is_file():
