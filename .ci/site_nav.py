@@ -1,4 +1,4 @@
-"""The navigation of the site, which .mkdocs.yml calls: the tutorial, a section per folder of docs/, the glossary."""
+"""The navigation of the site, by the folders of docs/; .mkdocs.yml calls it."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def navigation(docs: Path) -> list[Any]:
+def navigation(docs: Path) -> list[dict[str, Any]]:
     """mkdocs' `nav`. A page beside these, or in another folder, is in no section, and the strict build fails."""
-    sections = [{name: pages(docs, folder)} for name, folder in SECTIONS.items()]
-    entries: list[Any] = ["index.md", {"Tutorial": "tutorial.md"}, *sections, {"Glossary": "glossary.md"}]
+    entries: list[dict[str, Any]] = [{"Start": "index.md"}, {"Tutorial": "tutorial.md"}]
+    entries += [{name: pages(docs, folder)} for name, folder in SECTIONS.items()]
+    entries += [{"Glossary": "glossary.md"}]
     return [entry for entry in entries if exists(docs, entry)]
 
 
@@ -22,7 +23,7 @@ def pages(docs: Path, folder: str) -> list[str]:
     return sorted(str(file.relative_to(docs)) for file in (docs / folder).glob("*.md"))
 
 
-def exists(docs: Path, entry: Any) -> bool:
+def exists(docs: Path, entry: dict[str, Any]) -> bool:
     """Whether a page is there, or a section has any."""
-    (what,) = entry.values() if isinstance(entry, dict) else (entry,)
+    (what,) = entry.values()
     return bool(what) if isinstance(what, list) else (docs / what).exists()

@@ -28,8 +28,11 @@ python -m tests.commands_page > docs/reference/commands.md
 | list the supported models | [`python -m expertmesh.moe families`](#families) | |
 | make a run's report again, compare runs | [`python -m expertmesh.report`](#report) | |
 
-Exit codes: 0, it worked; 1, `verify` found a difference, `inspect` a fault, or `plan` and `rehearse` nothing that fits;
-2, a mistake in the input, or a group of `mesh --check` that does not answer.
+| exit code | meaning |
+| --- | --- |
+| 0 | it worked |
+| 1 | `verify` found a difference, `inspect` found a fault, or nothing fits (`plan`, `rehearse`) |
+| 2 | a mistake in the input, or a group of `mesh --check` does not answer |
 """
 TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too, and `--config`."
 COMMANDS = {

@@ -43,7 +43,7 @@ def test_sections_are_the_folders(tmp_path: Path) -> None:
         (tmp_path / page).parent.mkdir(exist_ok=True)
         (tmp_path / page).touch()
     assert navigation(tmp_path) == [
-        "index.md",
+        {"Start": "index.md"},
         {"Tutorial": "tutorial.md"},
         {"How-to": ["how-to/a.md", "how-to/b.md"]},
         {"Explanation": ["explanation/c.md"]},

@@ -1,8 +1,8 @@
 """What has to be known of a family by its name, each with the reason: all else is read from transformers' modules."""
 
-_SHARED_BY_TURNS = "its checkpoints hold the shared experts' gate and up by turns, within what is one row here"
-_BY_TURNS = "its checkpoints hold the experts' gate and up by turns, which its model has one behind the other"
-_IN_CODES = "its checkpoints hold experts in codes that transformers alone dequantizes, gate and up by turns"
+_SHARED_BY_TURNS = "its checkpoints interleave gate and up of the shared experts within a row"
+_BY_TURNS = "its checkpoints interleave gate and up of the experts, which its model concatenates"
+_IN_CODES = "its checkpoints quantize the experts in a format that only transformers reads, gate and up interleaved"
 UNSUPPORTED = {
     "diffusion_gemma": "it fills blocks of tokens step by step, and predicts no next token",
     "inkling2": _BY_TURNS,
