@@ -113,7 +113,7 @@ def test_a_wheel(theirs: Path, tmp_path: Path) -> None:
     assert set(sources()) == {name for name in wheel.namelist() if name.startswith("expertmesh/")}
     wheel.extractall(site)
     check_use(theirs, site, paths=(site,))
-    for module in ("train_ep", "moe", "sharding", "checkpoints", "training.report"):
+    for module in ("train_ep", "moe", "sharding", "checkpoints", "report"):
         assert "usage:" in python("-m", f"expertmesh.{module}", "--help", cwd=theirs, paths=(site,))
     assert "--gpus" in python("-m", "expertmesh.sharding", "plan", "--help", cwd=theirs, paths=(site,))
 

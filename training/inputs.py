@@ -174,7 +174,8 @@ def make_prompts(config: TrainConfig, inputs: Inputs) -> Prompts | None:
         return None
     if config.generate_prompts:
         tokens = [question_tokens(config, inputs.tokenizer, prompt) for prompt in config.generate_prompts]
-        return Prompts(config.generate_prompts, tokens, [None] * len(tokens), inputs.tokenizer)
+        texts = list(map(inputs.tokenizer.decode, tokens))  # as the model sees them, with the template's tokens
+        return Prompts(texts, tokens, [None] * len(tokens), inputs.tokenizer)
     rows = inputs.evaluation or inputs.training
     assert rows is not None
     samples = [rows.samples[index] for index in range(min(_NUM_PROMPTS, len(rows.samples)))]

@@ -40,7 +40,9 @@ def run(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *f
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Those of steps."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
 
 
 def names_in(out: Path) -> set[str]:
@@ -141,7 +143,7 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
         assert parts["expert GEMMs"]["allocated_bytes"] > 0
 
     page = (tmp_path / "report.html").read_text()
-    shown = json.loads(page.partition('id="run">')[2].partition("</script>")[0])["profiles"]
+    shown = json.loads(page.partition('id="run">')[2].partition("</script>")[0])["runs"][0]["profiles"]
     assert [(entry["rank"], entry["steps"]) for entry in shown] == [(0, [2, 3]), (1, [2, 3])]
     assert shown[0]["parts"] == profile_of(tmp_path, "rank-0.steps-2-3")["parts"]
 

@@ -71,7 +71,7 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) ->
     page = (tmp_path / "out0" / "report.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
     assert data is not None
-    content = json.loads(data[1])
+    content = json.loads(data[1])["runs"][0]
     assert (content["step"], content["num_steps"], content["summary"]["tokens"]) == (1, 1, alone["tokens"])
 
     prompts = [sample.tokens for sample in SAMPLES[:3]]

@@ -258,7 +258,7 @@ function curveChart(chart) {
       const spread = runs.length === 1 && line.low && line.low[point] < line.high[point];
       const range = spread ? ` (${format(line.low[point])} – ${format(line.high[point])})` : "";
       const step = line.steps[point] === lead ? "" : ` at step ${whole(line.steps[point])}`;
-      const name = runs.length > 1 ? `■ ${line.label}` : line.label; // which run is told by the legend's colours
+      const name = runs.length > 1 ? `■\u00a0${line.label}` : line.label; // which run is told by the legend's colours
       readout.append(" · ", element("span", line.kind, `${name} ${format(line.mean[point])}`.trim() + range + step));
     });
   }
