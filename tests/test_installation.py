@@ -20,6 +20,8 @@ import expertmesh
 from expertmesh.training.planning import cluster_commands
 
 ROOT = Path(__file__).parents[1]
+OWN = ("__init__.py", "py.typed", "report.py")
+"""Files of the package itself, beside its folders."""
 OURS = ("moe", "sharding", "checkpoints", "training")
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 USE = """
@@ -39,7 +41,7 @@ print(json.dumps([ours, theirs]))
 
 def sources() -> dict[str, Path]:
     """The files of each package of ours, Python's and others that it needs, by the path in a wheel."""
-    found = {f"expertmesh/{name}": ROOT / f".package/expertmesh/{name}" for name in ("__init__.py", "py.typed")}
+    found = {f"expertmesh/{name}": ROOT / f".package/expertmesh/{name}" for name in OWN}
     files = [ROOT / "train_ep.py", *(file for folder in OURS for file in (ROOT / folder).rglob("*"))]
     ours = [file for file in files if file.suffix in (".py", ".html", ".css", ".js", ".json", ".jinja")]
     return found | {f"expertmesh/{file.relative_to(ROOT)}": file for file in ours}
