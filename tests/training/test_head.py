@@ -1,9 +1,11 @@
 """The chunked loss of the target tokens, tested against the loss from unchunked logits."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -264,6 +266,19 @@ def test_choice() -> None:
         for agrees, kind in ((True, "liger"), (False, "chunked")):
             with mock.patch.object(head, "liger_agrees", return_value=agrees):
                 assert choose_cross_entropy("auto", "cuda") == kind
+        with mock.patch.object(head, "liger_failure", return_value=""):
+            assert choose_cross_entropy("liger", "cuda") == "liger"
+
+
+def test_an_old_liger_is_refused_at_the_start() -> None:
+    """Before a model is loaded: its function takes other arguments."""
+    old = SimpleNamespace(LigerFusedLinearCrossEntropyFunction=SimpleNamespace(apply=lambda x, weight, targets: x))
+    with (
+        mock.patch.dict(sys.modules, {"liger_kernel.ops": old}),
+        mock.patch.object(head, "find_spec", return_value=mock.sentinel.found),
+        pytest.raises(ExpertMeshError, match=r"does not run \(TypeError.*\); pip install 'expertmesh\[gpu\]'"),
+    ):
+        choose_cross_entropy("liger", "cuda")
 
 
 @with_liger

@@ -30,6 +30,7 @@ from ...moe.experts.forward import Forward, Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import computes_on_cpu, takes_triton
+from ...moe.util.versions import installed_version
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
@@ -119,7 +120,7 @@ def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
     shows that it computes what ours does.
 
     Raises:
-        ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel.
+        ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel, or an old one.
     """
     if name == "auto":
         takes_liger = device_type == "cuda" and find_spec("liger_kernel") is not None and liger_agrees()
@@ -131,6 +132,11 @@ def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
             "--cross-entropy liger: liger-kernel is not installed; pip install 'expertmesh[gpu]', "
             "or use --cross-entropy chunked"
         )
+    if name == "liger" and (failure := liger_failure()):
+        raise ExpertMeshError(
+            f"--cross-entropy liger: liger-kernel {installed_version('liger-kernel')} does not run ({failure}); "
+            "pip install 'expertmesh[gpu]' brings a version that does, or use --cross-entropy chunked"
+        )
     return name
 
 
@@ -138,18 +144,38 @@ def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
 def liger_agrees() -> bool:
     """Whether liger-kernel's loss and gradients are as near as the chunked ones to what these are in fp32, by a trial
     on this process's GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(0)
-    x_1SD, weight_VD = torch.randn(1, 64, 128, generator=generator), torch.randn(320, 128, generator=generator)
-    targets_1S = torch.randint(0, 320, (1, 64), generator=generator).to(device)
-    targets = Targets(targets_1S, torch.arange(0, 64, 2, device=device))
+    *inputs, targets = _trial()
     chunked, by_liger = (
         lambda x, weight, loss_sum=loss_sum: loss_sum(x, weight, None, targets)
         for loss_sum in (chunked_loss_sum, liger_loss_sum)
     )
-    inputs = [x_1SD.to(device), weight_VD.to(device) / 8]
     dtypes = (torch.bfloat16, torch.float32)
-    return all(try_kernel(chunked, by_liger, [x.to(dtype) for x in inputs]) is not None for dtype in dtypes)
+    precision = torch.get_float32_matmul_precision()
+    # with --tf32 the trial would be of what both round, each at another place
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return all(try_kernel(chunked, by_liger, [x.to(dtype) for x in inputs]) is not None for dtype in dtypes)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def liger_failure() -> str:
+    """Why liger-kernel's loss does not run, as that of another version may not; empty: it does."""
+    x_1SD, weight_VD, targets = _trial()
+    try:
+        liger_loss_sum(x_1SD.requires_grad_(), weight_VD.requires_grad_(), None, targets).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _trial() -> tuple[Tensor, Tensor, Targets]:
+    """Inputs of a loss, on this process's GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    x_1SD, weight_VD = torch.randn(1, 64, 128, generator=generator), torch.randn(320, 128, generator=generator)
+    targets_1S = torch.randint(0, 320, (1, 64), generator=generator).to(device)
+    return x_1SD.to(device), weight_VD.to(device) / 8, Targets(targets_1S, torch.arange(0, 64, 2, device=device))
 
 
 def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
