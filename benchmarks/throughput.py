@@ -1,6 +1,6 @@
 """Training throughput, memory and traffic of expert parallelism against FSDP alone and against transformers' own:
 
-    torchrun --nproc-per-node 4 -m benchmarks.throughput                            # the README's setting, on CPU
+    torchrun --nproc-per-node 4 -m benchmarks.throughput                            # as in docs, on CPU
     torchrun --nproc-per-node 8 -m benchmarks.throughput --model DIR --dtype bf16   # any model, on GPUs
 
 Complete training steps (forward, backward, clipping, AdamW) of the variants of `benchmarks.variants`, on the same
