@@ -30,8 +30,9 @@ PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 MAP_LINES = 60
 """Lines of a folder's README: it is a map for maintainers. What users read lies in docs/."""
 STILTED = (
-    "as it came", "be it", "but for", "has gone", "holds for", "is said", "likewise", "of which", "stands in",
-    "such as it", "what is told", "whatever",
+    "arrangement", "as ever", "as it came", "be it", "but for", "by turns", "has gone", "holds for", "is said",
+    "likewise", "nobody", "of which", "signs of life", "stands in", "stands still", "such as it", "what is told",
+    "whatever", "who keeps", "yardstick",
 )  # fmt: skip
 """Words that make a sentence hard to read; plain ones say the same."""
 FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
