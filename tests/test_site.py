@@ -73,3 +73,9 @@ def test_a_broken_page_fails_the_build(tmp_path: Path) -> None:
     code, said = build(tmp_path)
     assert code == 1
     assert all(word in said for word in SAID), said
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text(encoding="utf-8")))
+    assert linked == {str(file.relative_to(docs)) for file in docs.rglob("*.md")} - {"index.md"}

@@ -59,6 +59,7 @@ family's attention, except where the page gives another one below the table.
   memory during training, and the export has them unchanged.
 - Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json. The error message says so.
 - Llama 4 is not supported: transformers does not mark its experts.
+- A model is refused if its layers have different numbers of experts, or of experts per token. No tested model has them.
 
 """
 
