@@ -1,8 +1,9 @@
 """The first collectives of process groups, when they are made.
 
-NCCL makes a group's communicator, and in it the connections between ranks, when something is first sent, while the
-host waits. In a step that would come in the midst of a pipeline's schedule, where ranks do not come to a group at the
-same time, and in memory that forecasts count from the start. Here all ranks come to all groups in one order.
+NCCL makes a group's communicator when something is first sent in it, and connects its ranks anew for each algorithm,
+while the host waits. In a step that would come in the midst of a pipeline's schedule, where ranks do not come to a
+group at the same time, and in memory that forecasts count from the start. Here all ranks come to all groups in one
+order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,10 @@ def warm_up(summing: Iterable[dist.ProcessGroup], exchanging: Iterable[dist.Proc
     """
     for group in summing:
         if group.size() > 1:
-            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+            one, all_of_them = (torch.zeros(size, device=device_type) for size in (1, group.size()))
+            dist.all_reduce(one, group=group)
+            dist.all_gather_into_tensor(all_of_them, one, group=group)
+            dist.reduce_scatter_tensor(one, all_of_them, group=group)
     for group in exchanging:
         if group.size() > 1:
             sent = torch.zeros(group.size(), device=device_type)

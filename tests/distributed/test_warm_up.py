@@ -24,6 +24,8 @@ LAYOUTS: dict[str, tuple[Topology, dict[str, Any]]] = {
     "once to each node": (Topology(8, 8), {"dispatch": "node", "ranks_per_node": 4}),
     "cp": (Topology(8, 4, "full", 2), {}),
     "tp": (Topology(8, 4, tp_size=2), {}),
+    "matrices of replicas": (Topology(8, 4, "hybrid"), {"optim": "muon"}),
+    "matrices of a stage": (Topology(8, 2, pp_size=2), {"optim": "muon", "dispatch": "rank"}),
     "tp and cp": (Topology(8, 8, "hybrid", 2, tp_size=2), {}),
     "pp": (Topology(8, 2, pp_size=2), {}),
     "pp 4, tied": (Topology(4, 1, pp_size=4), {}),
@@ -34,11 +36,19 @@ LAYOUTS: dict[str, tuple[Topology, dict[str, Any]]] = {
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """What is sent in a group: its purpose, its name, and with which rank; None: with all of them."""
+    """What is sent in a group: its purpose, its name, with which rank (None: with all of them), and in which way, as
+    NCCL connects a group's ranks for each of them."""
 
     purpose: str
     name: str
     peer: int | None
+    way: str
+
+
+WAYS = {
+    "allreduce_": "sum", "_allgather_base_": "gather", "allgather_": "gather", "_reduce_scatter_base_": "gather",
+    "broadcast_": "gather", "alltoall_base_": "exchange", "alltoall_": "exchange", "send": "pass", "recv_": "pass",
+}  # fmt: skip
 
 
 class Uses(TorchDispatchMode):
@@ -53,8 +63,9 @@ class Uses(TorchDispatchMode):
             if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
                 group = dist.ProcessGroup.unbox(given)
                 if group.size() > 1:
-                    is_single = operator.name() in ("c10d::send", "c10d::recv_")
-                    self.all.append(Use(group.group_desc, group.group_name, args[2] if is_single else None))
+                    way = WAYS[operator.name().removeprefix("c10d::")]
+                    peer = args[2] if way == "pass" else None
+                    self.all.append(Use(group.group_desc, group.group_name, peer, way))
         return operator(*args, **(kwargs or {}))
 
 
@@ -62,8 +73,7 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
     """(those when the model is made and sharded, those of a step)."""
     with Uses() as before:
         model, mesh, _ = sharded_model(path, topology, case)
-    config = config_of(case, topology)
-    optimizer = build_optimizer(model, config, mesh)
+        optimizer = build_optimizer(model, config_of(case, topology), mesh)
     batches = my_batches(case, topology, dist.get_rank(), mesh.cp_group)
     with Uses() as step:
         train_step(model.train(), optimizer, batches, mesh, LossWeights(case.balance, case.z, False), 0.5)
@@ -74,8 +84,8 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
     "name",
     tiered(
         ["pp"],
-        slow=["tp and cp", "once to each node", "interleaved", "hybrid"],
-        release=["ep 4 of 8", "cp", "tp", "pp 4, tied", "zero-bubble"],
+        slow=["tp and cp", "once to each node", "interleaved", "matrices of replicas"],
+        release=["ep 4 of 8", "hybrid", "matrices of a stage", "cp", "tp", "pp 4, tied", "zero-bubble"],
     ),
 )
 def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, name: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...checkpoints.files.tensors import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
+from ...sharding.collectives.warm_up import warm_up
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
 from ..config.optimizers import num_elements, stack_size
@@ -302,7 +303,9 @@ class MatrixOptimizer(ResumableOptimizer):
         self.adamw = adamw
         self.device = torch.device(mesh.grid.device_type)
         self.lots: list[Lot] = []
-        for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
+        groups = mesh.dense_shards.get_group(), mesh.dp.get_group()
+        warm_up([], groups, mesh.grid.device_type)
+        for matrices, group in zip((dense, experts), groups, strict=True):
             if block_size is not None:
                 me = dist.get_rank(group)
                 matrices = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
