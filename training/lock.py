@@ -37,7 +37,8 @@ class DirectoryLock:
         Raises:
             ExpertMeshError: another process holds it; the message says which.
         """
-        lock: BaseFileLock = FileLock(self.path, timeout=_WAIT_SECONDS, mode=0o644)
+        # what it would fall back to on some file systems is below, for all, and without a warning
+        lock: BaseFileLock = FileLock(self.path, timeout=_WAIT_SECONDS, mode=0o644, fallback_to_soft=False)
         try:
             try:
                 lock.acquire()
