@@ -187,15 +187,18 @@ function curveChart(chart) {
       drawn(shown, "text", "", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, format(tick));
     }
     drawHorizontal(left, end, width);
-    // a picture of its own, so that what is beyond the part that is shown is cut off
-    const inside = { x: left - 9, y: 0, width: end - left + 18, height, viewBox: `${left - 9} 0 ${end - left + 18} ${height}` };
-    const plot = drawn(shown, "svg", "", inside);
+    // pictures of their own cut off what is beyond the part that is shown; dots and marks may stand on its edge
+    const inside = (margin) => {
+      const [x, width] = [left - margin, end - left + 2 * margin];
+      return drawn(shown, "svg", "", { x, y: 0, width, height, viewBox: `${x} 0 ${width} ${height}` });
+    };
+    const [area, plot] = [inside(0), inside(9)];
     if (chosen.get("marks") !== "no") drawMarks(plot, y);
     for (const [value, label] of chart.references.filter(([value]) => value >= low && value <= high)) {
       drawn(shown, "line", "reference", { x1: left, x2: end, y1: y(value), y2: y(value) });
       drawn(shown, "text", "", { x: end, y: y(value) + (y(value) < 24 ? 13 : -5), "text-anchor": "end" }, label);
     }
-    for (const line of lines) drawLine(plot, line, y);
+    for (const line of lines) drawLine(area, plot, line, y);
     cursor = drawn(plot, "g", "", {});
     cursor.y = y;
     const smoothing = Math.max(...lines.map((line) => line.radius));
@@ -219,7 +222,8 @@ function curveChart(chart) {
   function drawMarks(plot, y) {
     runs.filter(isShown).forEach((run) => {
       const hue = runs.length > 1 ? `hue-${runs.indexOf(run)}` : "";
-      for (const mark of marksOf(run, view.along)) drawMark(plot, mark, x(mark.x), top, bottom, hue);
+      const marks = marksOf(run, view.along).filter((mark) => mark.x >= view.from && mark.x <= view.to);
+      for (const mark of marks) drawMark(plot, mark, x(mark.x), top, bottom, hue);
     });
     for (const line of lines.filter((line) => line.name === "eval_loss" && line.run.summary.best_eval_loss !== null)) {
       const { best_eval_loss: value, best_eval_step: step } = line.run.summary;
@@ -228,17 +232,17 @@ function curveChart(chart) {
     }
   }
 
-  function drawLine(plot, line, y) {
+  function drawLine(area, plot, line, y) {
     const path = (heights) => heights.map((value, i) => `${x(line.places[i]).toFixed(1)},${y(value).toFixed(1)}`);
     if (line.low && runs.length === 1) {
       const outline = [...path(line.high), ...path(line.low).reverse()];
-      drawn(plot, "polygon", `band ${line.kind}`, { points: outline.join(" ") });
+      drawn(area, "polygon", `band ${line.kind}`, { points: outline.join(" ") });
     }
-    if (line.radius) drawn(plot, "polyline", `curve faint ${line.kind}`, { points: path(line.mean).join(" ") });
-    drawn(plot, "polyline", `curve ${line.kind}`, { points: path(line.smoothed).join(" ") });
-    const inside = line.places.filter((place) => place >= view.from && place <= view.to).length;
-    if (inside > MANY_POINTS) return;
-    line.places.forEach((place, i) => drawDot(plot, line.kind, x(place), y(line.mean[i]), 2.6));
+    if (line.radius) drawn(area, "polyline", `curve faint ${line.kind}`, { points: path(line.mean).join(" ") });
+    drawn(area, "polyline", `curve ${line.kind}`, { points: path(line.smoothed).join(" ") });
+    const inside = [...line.places.keys()].filter((i) => line.places[i] >= view.from && line.places[i] <= view.to);
+    if (inside.length > MANY_POINTS) return;
+    for (const i of inside) drawDot(plot, line.kind, x(line.places[i]), y(line.mean[i]), 2.6);
   }
 
   // The values at a place, or the last ones that are shown.

@@ -192,7 +192,7 @@ class Seconds:
     def add(self, record: Record) -> None:
         """Take in a line of the file."""
         if (step_seconds := _number(record.get("step_seconds"))) is not None:
-            number = record["steps"]
+            number = int(_number(record.get("steps")) or 0)
             self.number += number
             self.steps += number * step_seconds
             self.data += number * (_number(record.get("data_seconds")) or 0.0)
