@@ -57,16 +57,17 @@ from .attention.packed_attention import choose_attention
 from .attention.padded_lengths import padding_of
 from .config.train_config import TrainConfig
 from .consistency import compare_models
-from .data.batch import IGNORED, Batch, batch_of, collate
+from .data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
 from .data.chat import answer_ends
 from .data.samples import prompt_tokens
 from .elastic import fit_to_ranks
-from .evaluate import Evaluation, mean_loss
+from .evaluate import Evaluation, label_logprobs, mean_loss
 from .fused.liger import use_liger
 from .generate import generate
 from .inputs import load_tokenizer
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
+from .loss.objective import LossFunction, Objective
 from .model_setup.compiling import compile_layers
 from .model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from .model_setup.dense_precision import multiply_in_fp8
@@ -363,22 +364,43 @@ class Engine:
 
     # ---- a step, in one piece or in three ----
 
-    def step(self, batches: MicroBatch | Sequence[MicroBatch]) -> StepResult:
+    def step(
+        self,
+        batches: MicroBatch | Sequence[MicroBatch],
+        loss: LossFunction | None = None,
+        count: Callable[[LossBatch], float] | None = None,
+        figures: Sequence[str] = (),
+    ) -> StepResult:
         """One optimizer step: gradients from zero, clipped to --max-grad-norm over all meshes, one update.
 
         Where the loss or the gradient norm is not finite there is no update; the loss is NaN where no token of any rank
-        is a target. The learning rate follows the schedule, if
-        there is one.
+        is a target. The learning rate follows the schedule, if there is one.
+
+        A loss of your own is a function of the log-probabilities of this rank's target tokens, (N,) fp32, and of a
+        `LossBatch`, which says which token and which sample each is, and has what the batch has as `loss_inputs`. It
+        gives a sum: over tokens, or over samples by `LossBatch.sums`. The result is the same for every parallel layout.
+
+        Example:
+            def loss(logprobs_N, batch):  # REINFORCE: a sequence's advantage times its log-probability
+                return -(batch["advantage"] * batch.sums(logprobs_N)).sum()
+
+            batch = {**collated, "loss_inputs": {"advantage": advantages}}
+            engine.step(batch, loss=loss, count=lambda batch: batch.num_samples)
 
         Args:
             batches: this rank's micro-batch, or its several ones.
+            loss: the loss, in place of the cross-entropy.
+            count: what a micro-batch counts for on this rank; the sum of the loss over all ranks and micro-batches is
+                divided by the sum of it. By default the target tokens.
+            figures: names of further numbers that `loss` gives behind the loss, in a tuple, for the result's `figures`.
 
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
         """
+        objective = _objective(loss, count, figures)
         self.release()
         self.model.train()
-        result = self.train_step(self.batches(batches))
+        result = self.train_step(self.batches(batches, objective is not None), objective=objective)
         self._advance()
         return self._told_targets(result)
 
@@ -387,12 +409,14 @@ class Engine:
         batches: Sequence[Batch],
         at: Callable[[str], object] = lambda doing: None,
         is_stopping: Callable[[], bool] = lambda: False,
+        objective: Objective | None = None,
     ) -> StepResult:
         """As `step`, of batches on this rank's device, equally many on each; the learning rate stays.
 
         Args:
             at: is told what comes next, beside the layers.
             is_stopping: whether this rank was asked to stop, of which the result tells all.
+            objective: a loss of one's own, in place of the cross-entropy.
         """
         result = train_step(
             *(self.model, self.optimizer, batches, self.mesh, self.balance.weights),
@@ -400,12 +424,22 @@ class Engine:
             at=at,
             before_update=self._wait_for_copies,
             is_stopping=is_stopping,
+            objective=objective,
         )
         self._count(result)
         return result
 
-    def forward_backward(self, batches: MicroBatch | Sequence[MicroBatch]) -> StepResult:
+    def forward_backward(
+        self,
+        batches: MicroBatch | Sequence[MicroBatch],
+        loss: LossFunction | None = None,
+        count: Callable[[LossBatch], float] | None = None,
+        figures: Sequence[str] = (),
+    ) -> StepResult:
         """Add to the gradients those of one or several micro-batches, whose mean loss is over all their target tokens.
+
+        Args:
+            batches, loss, count, figures: as `step`.
 
         Returns:
             The losses over all ranks, with a grad_norm of 0.
@@ -416,7 +450,9 @@ class Engine:
         self.release()
         self.model.train()
         self._grad_norm = 0.0
-        return self._told_targets(compute_gradients(self.model, self.batches(batches), self.balance.weights))
+        objective = _objective(loss, count, figures)
+        made = self.batches(batches, objective is not None)
+        return self._told_targets(compute_gradients(self.model, made, self.balance.weights, objective))
 
     def clip(self, max_norm: float | None = None) -> float:
         """Scale all gradients so that their norm over all meshes is at most `max_norm` (default: --max-grad-norm; 0
@@ -482,8 +518,11 @@ class Engine:
         if self.scheduler is not None:
             step_scheduler(self.scheduler, None)
 
-    def batches(self, given: MicroBatch | Sequence[MicroBatch]) -> list[Batch]:
+    def batches(self, given: MicroBatch | Sequence[MicroBatch], for_loss: bool = False) -> list[Batch]:
         """This rank's micro-batches of a step, on its device.
+
+        Args:
+            for_loss: whether the loss is one's own.
 
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
@@ -492,7 +531,7 @@ class Engine:
         batches: list[Any] = list(given) if is_several else [given]  # type: ignore[arg-type]
         made, problem = [], None
         try:
-            made = [self.batch(batch) for batch in batches]
+            made = [self.batch(batch, for_loss) for batch in batches]
         except ExpertMeshError as error:
             problem = str(error)
         told: list[Any] = [None] * self.ranks.world_size
@@ -535,25 +574,25 @@ class Engine:
                     "DistributedSampler)"
                 )
 
-    def batch(self, given: MicroBatch) -> Batch:
+    def batch(self, given: MicroBatch, for_loss: bool = False) -> Batch:
         """A micro-batch on this rank's device, which takes no collective.
 
         Raises:
             ExpertMeshError: it is not what it should be (see `training.data.batch_of`).
         """
-        return self._made(given).to(self.ranks.device)
+        return self._made(given, for_loss).to(self.ranks.device)
 
-    def _made(self, given: MicroBatch) -> Batch:
+    def _made(self, given: MicroBatch, for_loss: bool = False) -> Batch:
         """A micro-batch, where its tensors are."""
         if isinstance(given, Batch):
             return given
         if given is None:
-            return collate([], self.mesh.cp_group, self.padding)
+            return collate([], self.mesh.cp_group, self.padding, LossInputs() if for_loss else None)
         if not isinstance(given, Mapping):
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding)
+        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding, for_loss)
         size = self.model.config.get_text_config().vocab_size
         targets = batch.targets_BS[batch.targets_BS != IGNORED]
         for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):
@@ -564,30 +603,59 @@ class Engine:
 
     # ---- between steps ----
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
+    def evaluate(
+        self,
+        batches: Iterable[MicroBatch],
+        loss: LossFunction | None = None,
+        count: Callable[[LossBatch], float] | None = None,
+        figures: Sequence[str] = (),
+    ) -> Evaluation:
         """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many. Batches
         come to the device one at a time (through a pipeline, a few).
+
+        Args:
+            batches: this rank's.
+            loss, count, figures: as `step`.
 
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be.
         """
+        objective = _objective(loss, count, figures)
+        made, _ = self._all_made(batches, objective is not None)
+        found = mean_loss(self.model, made, self.ranks.device, objective)
+        if found.targets == 0:
+            self.tell(f"warning: the loss of an evaluation is NaN: {NO_TARGETS}")
+        return found
+
+    def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
+        """The log-probability of each label, without gradients: for each of this rank's batches (B, S) fp32, as its
+        `labels`, with 0 where nothing is predicted. Ranks may have unequally many; None is given for None.
+
+        Raises:
+            ExpertMeshError: on all ranks, when a batch is not what it should be.
+        """
+        made, given = self._all_made(batches, for_loss=True)
+        shapes = [None if batch is None else torch.as_tensor(batch["input_ids"]).shape for batch in given]
+        sizes = [1 if shape is None else shape.numel() for shape in shapes]
+        found = label_logprobs(self.model, made, self.ranks.device, [*sizes, *[1] * (len(made) - len(given))])
+        return [None if shape is None else x.view(shape) for shape, x in zip(shapes, found, strict=False)]
+
+    def _all_made(self, batches: Iterable[MicroBatch], for_loss: bool) -> tuple[list[Batch], list[Any]]:
+        """(micro-batches where their tensors are, equally many on all ranks; what was given for this rank's own)."""
         with raise_together():
             if isinstance(batches, Batch | Mapping) or not isinstance(batches, Iterable):
                 raise ExpertMeshError(f"batches is a {type(batches).__name__}; give a list of batches")
             given: list[MicroBatch] = []
             made: list[Batch] = []
             for batch in batches:
-                made.append(self._made(batch))
+                made.append(self._made(batch, for_loss))
                 given.append(batch)
         told: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(told, (len(made), self._digests(given)))
         numbers, digests = zip(*told, strict=True)
         self._check_shared(digests)
-        made += [self._made(None)] * (max(numbers) - len(made))
-        found = mean_loss(self.model, made, self.ranks.device)
-        if found.targets == 0:
-            self.tell(f"warning: the loss of an evaluation is NaN: {NO_TARGETS}")
-        return found
+        made += [self._made(None, for_loss) for _ in range(max(numbers) - len(made))]
+        return made, given
 
     def generate(self, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
         """Greedy continuations of texts, the same on every rank.
@@ -821,6 +889,25 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
     return engine, choose_matmul_libraries(engine.config, ranks)
 
 
+def _objective(
+    loss: LossFunction | None, count: Callable[[LossBatch], float] | None, figures: Sequence[str]
+) -> Objective | None:
+    """
+    Raises:
+        ExpertMeshError: what is for a loss of one's own is given without one, or is none.
+    """
+    if loss is None:
+        if count is not None or figures:
+            raise ExpertMeshError("count and figures are for a loss of your own; give it as loss")
+        return None
+    for name, function in (("loss", loss), ("count", count)):
+        if function is not None and not callable(function):
+            raise ExpertMeshError(f"{name} is a {type(function).__name__}; it must be a function")
+    if isinstance(figures, str) or not all(isinstance(name, str) for name in figures):
+        raise ExpertMeshError(f"figures is {figures!r}; it must be a list of names")
+    return Objective(loss, count, tuple(figures))
+
+
 def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
     """What becomes of tensors that are not trained, in a line.
 
@@ -842,7 +929,9 @@ def _digest(batch: Mapping[str, Any] | None) -> str:
     total = hashlib.sha256()
     for name, value in sorted((batch or {}).items()):
         total.update(name.encode())
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Mapping):
+            total.update(_digest(value).encode())
+        elif isinstance(value, torch.Tensor):
             total.update(str((value.dtype, value.shape)).encode())
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:

@@ -2,30 +2,32 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.parallelize import free_gathered
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch, Padding, collate
 from .data.sequences import Rows, share_out
-from .micro_batch import token_loss_sum
-from .pipelined import pipelined_loss_sum
+from .loss.objective import Objective
+from .micro_batch import forward_of, token_loss_sum
+from .pipelined import pipelined_heads
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """An evaluation's figures, over all ranks.
 
-    loss: mean cross-entropy of the target tokens, in nats; NaN where there is none. targets: how many these are.
-    seconds: that it took.
+    loss: mean cross-entropy of the target tokens, in nats, or the mean of a loss of your own; NaN of nothing.
+    targets: how many these are. seconds: that it took. figures: what a loss of your own gives beside itself, by name.
 
     Example:
         evaluation = engine.evaluate(batches)
@@ -35,6 +37,7 @@ class Evaluation:
     loss: float
     targets: int
     seconds: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -61,25 +64,87 @@ def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh, padding: Paddi
     return mean_loss(model, batches, device)
 
 
-def mean_loss(model: Any, batches: Iterable[Batch], device: torch.device) -> Evaluation:
-    """The loss over all ranks' batches, equally many on each. All ranks call it together, and get the same."""
+def mean_loss(
+    model: Any, batches: Iterable[Batch], device: torch.device, objective: Objective | None = None
+) -> Evaluation:
+    """The loss over all ranks' batches, equally many on each. All ranks call it together, and get the same.
+
+    Args:
+        objective: a loss of one's own, in place of the cross-entropy.
+    """
     begin = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    names = () if objective is None else objective.figures
+    # the loss, what it is divided by, targets, figures
+    sums = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
     pipeline = pipeline_of(model)
+    # every pp index has all batches
+    counts_here = pipeline is None or pipeline.groups.index == 0
     with inference(model):
-        if pipeline is None:
-            for batch in batches:
-                sums[0] += token_loss_sum(model, batch.to(device))
-                sums[1] += batch.num_targets
-        else:
-            # as many at a time as keep every stage at work
-            for several in _in_lots(batches, 4 * pipeline.stages.number):
-                sums[0] += pipelined_loss_sum(model, [batch.to(device) for batch in several])
-                # every pp index has them
-                sums[1] += sum(batch.num_targets for batch in several) * (pipeline.groups.index == 0)
+        for several, heads in head_outputs(model, batches, device, by_token=objective is not None):
+            loss_sum = torch.zeros((), device=device)
+            for batch, gave in zip(several, heads, strict=False):
+                if objective is None:
+                    loss_sum += gave
+                else:
+                    own_loss, own_figures = objective.sums(gave, batch)
+                    loss_sum += own_loss
+                    sums[3:] += own_figures
+            sums[0] += loss_sum
+            if counts_here:
+                num_targets = sum(batch.num_targets for batch in several)
+                sums[1] += num_targets if objective is None else objective.counted(several)
+                sums[2] += num_targets
     dist.all_reduce(sums)
-    total, targets = sums.tolist()
-    return Evaluation(total / targets if targets else math.nan, int(targets), time.perf_counter() - begin)
+    total, counted, targets, *others = sums.tolist()
+    loss, *figures = (value / counted if counted else math.nan for value in (total, *others))
+    return Evaluation(loss, int(targets), time.perf_counter() - begin, dict(zip(names, figures, strict=True)))
+
+
+def head_outputs(
+    model: Any, batches: Iterable[Batch], device: torch.device, by_token: bool
+) -> Iterator[tuple[list[Batch], list[Tensor]]]:
+    """Batches on the device, some at a time, and what the head gives of each (see `LossHead.loss_of`): nothing where a
+    pipeline's last stage is elsewhere. To be called within `inference`.
+
+    Args:
+        by_token: whether that is the log-probability of each target, in place of the sum of their cross-entropies.
+    """
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        for batch in batches:
+            here = batch.to(device)
+            gave = token_loss_sum(model, here, forward_of(here, by_token=True)) if by_token else None
+            yield [here], [token_loss_sum(model, here) if gave is None else gave]
+        return
+    # as many at a time as keep every stage at work
+    for several in _in_lots(batches, 4 * pipeline.stages.number):
+        moved = [batch.to(device) for batch in several]
+        yield moved, pipelined_heads(model, moved, by_token)
+
+
+def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, sizes: Iterable[int]) -> list[Tensor]:
+    """The log-probability of each label of this rank's batches, flat, in fp32, 0 where nothing is to be predicted. All
+    ranks call it together, with equally many batches; ranks that share sequences get the same.
+
+    Args:
+        batches: with what a loss of one's own needs.
+        sizes: how many labels each had, as it was given.
+    """
+    pipeline, found, following = pipeline_of(model), [], iter(sizes)
+    with inference(model):
+        for several, heads in head_outputs(model, batches, device, by_token=True):
+            for number, batch in enumerate(several):
+                told = batch.for_loss
+                assert told is not None
+                labels = torch.zeros(next(following), device=device)
+                if number < len(heads):
+                    labels[told.place_N] = heads[number]
+                if told.cp_group is not None:
+                    dist.all_reduce(labels, group=told.cp_group.ranks)
+                if pipeline is not None:
+                    dist.broadcast(labels, pipeline.groups.ranks[-1], group=pipeline.groups.forward)
+                found.append(labels)
+    return found
 
 
 def _in_lots(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

@@ -25,17 +25,18 @@ from .attention.packed_attention import run_model
 from .data.batch import Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
+from .loss.objective import Objective
 
 
 @dataclass(frozen=True)
 class Denominators:
     """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
 
-    targets: of the step. tokens_in_forward: of this micro-batch. tokens: of the step. forwards: micro-batches of the
-    step.
+    targets: of the step, or what a loss of one's own counts. tokens_in_forward: of this micro-batch. tokens: of the
+    step. forwards: micro-batches of the step.
     """
 
-    targets: int
+    targets: float
     tokens_in_forward: int
     tokens: int
     forwards: int
@@ -46,19 +47,21 @@ class StepCounts:
     """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
 
     targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
+    counted: what the loss is divided by: the targets, or what a loss of one's own counts; may be 0.
     """
 
     targets: int
     tokens: int
     pairs: tuple[int, ...]
     tokens_M: tuple[int, ...]
+    counted: float
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
-        return Denominators(max(self.targets, 1), max(self.tokens_M[number], 1), self.tokens, len(self.tokens_M))
+        return Denominators(self.counted or 1, max(self.tokens_M[number], 1), self.tokens, len(self.tokens_M))
 
 
-def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
+def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None = None) -> StepCounts:
     """The counts of a step's micro-batches, summed over ranks in one all-reduce. All ranks call it together.
 
     They are known on the host and summed between hosts: a GPU that is still at work on the step before is not waited
@@ -66,6 +69,7 @@ def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
 
     Args:
         batches: this rank's, equally many on every rank.
+        objective: a loss of one's own.
     """
     attention = facts_of(model).attention
     figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans)) for b in batches]
@@ -76,7 +80,16 @@ def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
         by_batch = (counted // _pp_size(model)).tolist()
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     tokens, *pairs = (max(n, 1) for n in others)
-    return StepCounts(targets, tokens, tuple(pairs), tokens_M)
+    divisor = targets if objective is None else _counted(model, batches, objective)
+    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor)
+
+
+def _counted(model: Any, batches: Sequence[Batch], objective: Objective) -> float:
+    """What a loss of one's own counts in a step, over all ranks."""
+    with computing_values():
+        counted = torch.tensor(objective.counted(batches), dtype=torch.float64)
+        dist.all_reduce(counted)
+        return float(counted) / _pp_size(model)
 
 
 def _pp_size(model: Any) -> int:
@@ -86,33 +99,49 @@ def _pp_size(model: Any) -> int:
 
 @dataclass(frozen=True)
 class MicroLosses:
-    """This rank's part of one micro-batch's losses, unweighted fp32 scalars with their graph, and of its routing."""
+    """This rank's part of one micro-batch's losses, unweighted fp32 scalars with their graph, and of its routing.
+
+    figures: what a loss of one's own tells beside it, without a graph.
+    """
 
     cross_entropy: Tensor
     balance: Tensor
     z: Tensor
     routing: Routing
+    figures: Tensor | None = None
 
     def total(self, weights: LossWeights) -> Tensor:
         """What is to be differentiated."""
         return self.cross_entropy + weights.balance * self.balance + weights.z * self.z
 
     def values(self) -> Tensor:
-        """(3,) cross-entropy, balancing loss and z-loss, without graph."""
-        return torch.stack([self.cross_entropy, self.balance, self.z]).detach()
+        """(3,) cross-entropy, balancing loss and z-loss, and the figures, without graph."""
+        values = torch.stack([self.cross_entropy, self.balance, self.z]).detach()
+        return values if self.figures is None else torch.cat([values, self.figures])
 
 
-def losses_of(model: Any, batch: Batch, weights: LossWeights, over: Denominators) -> MicroLosses:
+def losses_of(
+    model: Any, batch: Batch, weights: LossWeights, over: Denominators, objective: Objective | None = None
+) -> MicroLosses:
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
-    forward = forward_of(batch, weights.of_routers)
+    forward = forward_of(batch, weights.of_routers, by_token=objective is not None)
     assert forward.targets is not None
     output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
     # under way while the loss is computed
     counts = PooledCounts(stats, weights, stage_group(model))
-    loss_sum = loss_head(model).loss_of(output.logits, forward.targets)
-    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, counts)
+    loss_sum, figures = loss_sums(model, output.logits, batch, forward.targets, objective)
+    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, counts, figures)
+
+
+def loss_sums(
+    model: Any, logits: Tensor, batch: Batch, targets: Targets, objective: Objective | None
+) -> tuple[Tensor, Tensor | None]:
+    """(the loss before it is divided, what else a loss of one's own tells), of what a forward of a model with a
+    `LossHead` has given as logits, with these targets."""
+    gave = loss_head(model).loss_of(logits, targets)
+    return (gave, None) if objective is None else objective.sums(gave, batch)
 
 
 class PooledCounts:
@@ -144,27 +173,34 @@ def weigh_losses(
     weights: LossWeights,
     over: Denominators,
     counts: PooledCounts,
+    figures: Tensor | None = None,
 ) -> MicroLosses:
     """The losses of a micro-batch, of what its forward has given on this rank.
 
     Args:
-        loss_sum: of the target tokens' cross-entropies.
+        loss_sum, figures: see `loss_sums`.
         stats: of all MoE layers. counts: of the same.
         routing: what is told of it.
     """
     cross_entropy = loss_sum / over.targets
+    if figures is not None:
+        figures = figures / over.targets
     # a loss that nobody asked for would keep its graph, and with it the inputs of checkpointed layers, beyond backward
     balance = z = torch.zeros((), device=cross_entropy.device)
     if weights.balance > 0:
         balance = load_balancing_loss(stats, counts.wait(), over.tokens_in_forward) / over.forwards
     if weights.z > 0:
         z = router_z_loss(stats, over.tokens)
-    return MicroLosses(cross_entropy, balance, z, routing)
+    return MicroLosses(cross_entropy, balance, z, routing, figures)
 
 
-def forward_of(batch: Batch, has_router_losses: bool = True) -> Forward:
-    """What a model with a `LossHead` is told of a batch beside its arguments."""
-    targets = Targets(batch.targets_BS, batch.target_index_N)
+def forward_of(batch: Batch, has_router_losses: bool = True, by_token: bool = False) -> Forward:
+    """What a model with a `LossHead` is told of a batch beside its arguments.
+
+    Args:
+        by_token: whether the log-probability of each target is asked for, in place of their loss.
+    """
+    targets = Targets(batch.targets_BS, batch.target_index_N, by_token)
     return Forward(batch.is_token_BS, targets, batch.split, batch.segments, has_router_losses=has_router_losses)
 
 
@@ -172,7 +208,8 @@ def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> 
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar.
 
     Args:
-        forward: from `forward_of`, with which the routing's statistics are left; None: nobody asks for them.
+        forward: from `forward_of`, with which the routing's statistics are left; None: nobody asks for them. With
+            `by_token` the log-probability of each target is given, (N,), in place of the sum.
     """
     forward = forward or forward_of(batch)
     assert forward.targets is not None

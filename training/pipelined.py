@@ -41,24 +41,31 @@ from .attention.packed_attention import run_model
 from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
-from .micro_batch import PooledCounts, StepCounts, forward_of, weigh_losses
+from .loss.objective import Objective
+from .micro_batch import PooledCounts, StepCounts, forward_of, loss_sums, weigh_losses
 
 
 def pipelined_gradients(
-    model: Any, batches: Sequence[Batch], counts: StepCounts, weights: LossWeights, at: Callable[[str], object]
+    model: Any,
+    batches: Sequence[Batch],
+    counts: StepCounts,
+    weights: LossWeights,
+    at: Callable[[str], object],
+    objective: Objective | None = None,
 ) -> tuple[Tensor, Routing]:
     """Forward and backward over the micro-batches of a step, as the pipeline's schedule has it; gradients are added to
     what the parameters hold. All ranks call it together.
 
     Returns:
-        This rank's part of the losses, (3,) fp64, all 0 where the last stage is elsewhere, and of the step's routing.
+        This rank's part of the losses and figures, fp64 (see `step.Gradients`), all 0 where the last stage is
+        elsewhere, and of the step's routing.
     """
     pipeline = pipeline_of(model)
     assert pipeline is not None
     events = _training_events(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, len(batches))
     if pipeline.schedule == "zero-bubble" and pipeline.later is None:
         pipeline.later = weight_gradients(model, pipeline.mesh)
-    run = PipelinedStep(model, batches, at, counts, weights)
+    run = PipelinedStep(model, batches, at, counts, weights, objective)
     with adding_to_shared(model, pipeline):
         run.run(events[pipeline.groups.index])
     if not run.has_gradients:
@@ -66,14 +73,18 @@ def pipelined_gradients(
     return run.losses, run.routing
 
 
-def pipelined_loss_sum(model: Any, batches: Sequence[Batch]) -> Tensor:
-    """Sum of the target tokens' cross-entropies of micro-batches, without gradients: an fp32 scalar, 0 where the last
-    stage is elsewhere. All ranks call it together."""
+def pipelined_heads(model: Any, batches: Sequence[Batch], by_token: bool) -> list[Tensor]:
+    """What the head gives of micro-batches, without gradients (see `LossHead.loss_of`), in their order; nothing where
+    the last stage is elsewhere. All ranks call it together.
+
+    Args:
+        by_token: whether that is the log-probability of each target, in place of the sum of their cross-entropies.
+    """
     pipeline = pipeline_of(model)
     assert pipeline is not None
-    run = _Evaluation(model, batches, lambda doing: None)
+    run = _Evaluation(model, batches, by_token)
     run.run(_forward_events(pipeline.stages.pp_size, pipeline.chunks, len(batches))[pipeline.groups.index])
-    return run.loss_sum
+    return [run.gave[number] for number in sorted(run.gave)]
 
 
 @cache
@@ -266,23 +277,24 @@ class _Run:
 class _Evaluation(_Run):
     """Forwards without backwards."""
 
-    def __init__(self, model: Any, batches: Sequence[Batch], at: Callable[[str], object]):
-        super().__init__(model, batches, at)
-        self.loss_sum = torch.zeros((), device=self.device)
+    def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool):
+        super().__init__(model, batches, lambda doing: None)
+        self.by_token = by_token
+        self.gave: dict[int, Tensor] = {}
 
     def shapes(self, action: Action) -> Shapes:
         return self.given_shapes(action)
 
     def compute(self, action: Action) -> None:
         batch, received = self.batches[action.micro_batch], self.received.pop(action, [])
-        forward = forward_of(batch)
+        forward = forward_of(batch, by_token=self.by_token)
         forward.stage = StageForward(
             self.stages, action.stage, self.size(action.micro_batch), self.device, received, action.micro_batch
         )
         gave = run_model(self.model, batch, forward)
         if forward.stage.is_last:
             assert forward.targets is not None
-            self.loss_sum += loss_head(self.model).loss_of(gave.logits, forward.targets)
+            self.gave[action.micro_batch] = loss_head(self.model).loss_of(gave.logits, forward.targets)
         else:
             self.outputs[action] = gave
 
@@ -291,7 +303,8 @@ class PipelinedStep(_Run):
     """One rank's forwards and backwards.
 
     Attributes:
-        losses: (3,) fp64: cross-entropy, balancing loss and z-loss; 0 where the last stage is elsewhere.
+        losses: fp64: cross-entropy, balancing loss, z-loss, and figures of a loss of one's own; 0 where the last stage
+            is elsewhere.
         has_gradients: whether there was a backward: none where nothing is trained up to the end of a stage.
         routing: of the forwards here, with 0 for layers of other stages.
     """
@@ -303,10 +316,13 @@ class PipelinedStep(_Run):
         at: Callable[[str], object],
         counts: StepCounts,
         weights: LossWeights,
+        objective: Objective | None = None,
     ):
         super().__init__(model, batches, at)
-        self.counts, self.weights = counts, weights
-        self.losses = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.counts, self.weights, self.objective = counts, weights, objective
+        self.losses = torch.zeros(
+            3 + (0 if objective is None else len(objective.figures)), dtype=torch.float64, device=self.device
+        )
         self.done: dict[tuple[int, int], _Done] = {}
         self.has_gradients = False
         self.num_experts = moe_shape(model).num_experts
@@ -359,7 +375,7 @@ class PipelinedStep(_Run):
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
         num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
-        forward = forward_of(batch, self.has_router_losses)
+        forward = forward_of(batch, self.has_router_losses, by_token=self.objective is not None)
         forward.weight_gradients = self.pipeline.later
         forward.stage = StageForward(
             self.stages,
@@ -386,9 +402,9 @@ class PipelinedStep(_Run):
         assert forward.targets is not None
         of_layers = sums.by_layer() if self.has_router_losses else []
         counts = PooledCounts(of_layers, self.weights, self.pipeline.mesh.stage_group)
-        loss_sum = loss_head(self.model).loss_of(gave.logits, forward.targets)
+        loss_sum, figures = loss_sums(self.model, gave.logits, batch, forward.targets, self.objective)
         over = self.counts.over(action.micro_batch)
-        found = weigh_losses(loss_sum, of_layers, self.routing, self.weights, over, counts)
+        found = weigh_losses(loss_sum, of_layers, self.routing, self.weights, over, counts, figures)
         self.losses += found.values()
         self.done[stage, action.micro_batch] = _Done(received, [found.total(self.weights)])
 

@@ -7,8 +7,8 @@ told on the device what to scale gradients by, and to leave a step out, it is re
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +26,7 @@ from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch
 from .loss.balance import BiasUpdate, LossWeights
+from .loss.objective import Objective
 from .micro_batch import StepCounts, count_step, losses_of
 from .pipelined import pipelined_gradients
 
@@ -37,12 +38,14 @@ class StepResult:
     """Figures of one optimizer step, over all ranks and micro-batches.
 
     Attributes:
-        loss: mean cross-entropy of the target tokens, in nats; NaN where there is none.
+        loss: mean cross-entropy of the target tokens, in nats; of a loss of your own, its sum divided by what it
+            counts. NaN where there is nothing to be divided by.
         balance_loss, z_loss: the auxiliary losses before they are weighted; 0.0 where their weight is 0.
         grad_norm: of all gradients before they are clipped; 0.0 from `forward_backward`, which does not take it.
         tokens: without padding.
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
+        figures: what a loss of your own gives beside itself, by name.
         pairs, routing, is_stopping: for `Engine.update` and the loop, and no part of the public interface: pairs of
             tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see `seen_pairs`);
             this rank's part of the routing; whether any rank was asked to stop.
@@ -61,10 +64,12 @@ class StepResult:
     pairs: tuple[int, ...]
     routing: Routing
     is_stopping: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         auxiliary = {"balance_loss": self.balance_loss, "z_loss": self.z_loss}
         figures = {"loss": self.loss, **{k: v for k, v in auxiliary.items() if v}, "grad_norm": self.grad_norm}
+        figures |= self.figures
         shown = ", ".join(f"{name}={value:.6g}" for name, value in figures.items())
         return f"StepResult({shown}, tokens={self.tokens}, targets={self.targets})"
 
@@ -75,18 +80,25 @@ class StepResult:
 
 
 def add_gradients(
-    model: Any, batch: Batch, number: int, counts: StepCounts, weights: LossWeights
+    model: Any,
+    batch: Batch,
+    number: int,
+    counts: StepCounts,
+    weights: LossWeights,
+    objective: Objective | None = None,
 ) -> tuple[Tensor, Routing]:
     """Forward and backward over one micro-batch of a step; gradients are added to what the parameters hold.
 
     Args:
         number: of the micro-batch in its step, from 0 on.
         weights: of the auxiliary losses (see `compute_gradients`).
+        objective: a loss of one's own, in place of the cross-entropy.
 
     Returns:
-        This rank's part of the step's mean cross-entropy, balancing loss and z-loss, (3,) fp32, and its routing.
+        This rank's part of the step's mean cross-entropy, balancing loss, z-loss and figures, (3 + figures,) fp32, and
+        its routing.
     """
-    found = losses_of(model, batch, weights, counts.over(number))
+    found = losses_of(model, batch, weights, counts.over(number), objective)
     found.total(weights).backward()
     return found.values(), found.routing
 
@@ -95,25 +107,30 @@ def add_gradients(
 class Gradients:
     """What a step's forwards and backwards leave beside gradients.
 
-    losses: this rank's parts of the step's mean cross-entropy, balancing loss and z-loss, (3,) fp64, on the device.
-    routing: this rank's. counts: over all ranks.
+    losses: this rank's parts of the step's mean cross-entropy, balancing loss, z-loss, and of the figures of a loss of
+    one's own, fp64, on the device. routing: this rank's. counts: over all ranks. names: of the figures.
     """
 
     losses: Tensor
     routing: Routing
     counts: StepCounts
+    names: tuple[str, ...] = ()
 
     def result(self, losses: Sequence[float], grad_norm: float = 0.0, is_stopping: bool = False) -> StepResult:
         """The figures of the step, of which the losses are now known over all ranks."""
-        loss, balance_loss, z_loss = losses
+        loss, balance_loss, z_loss, *others = losses
         counts = self.counts
-        loss = loss if counts.targets else math.nan  # a mean of nothing, and not the best there is
-        totals = (counts.tokens, counts.targets, counts.pairs)
-        return StepResult(loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping)
+        loss = loss if counts.counted else math.nan  # a mean of nothing, and not the best there is
+        totals, figures = (counts.tokens, counts.targets, counts.pairs), dict(zip(self.names, others, strict=True))
+        return StepResult(loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping, figures)
 
 
 def step_gradients(
-    model: Any, batches: Sequence[Batch], weights: LossWeights, at: Callable[[str], object] = lambda doing: None
+    model: Any,
+    batches: Sequence[Batch],
+    weights: LossWeights,
+    at: Callable[[str], object] = lambda doing: None,
+    objective: Objective | None = None,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
 
@@ -123,22 +140,25 @@ def step_gradients(
         weights: of the auxiliary losses. The balancing loss is taken over one micro-batch of all ranks, as HF does,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
         at: is told what comes next in a pipeline.
+        objective: a loss of one's own, in place of the cross-entropy.
     """
-    counts = count_step(model, batches)
+    counts, names = count_step(model, batches, objective), () if objective is None else objective.figures
     if pipeline_of(model) is not None:
-        return Gradients(*pipelined_gradients(model, batches, counts, weights, at), counts)
-    losses = torch.zeros(3, dtype=torch.float64, device=batches[0].tokens_BS.device)
+        return Gradients(*pipelined_gradients(model, batches, counts, weights, at, objective), counts, names)
+    losses = torch.zeros(3 + len(names), dtype=torch.float64, device=batches[0].tokens_BS.device)
     routings = []
     for number, batch in enumerate(batches):
-        mine, routing = add_gradients(model, batch, number, counts, weights)
+        mine, routing = add_gradients(model, batch, number, counts, weights, objective)
         losses += mine
         routings.append(routing)
-    return Gradients(losses, reduce(add, routings), counts)
+    return Gradients(losses, reduce(add, routings), counts, names)
 
 
-def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
+def compute_gradients(
+    model: Any, batches: Sequence[Batch], weights: LossWeights, objective: Objective | None = None
+) -> StepResult:
     """`step_gradients`, and the figures of the step, with a grad_norm of 0. All ranks call it together."""
-    return step_result(step_gradients(model, batches, weights))
+    return step_result(step_gradients(model, batches, weights, objective=objective))
 
 
 def step_result(gradients: Gradients) -> StepResult:
@@ -186,6 +206,7 @@ def train_step(
     at: Callable[[str], object] = lambda doing: None,
     before_update: Callable[[], object] = lambda: None,
     is_stopping: Callable[[], bool] = lambda: False,
+    objective: Objective | None = None,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
@@ -196,10 +217,11 @@ def train_step(
         at: is told what comes next, beside the layers.
         before_update: is called before weights and the optimizer's state change.
         is_stopping: whether this rank was asked to stop, of which the result tells all.
+        objective: a loss of one's own, in place of the cross-entropy.
     """
     optimizer.zero_grad()
     at("the step's beginning")
-    gradients = step_gradients(model, batches, weights, at)
+    gradients = step_gradients(model, batches, weights, at, objective)
     at("the gradient norm")
     # less than 0 where a rank was asked to stop: every number that a dry run reads from the device is 1
     asked = gradients.losses.new_full((1,), -1.0 if is_stopping() else 0.0)
@@ -207,7 +229,7 @@ def train_step(
     dist.all_reduce(sums)
     at("the optimizer step")
     before_update()
-    is_queued = gradients.counts.targets > 0 and _queue_step(optimizer, sums, max_grad_norm)
+    is_queued = gradients.counts.counted > 0 and _queue_step(optimizer, sums, max_grad_norm)
     *losses, square, lacking, stopping = sums.tolist()
     result = gradients.result(losses, math.sqrt(square), stopping < 0)
     if lacking < 0:
@@ -225,8 +247,8 @@ def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: f
     """Queue an optimizer's step on a GPU, where that is possible; returns whether it was.
 
     Args:
-        sums: (6,) over all ranks: three losses, the squared gradient norm, lacking gradients, stop requests. No step is
-            taken where one is not finite, or gradients are lacking.
+        sums: over all ranks: three losses, perhaps figures, the squared gradient norm, lacking gradients, stop
+            requests. No step is taken where one is not finite, or gradients are lacking.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # a rank may have none: where all that its stages of a pipeline hold is frozen

@@ -26,10 +26,12 @@ class Targets:
     """The targets of a forward.
 
     targets_BS: int64, the next token; undefined where there is no loss. index_N: int64, the flat positions with a loss.
+    by_token: whether the head gives the log-probability of each target, in place of the sum of their cross-entropies.
     """
 
     targets_BS: Tensor
     index_N: Tensor
+    by_token: bool = False
 
 
 @dataclass(eq=False)

@@ -98,7 +98,7 @@ def test_batches_come_from_pinned_memory() -> None:
     moved = batch.to(torch.device("cuda"))
     assert moved.tokens_BS.is_cuda
     assert moved.to(torch.device("cuda")).tokens_BS.data_ptr() == moved.tokens_BS.data_ptr()
-    assert all(tensor.is_pinned() for tensor in batch.pinned()._tensors())
+    assert all(tensor.is_pinned() for tensor in batch.pinned().tensors())
     assert_same(moved.to(torch.device("cpu")), batch)
 
 

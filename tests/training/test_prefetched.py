@@ -36,7 +36,7 @@ def test_all_of_a_batch_is_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     pinned = batch.pinned()
     assert_same(pinned, batch)
-    for theirs, ours in zip(batch._tensors(), pinned._tensors(), strict=True):
+    for theirs, ours in zip(batch.tensors(), pinned.tensors(), strict=True):
         assert theirs is not ours
 
 

@@ -4,12 +4,14 @@ Shape suffixes: B sequences, S positions, N target tokens.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.context_parallel import CPGroup
@@ -53,6 +55,86 @@ AS_LONG_AS_LONGEST = Padding()
 
 
 @dataclass(frozen=True)
+class LossBatch:
+    """What a loss of your own gets beside the log-probabilities of this rank's target tokens (see `Engine.step`).
+
+    A context-parallel group's ranks each have some of a sample's targets. What is counted by sample is on the first of
+    them alone, so that a plain sum over ranks counts it once: on the others `num_samples` is 0, and tensors by sample
+    are empty.
+
+    Attributes:
+        tokens_N: the target tokens, int64, sequence after sequence.
+        sample_N: the number of the sample that each belongs to, int64, from 0 on in the order of the sequences.
+        num_samples: samples of the micro-batch that are counted on this rank.
+        inputs: what the batch has as `loss_inputs`: tensors by sample, (num_samples,), and by target, (N,).
+        place_N: where the label of each target is in the `labels` that were given, flattened.
+        num_all: samples of the micro-batch, whichever rank counts them.
+        cp_group: the group whose ranks share the sequences.
+    """
+
+    tokens_N: Tensor
+    sample_N: Tensor
+    num_samples: int
+    inputs: Mapping[str, Tensor]
+    place_N: Tensor
+    num_all: int
+    cp_group: CPGroup | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of `inputs`; an empty tensor where the micro-batch has no sample.
+
+        Raises:
+            ExpertMeshError: the batch has no such input.
+        """
+        if self.num_all == 0:
+            return self.tokens_N.new_empty(0, dtype=torch.float32)
+        if name not in self.inputs:
+            raise ExpertMeshError(f"the loss asks for {name!r}; loss_inputs of the batch has {list(self.inputs)}")
+        return self.inputs[name]
+
+    def sums(self, x_N: Tensor) -> Tensor:
+        """The sum over each sample's targets, (num_samples,) fp64, as thousands of values may be added; differentiable.
+        All ranks of a context-parallel group call it together, equally often.
+
+        Args:
+            x_N: a value for each target, such as log-probabilities.
+        """
+        sums = torch.zeros(self.num_all, dtype=torch.float64, device=x_N.device)
+        sums = sums.index_add(0, self.sample_N, x_N.double())
+        if self.cp_group is None:
+            return sums
+        collected: Tensor = _SumOnFirst.apply(sums, self.cp_group)
+        return collected
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "LossBatch":
+        """The same of moved tensors."""
+        own = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **own, inputs={name: move(value) for name, value in self.inputs.items()})
+
+
+class _SumOnFirst(torch.autograd.Function):
+    """The sum of all ranks' values on the first rank of a group, nothing on the others. Backward gives all ranks the
+    gradient that the first one has."""
+
+    @staticmethod
+    def forward(ctx: Any, x_M: Tensor, group: CPGroup) -> Tensor:
+        ctx.group, ctx.number = group, len(x_M)
+        sum_M = x_M.clone()
+        if group.ranks is not None:
+            dist.all_reduce(sum_M, group=group.ranks)
+        return sum_M if group.index == 0 else sum_M[:0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        group: CPGroup = ctx.group
+        grad_M = grad.clone() if group.index == 0 else grad.new_zeros(ctx.number)
+        if group.ranks is not None:
+            dist.all_reduce(grad_M, group=group.ranks)
+        return grad_M, None
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch on one rank: sequences padded on the right or, where a CP group splits them, this rank's part of
     each.
@@ -69,6 +151,7 @@ class Batch:
     num_tokens, num_targets: how many of each.
     spans: of each sample, the positions of its tokens that are here.
     split: what is to be known of the full sequences, where this is a part of each.
+    for_loss: what a loss of one's own gets of it; None: the loss is the cross-entropy.
     """
 
     tokens_BS: Tensor
@@ -81,32 +164,56 @@ class Batch:
     num_targets: int
     spans: tuple[range, ...]
     split: SplitSequences | None = None
+    for_loss: LossBatch | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
         onto_gpu = device.type == "cuda"
         batch = self.pinned() if onto_gpu and not self.tokens_BS.is_cuda else self
-        return batch._with([tensor.to(device, non_blocking=onto_gpu) for tensor in batch._tensors()])
+        return batch._moved(lambda tensor: tensor.to(device, non_blocking=onto_gpu))
 
     def pinned(self) -> "Batch":
         """In pinned memory."""
-        return self._with([tensor.pin_memory() for tensor in self._tensors()])
+        return self._moved(Tensor.pin_memory)
 
-    def _tensors(self) -> list[Tensor]:
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own if self.split is None else [*own, self.split.positions_BS]
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        found: list[Tensor] = []
 
-    def _with(self, tensors: Sequence[Tensor]) -> "Batch":
-        """The same batch of other tensors, in the order of `_tensors`."""
-        names = [name for name, value in vars(self).items() if isinstance(value, Tensor)]
-        changed: dict[str, Any] = dict(zip(names, tensors, strict=False))
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._moved(note)
+        return found
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+        changed: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         if self.split is not None:
-            changed["split"] = replace(self.split, positions_BS=tensors[-1])
+            changed["split"] = replace(self.split, positions_BS=move(self.split.positions_BS))
+        if self.for_loss is not None:
+            changed["for_loss"] = self.for_loss.moved(move)
         return replace(self, **changed)
 
 
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss of one's own is to get of a batch of full sequences.
+
+    by_sample: (samples,) tensors by name, samples in the order of the sequences. by_target_BS: values at each position
+        with a target. place_BS: where a position's label was given, flat.
+    """
+
+    by_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    by_target_BS: Mapping[str, Tensor] = field(default_factory=dict)
+    place_BS: Tensor | None = None
+
+
 def collate(
-    rows: Sequence[Sequence[Sample]], cp_group: CPGroup | None = None, padding: Padding = AS_LONG_AS_LONGEST
+    rows: Sequence[Sequence[Sample]],
+    cp_group: CPGroup | None = None,
+    padding: Padding = AS_LONG_AS_LONGEST,
+    loss_inputs: LossInputs | None = None,
 ) -> Batch:
     """Each sequence's samples one after the other, padded on the right. No sequence at all gives as much padding as one
     position takes, for a rank that has nothing to do but must take part in the collectives.
@@ -114,6 +221,7 @@ def collate(
     Args:
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become.
+        loss_inputs: for a loss of one's own.
     """
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths), default=1)
@@ -133,7 +241,7 @@ def collate(
             # position i predicts token i + 1; the last one of a sample predicts nothing
             targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
             start = end
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group)
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs)
 
 
 _NEEDLESS = frozenset(
@@ -147,6 +255,7 @@ def batch_of(
     packing: bool,
     cp_group: CPGroup | None = None,
     padding: Padding = AS_LONG_AS_LONGEST,
+    for_loss: bool = False,
 ) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
 
@@ -156,10 +265,12 @@ def batch_of(
     Args:
         inputs: `input_ids` (B, S) and `labels` (B, S), integers, -100 where nothing is to be learned; perhaps
             `attention_mask` (B, S), of 0 and 1, `position_ids` (B, S) and, in place of `labels`, `shift_labels` (B, S),
-            in which position i has the token to be predicted there, the last position's too.
+            in which position i has the token to be predicted there, the last position's too; with `for_loss` perhaps
+            `loss_inputs`, a dict of tensors: (samples,), or (B, S) as `labels` are.
         packing: whether the model keeps several samples in one sequence apart.
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become; what they are padded with already is taken off first.
+        for_loss: whether the loss is one's own.
 
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
@@ -170,7 +281,7 @@ def batch_of(
     if tokens_BS is None or (labels_BS is None and shifted_BS is None):
         missing = "input_ids" if tokens_BS is None else "labels"
         raise ExpertMeshError(f"a batch has no {missing}, but {', '.join(map(str, inputs)) or 'nothing'}")
-    is_known = {*known, *_NEEDLESS}
+    is_known = {*known, *_NEEDLESS, *["loss_inputs"] * for_loss}
     if others := [str(name) for name, value in inputs.items() if name not in is_known and value is not None]:
         raise ExpertMeshError(
             f"a batch has {', '.join(others)}, which would be ignored; it may have input_ids, labels, attention_mask, "
@@ -190,8 +301,17 @@ def batch_of(
     is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
     targets_BS = shifted_BS if labels_BS is None or shifted_BS is not None else _shifted(labels_BS)
     assert targets_BS is not None
+    by_sample: dict[str, Tensor] = {}
+    by_target: dict[str, Tensor] = {}
+    if for_loss:
+        by_sample, by_target = _loss_inputs(inputs.get("loss_inputs"), tokens_BS)
+        place_BS = torch.arange(tokens_BS.numel()).view_as(tokens_BS)
+        by_target[_PLACE] = place_BS
+        if targets_BS is not shifted_BS:
+            by_target = {name: torch.nn.functional.pad(x_BS[:, 1:], (0, 1)) for name, x_BS in by_target.items()}
     parts = [tokens_BS, targets_BS, is_token_BS, *([] if positions_BS is None else [positions_BS])]
-    parts = _to_the_left(parts, is_token_BS)
+    (*parts,) = _to_the_left([*parts, *by_target.values()], is_token_BS)
+    by_target = dict(zip(by_target, parts[len(parts) - len(by_target) :], strict=True))
     tokens_BS, targets_BS, is_token_BS = parts[:3]
     counts = is_token_BS.sum(dim=1).tolist()
     lengths = _lengths(parts[3], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
@@ -216,7 +336,45 @@ def batch_of(
                 targets_BS[index, start - 1] = IGNORED
     tokens_BS = tokens_BS.masked_fill(~is_token_BS, 0)
     targets_BS = targets_BS.masked_fill(~is_token_BS, IGNORED)
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group)
+    given_inputs: LossInputs | None = None
+    if for_loss:
+        by_target = {
+            name: torch.nn.functional.pad(x_BS[:, :longest], (0, padded - min(longest, x_BS.shape[1])))
+            for name, x_BS in by_target.items()
+        }
+        place_BS, number = by_target.pop(_PLACE), sum(map(len, lengths))
+        for name, x in by_sample.items():
+            if len(x) != number:
+                raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
+        given_inputs = LossInputs(by_sample, by_target, place_BS)
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, given_inputs)
+
+
+_PLACE = "labels"
+"""Among values by target: where the label was given."""
+
+
+def _loss_inputs(given: Any, tokens_BS: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(by sample, by target), in host memory.
+
+    Raises:
+        ExpertMeshError: they are no tensors of such shapes.
+    """
+    if not isinstance(given or {}, Mapping):
+        raise ExpertMeshError(f"loss_inputs of a batch is a {type(given).__name__}; it must be a dict of tensors")
+    by_sample, by_target = {}, {}
+    for name, value in (given or {}).items():
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ExpertMeshError(f"{name} in loss_inputs is no tensor: {error}") from error
+        if name == _PLACE or (tensor.dim() != 1 and tensor.shape != tokens_BS.shape):
+            raise ExpertMeshError(
+                f"{name} in loss_inputs has shape {tuple(tensor.shape)}; it must be (samples,), or that of input_ids, "
+                f"{tuple(tokens_BS.shape)}, and not be called {_PLACE}"
+            )
+        (by_sample if tensor.dim() == 1 else by_target)[name] = tensor
+    return by_sample, by_target
 
 
 def _tensor(inputs: Mapping[str, Any], name: str) -> Tensor | None:
@@ -289,11 +447,13 @@ def _batch(
     targets_BS: Tensor,
     lengths: Sequence[Sequence[int]],
     cp_group: CPGroup | None,
+    loss_inputs: LossInputs | None = None,
 ) -> Batch:
     """A batch of full sequences, padded on the right to a length that `_length` gives.
 
     Args:
         lengths: of each sequence's samples.
+        loss_inputs: for a loss of one's own; None: there is none.
     """
     length = tokens_BS.shape[1]
     is_packed = any(len(samples) > 1 for samples in lengths)
@@ -312,6 +472,9 @@ def _batch(
     target_index_N = (targets_BS.flatten() != IGNORED).nonzero().flatten()
     num_tokens = int(is_token_BS.sum())
     has_padding = num_tokens < tokens_BS.numel()
+    for_loss: LossBatch | None = None
+    if loss_inputs is not None:
+        for_loss = _for_loss(loss_inputs, lengths, length, run, targets_BS, target_index_N, cp_group)
     return Batch(
         tokens_BS,
         positions_BS if is_packed or split is not None else None,
@@ -323,7 +486,42 @@ def _batch(
         len(target_index_N),
         _spans(lengths, run),
         split,
+        for_loss,
     )
+
+
+def _for_loss(
+    given: LossInputs,
+    lengths: Sequence[Sequence[int]],
+    length: int,
+    run: slice,
+    targets_BS: Tensor,
+    target_index_N: Tensor,
+    cp_group: CPGroup | None,
+) -> LossBatch:
+    """
+    Args:
+        length: of the full sequences. run: the positions of them that are here.
+        targets_BS, target_index_N: of these positions.
+    """
+    counted = itertools.count()
+    sample_BS = torch.zeros(max(len(lengths), 1), length, dtype=torch.int64)
+    for index, samples in enumerate(lengths):
+        start = 0
+        for number in samples:
+            sample_BS[index, start : start + number] = next(counted)
+            start += number
+    num_all = next(counted)
+    is_first = cp_group is None or cp_group.index == 0
+
+    def here(x_BS: Tensor) -> Tensor:
+        return x_BS[:, run].flatten().index_select(0, target_index_N)
+
+    inputs = {name: x if is_first else x[:0] for name, x in given.by_sample.items()}
+    inputs |= {name: here(x_BS) for name, x_BS in given.by_target_BS.items()}
+    place_BS = torch.arange(sample_BS.numel()).view_as(sample_BS) if given.place_BS is None else given.place_BS
+    tokens_N = targets_BS.flatten().index_select(0, target_index_N)
+    return LossBatch(tokens_N, here(sample_BS), num_all * is_first, inputs, here(place_BS), num_all, cp_group)
 
 
 def _spans(lengths: Sequence[Sequence[int]], run: slice) -> tuple[range, ...]:

@@ -44,6 +44,9 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of rows, weight and bias; None for one that is not needed."""
 
+LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of a chunk's (logits_CV, targets_C), its loss and the gradient by the logits; see `losses_by_chunk`."""
+
 
 class LossHead(nn.Linear):
     """Stands for a HF model's head: logits_BSV as ever or, in a forward that has targets, what `loss_of` wants.
@@ -73,7 +76,8 @@ class LossHead(nn.Linear):
         if forward is None or forward.targets is None:
             return super().forward(x_BSD)
         if self.is_last:
-            return LOSS_SUMS[self.kind](x_BSD, self.weight, self.bias, forward.targets)
+            compute = token_logprobs if forward.targets.by_token else LOSS_SUMS[self.kind]
+            return compute(x_BSD, self.weight, self.bias, forward.targets)
         return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
 
     def _of_divided(self, x_BLD: Tensor, forward: Forward | None, group: TPGroup) -> Tensor:
@@ -86,13 +90,18 @@ class LossHead(nn.Linear):
         split: SplitSequences = forward.split
         first = split.cp_group.index - group.index
         num_targets = split.num_targets[first : first + group.size]
-        return vocabulary_loss_sum(x_BLD, weight_vD, bias_v, forward.targets, group, num_targets)
+        compute = vocabulary_logprobs if forward.targets.by_token else vocabulary_loss_sum
+        return compute(x_BLD, weight_vD, bias_v, forward.targets, group, num_targets)
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
-        """The loss, from what a forward with these targets has given as logits."""
+        """The loss, from what a forward with these targets has given as logits: a scalar or, with `by_token`, (N,)
+        log-probabilities; fp32."""
         if self.is_last:
             return logits
-        return F.cross_entropy(logits.squeeze(0).float(), target_tokens(targets), reduction="sum")
+        logits_NV = logits.squeeze(0).float()
+        if targets.by_token:
+            return -F.cross_entropy(logits_NV, target_tokens(targets), reduction="none")
+        return F.cross_entropy(logits_NV, target_tokens(targets), reduction="sum")
 
 
 def attach_loss_head(model: Any, kind: str) -> None:
@@ -259,6 +268,56 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
     return loss, all_CV.to(logits_CV.dtype)
 
 
+def token_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """The log-probability of each target, (N,) fp32. No more of the logits than CHUNK_BYTES in fp32 is held at a time:
+    backward computes each chunk's anew, since only then their gradient is known."""
+    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
+    logprobs_N: Tensor = _TokenLogprobs.apply(rows_ND, weight_VD, bias_V, targets_N)
+    return logprobs_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_ND, weight_VD, bias_V, targets_N)
+        losses, _ = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, _NO_GRADIENTS, _row_losses)
+        return -torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
+        weigh = weighted(_loss_and_logit_gradient, -grad_N)
+        _, gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, ctx.needs_input_grad[:3], weigh)
+        return *gradients, None
+
+
+_NO_GRADIENTS = (False, False, False)
+
+
+def _row_losses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each target, fp32; the logits stand for a gradient that nobody needs."""
+    return F.cross_entropy(logits_CV[: len(targets_C)].float(), targets_C, reduction="none"), logits_CV
+
+
+def weighted(loss_and_gradient: LossAndGradient, weights_N: Tensor) -> LossAndGradient:
+    """The same for a sum of losses that have a weight each; the losses it gives are without weights.
+
+    Args:
+        weights_N: in the order in which the chunks come.
+    """
+    begin = 0
+
+    def weighted_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal begin
+        loss, grad_CV = loss_and_gradient(logits_CV, targets_C)
+        grad_CV[: len(targets_C)] *= weights_N[begin : begin + len(targets_C)].unsqueeze(1)
+        begin += len(targets_C)
+        return loss, grad_CV
+
+    return weighted_gradient
+
+
 def target_rows(x_BSD: Tensor, targets: Targets) -> Tensor:
     """rows_ND of the positions that have a target."""
     rows_ND: Tensor = _Positions.apply(x_BSD.flatten(0, 1), targets.index_N)
@@ -293,7 +352,7 @@ def losses_by_chunk(
     bias_V: Tensor | None,
     targets_N: Tensor,
     needs: Sequence[bool],
-    loss_and_gradient: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    loss_and_gradient: LossAndGradient,
 ) -> tuple[list[Tensor], Gradients]:
     """Each chunk's loss, and the gradients of their sum.
 
@@ -405,14 +464,8 @@ class _VocabularyLossSum(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         needs = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        rows_RD, targets_R = _gather(group, rows_ND, num_targets), _gather(group, targets_N, num_targets)
-        # counted from this rank's first token
-        targets_R -= group.index * len(weight_vD)
-        losses, (grad_RD, *others) = losses_by_chunk(
-            rows_RD, weight_vD, bias_v, targets_R, needs, partial(_losses_and_logit_gradient, group)
-        )
-        grad_ND = None if grad_RD is None else _sum_scatter(group, grad_RD, num_targets)
-        ctx.gradients = (grad_ND, *others)
+        compute = partial(_losses_and_logit_gradient, group)
+        losses, ctx.gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, needs, compute)
         losses_R = torch.cat(losses)
         return losses_R.split(list(num_targets))[group.index].sum()
 
@@ -420,6 +473,68 @@ class _VocabularyLossSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *scaled(ctx, grad), None, None, None, None
+
+
+def vocabulary_logprobs(
+    x_BLD: Tensor,
+    weight_vD: Tensor,
+    bias_v: Tensor | None,
+    targets: Targets,
+    group: TPGroup,
+    num_targets: Sequence[int],
+) -> Tensor:
+    """`token_logprobs` of this rank's positions, of a vocabulary that is divided (see `vocabulary_loss_sum`). All ranks
+    of the group call it together, and its backward."""
+    rows_ND, targets_N = target_rows(x_BLD, targets), target_tokens(targets)
+    logprobs_N: Tensor = _VocabularyLogprobs.apply(rows_ND, weight_vD, bias_v, targets_N, group, num_targets)
+    return logprobs_N
+
+
+class _VocabularyLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        weight_vD: Tensor,
+        bias_v: Tensor | None,
+        targets_N: Tensor,
+        group: TPGroup,
+        num_targets: Sequence[int],
+    ) -> Tensor:
+        ctx.save_for_backward(rows_ND, weight_vD, bias_v, targets_N)
+        ctx.group, ctx.num_targets = group, num_targets
+        compute = partial(_losses_and_logit_gradient, group)
+        losses, _ = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, _NO_GRADIENTS, compute)
+        return -torch.cat(losses).split(list(num_targets))[group.index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        group, num_targets = ctx.group, ctx.num_targets
+        weights_R = _gather(group, -grad_N.contiguous(), num_targets)
+        compute = weighted(partial(_losses_and_logit_gradient, group), weights_R)
+        needs = ctx.needs_input_grad[:3]
+        _, gradients = _of_all_ranks(*ctx.saved_tensors, group, num_targets, needs, compute)
+        return *gradients, None, None, None
+
+
+def _of_all_ranks(
+    rows_ND: Tensor,
+    weight_vD: Tensor,
+    bias_v: Tensor | None,
+    targets_N: Tensor,
+    group: TPGroup,
+    num_targets: Sequence[int],
+    needs: Sequence[bool],
+    compute: LossAndGradient,
+) -> tuple[list[Tensor], Gradients]:
+    """`losses_by_chunk` of the positions of all ranks of a group; the rows' gradient is of this rank's own."""
+    rows_RD, targets_R = _gather(group, rows_ND, num_targets), _gather(group, targets_N, num_targets)
+    # counted from this rank's first token
+    targets_R = targets_R - group.index * len(weight_vD)
+    losses, (grad_RD, *others) = losses_by_chunk(rows_RD, weight_vD, bias_v, targets_R, needs, compute)
+    grad_ND = None if grad_RD is None else _sum_scatter(group, grad_RD, num_targets)
+    return losses, (grad_ND, others[0], others[1])
 
 
 def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
