@@ -14,7 +14,7 @@ from .attention.complete_sequences import complete_sequences_line
 from .attention.packed_attention import OWN, inner_attention
 from .config.train_config import TrainConfig
 from .data.preview import describe, warnings_of
-from .data.samples import Origin, cache_directory
+from .data.samples import Origin, Pairs, cache_directory
 from .data.sequences import DataOrder
 from .engine import Engine
 from .inputs import Inputs
@@ -137,7 +137,7 @@ def _layout(num_experts: int, engine: Engine, order: DataOrder) -> str:
     return (
         f"{_plural(topology.world_size, 'rank')} = {axes}{within}; "
         f"{_plural(num_experts // topology.ep_size, 'expert')} per rank; "
-        f"{_plural(order.global_batch_size, 'sequence')} per step"
+        f"{_plural(order.global_batch_size, _entry(config))} per step"
     )
 
 
@@ -146,10 +146,15 @@ def _batch(topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     micro_batches = config.micro_batches(world)
     is_short = order.global_batch_size < config.sequences_per_micro_batch(world) * micro_batches
     return (
-        f"batch: {_plural(order.global_batch_size, 'sequence')} = {_readers(topology)} x "
-        f"{_plural(config.per_device_train_batch_size, 'sequence')} x {_plural(micro_batches, 'micro-batch', 'es')}"
+        f"batch: {_plural(order.global_batch_size, _entry(config))} = {_readers(topology)} x "
+        f"{_plural(config.per_device_train_batch_size, _entry(config))} x {_plural(micro_batches, 'micro-batch', 'es')}"
         f"{', the last not full' if is_short else ''}; dense shard {topology.dense_shard}"
     )
+
+
+def _entry(config: TrainConfig) -> str:
+    """What a batch is counted in."""
+    return "pair" if config.task == "dpo" and not config.packing else "sequence"
 
 
 def _plural(number: int, noun: str, ending: str = "s") -> str:
@@ -184,12 +189,13 @@ def _data(inputs: Inputs, order: DataOrder) -> str:
         return "none: without --dataset, nothing is trained"
     samples, held_out = inputs.training.samples, inputs.evaluation
     tokens = int(samples.lengths.sum())
+    noun = "pair" if isinstance(samples, Pairs) else "sample"
     packed = f" packed into {_plural(len(inputs.training), 'sequence')}" if inputs.training.groups is not None else ""
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
     return (
-        f"{_plural(len(samples), 'sample')}{packed}, {tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
+        f"{_plural(len(samples), noun)}{packed}, {tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
         f"trained), about {a_step:,.0f} per step"
-        + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), 'sample')}")
+        + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), noun)}")
     )
 
 

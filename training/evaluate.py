@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.parallelize import free_gathered
 from ..sharding.pipeline.pipeline import pipeline_of
-from .data.batch import Batch, Padding, collate
+from .data.batch import Batch, LossInputs, Padding, collate
 from .data.sequences import Rows, share_out
 from .loss.objective import Objective
 from .micro_batch import forward_of, token_loss_sum
@@ -44,6 +44,9 @@ class Evaluation:
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
     def __str__(self) -> str:
+        if self.figures:
+            told = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+            return f"eval loss {self.loss:.4f}, {told}, in {self.seconds:.1f} s"
         digits = ",.2f" if self.perplexity < 1e6 else ".2e"
         return (
             f"eval loss {self.loss:.4f}, perplexity {self.perplexity:{digits}}, "
@@ -51,17 +54,34 @@ class Evaluation:
         )
 
 
-def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh, padding: Padding) -> Evaluation:
+def evaluate(
+    model: Any,
+    rows: Rows,
+    per_device: int,
+    mesh: Mesh,
+    padding: Padding,
+    objective: Objective | None = None,
+    inputs_of: Callable[[list[int], list[int]], LossInputs] | None = None,
+) -> Evaluation:
     """The loss over all sequences; all ranks call it together, and get the same.
 
     A sum of token losses over a number of tokens, so it depends neither on how sequences are distributed over ranks and
     micro-batches nor on how long they are. Sequences of like length share a micro-batch.
+
+    Args:
+        objective: a loss of one's own, in place of the cross-entropy.
+        inputs_of: what it gets of a micro-batch's rows, and of all rows.
     """
     order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
     device, topology = torch.device(mesh.grid.device_type), mesh.topology
     mine = share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank()))
-    batches = (collate([rows[row] for row in forward], mesh.cp_group, padding) for forward in mine)
-    return mean_loss(model, batches, device)
+
+    def batch(numbers: list[int]) -> Batch:
+        sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
+        inputs = None if inputs_of is None else inputs_of(numbers, order)
+        return collate(sequences, mesh.cp_group, padding, inputs)
+
+    return mean_loss(model, map(batch, mine), device, objective)
 
 
 def mean_loss(

@@ -65,7 +65,8 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
         print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
     rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
-    return Inputs(tokenizer, saved, template, rows, None if evaluation is None else Rows(evaluation))
+    held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
+    return Inputs(tokenizer, saved, template, rows, held_out)
 
 
 def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
@@ -81,6 +82,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.dataset_split,
         config.dataset_num_proc,
         config.sample_by,
+        pairs=config.task == "dpo",
     )
     _check_names_of_parts(config)
     samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)

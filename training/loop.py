@@ -29,6 +29,8 @@ from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
 from .generate import generate
 from .inputs import Inputs, Prompts
+from .loss.objective import Objective
+from .metrics import told_of
 from .model_setup.compiling import Compilation, compilation
 from .monitoring.alarms import Alarms
 from .monitoring.collector import SteadyCollector
@@ -39,6 +41,7 @@ from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
 from .planning.rank_memory import free_on_host
 from .preemption import StopRequest
+from .reference_logprobs import References, batch_of_rows
 from .resume import check_order
 from .step import NO_TARGETS
 
@@ -50,7 +53,7 @@ _QUEUE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs. `prompts` is None where none are asked for."""
+    """Everything that training needs. `prompts` is None where none are asked for, `preference` without pairs."""
 
     engine: Engine
     inputs: Inputs
@@ -58,6 +61,7 @@ class Run:
     prompts: Prompts | None
     log: RunLog
     watchdog: Watchdog
+    preference: "Preference | None" = None
 
     @property
     def config(self) -> TrainConfig:
@@ -65,8 +69,10 @@ class Run:
 
     @property
     def padding(self) -> Padding:
-        """How long the sequences of a batch become: those of our data are no longer than --max-seq-length."""
-        return self.engine.padding.within(self.config.max_seq_length)
+        """How long the sequences of a batch become: those of our data are no longer than --max-seq-length, or, of
+        packed pairs, twice as much."""
+        config = self.config
+        return self.engine.padding.within(config.max_seq_length * (config.sequences_per_row if config.packing else 1))
 
     @property
     def model(self) -> Any:
@@ -86,6 +92,14 @@ class Run:
     def saver(self) -> Saver | None:
         """What saves training checkpoints; None where none are saved."""
         return self.engine.saver
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What is learned from preference pairs, and what their loss needs."""
+
+    objective: Objective
+    references: References
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
@@ -156,6 +170,7 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best = Best() if resume_from is None else _resume(run, resume_from)
+    objective = None if run.preference is None else run.preference.objective
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step)
@@ -174,7 +189,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             with meter.waiting():
                 batches = next(following)
             with profiler.step(done):
-                result = engine.train_step(batches, watchdog.at, stop.is_asked)
+                result = engine.train_step(batches, watchdog.at, stop.is_asked, objective)
             guard.check(done, result)
             meter.add(result)
             collector.step(done)
@@ -282,8 +297,11 @@ def _batches(run: Run, first_step: int) -> Iterator[Iterator[list[Batch]]]:
 def _collated(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
-    data, padding = run.inputs.training, run.padding
-    return [collate([data[row] for row in forward], cp_group, padding) for forward in rows]
+    data, padding, preference = run.inputs.training, run.padding, run.preference
+    if preference is None:
+        return [collate([data[row] for row in forward], cp_group, padding) for forward in rows]
+    together, inputs = run.order.global_batch(step), preference.references.training
+    return [batch_of_rows(data, forward, cp_group, padding, inputs.of(data, forward, together)) for forward in rows]
 
 
 @contextmanager
@@ -368,11 +386,18 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
-    evaluation = evaluate(run.model, rows, config.per_device_eval_batch_size, run.engine.mesh, run.padding)
+    objective = inputs_of = None
+    if run.preference is not None:
+        inputs = run.preference.references.evaluation
+        assert inputs is not None
+        objective, inputs_of = run.preference.objective, partial(inputs.of, rows)
+    per_device = config.per_device_eval_batch_size
+    evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding, objective, inputs_of)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
-    run.log.event(figures, f"step {done}: {evaluation}; {compared}")
+    found = str(evaluation) if objective is None else f"eval loss {evaluation.loss:.4f}, {told_of(figures)}"
+    run.log.event(figures, f"step {done}: {found}; {compared}")
     if not math.isfinite(evaluation.loss):
         why = "" if evaluation.targets else f" ({NO_TARGETS})"
         run.log.line(

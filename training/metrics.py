@@ -121,6 +121,35 @@ def _is_routing_known(interval: Interval) -> bool:
     return interval.has_routing
 
 
+def _of_pairs(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
+    """What is told of preference pairs, in steps and in evaluations."""
+    name = f"eval_{figure}"
+    return [
+        Metric(
+            name=figure,
+            unit="",
+            meaning=f"{meaning}; of preference pairs",
+            of="steps",
+            value=lambda interval: interval.figure(figure),
+            over_ranks="alike",
+            is_logged=lambda interval: figure in interval.steps[0].figures,
+            console=None if console is None else lambda line: console(line[figure]),
+            chart=Chart(f"Pairs: {figure}", label="training", smooth=True),
+        ),
+        Metric(
+            name=name,
+            unit="",
+            meaning=f"`{figure}` of the pairs held out",
+            of="evaluation",
+            value=lambda found: found.figures[figure],
+            over_ranks="alike",
+            is_logged=lambda found: figure in found.figures,
+            console=None if console is None else lambda line: console(line[name]),
+            chart=Chart(f"Pairs: {figure}", label="evaluation"),
+        ),
+    ]
+
+
 METRICS = [
     Metric(
         name="epoch",
@@ -159,16 +188,16 @@ METRICS = [
     Metric(
         name="loss",
         unit="nats",
-        meaning="mean cross-entropy of the target tokens",
+        meaning="mean cross-entropy of the target tokens; with `--task dpo` the mean loss of the pairs",
         of="steps",
-        value=lambda interval: interval.mean("loss", "targets"),
+        value=lambda interval: interval.mean("loss", "weight"),
         over_ranks="alike",
         chart=Chart("Loss", label="training", smooth=True),
     ),
     Metric(
         name="eval_loss",
         unit="nats",
-        meaning="mean cross-entropy of the held-out target tokens",
+        meaning="mean cross-entropy of the held-out target tokens, or mean loss of the held-out pairs",
         of="evaluation",
         value=lambda found: found.loss,
         over_ranks="alike",
@@ -177,10 +206,11 @@ METRICS = [
     Metric(
         name="eval_perplexity",
         unit="",
-        meaning="exponential of `eval_loss`",
+        meaning="exponential of `eval_loss`; not of preference pairs",
         of="evaluation",
         value=lambda found: found.perplexity,
         over_ranks="alike",
+        is_logged=lambda found: not found.figures,
         chart=Chart("Evaluation perplexity"),
     ),
     Metric(
@@ -199,6 +229,12 @@ METRICS = [
         value=lambda found: round(found.seconds, 3),
         over_ranks="alike",
     ),
+    *_of_pairs("rewards/chosen", "`--preference-beta` times the chosen answer's log-probability less the reference's"),
+    *_of_pairs("rewards/rejected", "the same of the rejected answer"),
+    *_of_pairs("rewards/margins", "`rewards/chosen` less `rewards/rejected`", lambda mean: f"margin {mean:.3f}"),
+    *_of_pairs("rewards/accuracies", "share of pairs with a positive margin", lambda mean: f"accuracy {mean:.0%}"),
+    *_of_pairs("logps/chosen", "log-probability of the chosen answer"),
+    *_of_pairs("logps/rejected", "log-probability of the rejected answer"),
     Metric(
         name="grad_norm",
         unit="",
@@ -422,6 +458,14 @@ def register_metric(added: Metric, before: str | None = None) -> None:
     ):
         raise ValueError(f"register_metric: the chart {added.chart.title!r} has two lines already")
     METRICS.insert(len(METRICS) if before is None else names.index(before), added)
+
+
+def told_of(line: Record) -> str:
+    """What the console says of the figures of an evaluation."""
+    told = [
+        metric.console for metric in METRICS if metric.console and metric.of == "evaluation" and metric.name in line
+    ]
+    return ", ".join(console(line) for console in told)
 
 
 def table_of_metrics() -> str:

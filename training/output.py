@@ -27,11 +27,12 @@ from .finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_fini
 from .finished import FILE as FINISHED
 from .lock import DirectoryLock
 from .monitoring.trackers import TRACKERS
+from .reference_logprobs import FILE as REFERENCE
 from .report.profiles import PROFILES
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
-_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED)
+_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED, REFERENCE)
 _SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
 """A file system of a network may take a while to show on one node what another has written. Less is waited where a run
 can do without."""

@@ -20,13 +20,16 @@ from .data.preview import print_preview
 from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
-from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
+from .loop import Preference, Run, Trained, data_order, number_of_steps, order_facts, train
+from .loss.preference import preference_objective
 from .monitoring.log import NOTABLE, RunLog
 from .monitoring.profiling import check_profile
 from .monitoring.trackers import check_trackers
 from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
 from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
+from .reference_logprobs import FILE as REFERENCE_FILE
+from .reference_logprobs import ReferencePass, References
 from .resume import find_resume
 
 STOPPED = 75
@@ -136,9 +139,28 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     if config.save_steps:
         engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer)
     run = Run(engine, inputs, order, prompts, log, watchdog)
+    if (objective := preference_objective(config)) is not None and inputs.training is not None:
+        watchdog.at("the reference's log-probabilities", limited=False)
+        run = replace(run, preference=Preference(objective, references(run, output_dir, resume_from)))
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         return train_and_export(run, memory, resume_from, output_dir)
+
+
+def references(run: Run, output_dir: Path, resume_from: Path | None) -> References:
+    """The reference's log-probabilities of all pairs, from an earlier start of the run or computed now."""
+    engine, config, inputs = run.engine, run.config, run.inputs
+    assert inputs.training is not None
+    facts = {"facts": engine.facts, "bf16": config.bf16, "base": config.base_dtype, "rope": config.rope_scaling}
+    found = ReferencePass(engine.model, engine.mesh, run.ranks, config.per_device_eval_batch_size, run.padding, facts)
+    # an adapter that has not been trained changes nothing
+    can_compute = resume_from is None or (config.adapter != "none" and not config.init_adapter)
+    kept, was_kept = found.run(output_dir, inputs.training, inputs.evaluation, can_compute)
+    how = "read from" if was_kept else "computed, and kept in"
+    run.log.detail(
+        f"the reference's log-probabilities of {len(inputs.training.samples):,} pairs: {how} {REFERENCE_FILE}"
+    )
+    return kept
 
 
 def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path | None, output_dir: Path) -> bool:

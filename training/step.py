@@ -46,9 +46,10 @@ class StepResult:
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
         figures: what a loss of your own gives beside itself, by name.
-        pairs, routing, is_stopping: for `Engine.update` and the loop, and no part of the public interface: pairs of
-            tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see `seen_pairs`);
-            this rank's part of the routing; whether any rank was asked to stop.
+        pairs, routing, is_stopping, counted: for `Engine.update` and the loop, and no part of the public interface:
+            pairs of tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see
+            `seen_pairs`); this rank's part of the routing; whether any rank was asked to stop; what the loss is divided
+            by.
 
     Example:
         figures = engine.step(batch)
@@ -65,6 +66,12 @@ class StepResult:
     routing: Routing
     is_stopping: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
+    counted: float | None = None
+
+    @property
+    def weight(self) -> float:
+        """What the mean loss of several steps weighs it by: what its own is a mean of."""
+        return self.targets if self.counted is None else self.counted
 
     def __repr__(self) -> str:
         auxiliary = {"balance_loss": self.balance_loss, "z_loss": self.z_loss}
@@ -122,7 +129,9 @@ class Gradients:
         counts = self.counts
         loss = loss if counts.counted else math.nan  # a mean of nothing, and not the best there is
         totals, figures = (counts.tokens, counts.targets, counts.pairs), dict(zip(self.names, others, strict=True))
-        return StepResult(loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping, figures)
+        return StepResult(
+            loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping, figures, counts.counted
+        )
 
 
 def step_gradients(

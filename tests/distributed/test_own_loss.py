@@ -57,7 +57,7 @@ def batch_of(numbers: list[int], packs: bool) -> dict[str, Any] | None:
     rows = [samples[i : i + 2] for i in range(0, len(samples), 2)] if packs else [[sample] for sample in samples]
     length = max(sum(map(len, row)) for row in rows)
     names = ("input_ids", "labels", "attention_mask", "position_ids", "weight")
-    table: dict[str, list[list[float]]] = {name: [] for name in names}
+    table: dict[str, list[list[Any]]] = {name: [] for name in names}
     for row in rows:
         padding = length - sum(map(len, row))
         table["input_ids"].append([0] * padding + [token for sample in row for token in sample])

@@ -213,7 +213,9 @@ def samples(name: str) -> Callable[[Path], list[Any]]:
 
 def records(path: Path) -> list[dict[str, str]]:
     """Of a file of rows, up to what the tokenizer gets."""
-    return list(_records(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", Columns()))
+    return list(
+        _records(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", Columns(), pairs=False)
+    )
 
 
 def given_template(path: Path) -> None:

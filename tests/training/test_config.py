@@ -20,8 +20,16 @@ NEEDED = ["--model", "m", "--dataset", "d"]
 
 
 GROUPS = (
-    *("Model", "Data", "Parallelism", "Memory", "Precision and kernels", "Batch and schedule", "Optimizer"),
-    *("MoE routing", "LoRA and freezing", "Evaluation", "Checkpoints and export", "Logging and profiling", "Debugging"),
+    *("Model", "Data", "Preference training", "Parallelism", "Memory", "Precision and kernels", "Batch and schedule"),
+    *(
+        "Optimizer",
+        "MoE routing",
+        "LoRA and freezing",
+        "Evaluation",
+        "Checkpoints and export",
+        "Logging and profiling",
+        "Debugging",
+    ),
 )
 
 
@@ -190,7 +198,7 @@ ONLY_WITH = [
 VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
     "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",
-    "export_encoding": "source", "lora_dropout": "0.5",
+    "export_encoding": "source", "lora_dropout": "0.5", "preference_loss": "ipo",
 }  # fmt: skip
 """Of those that do not take 2."""
 WITHOUT = {
@@ -202,7 +210,7 @@ WITHOUT = {
 WITH = [
     "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
     "--early-stopping-patience=1", "--generate-steps=1", "--resume=auto", "--profile=1",
-    "--gradient-checkpointing=selective", "--dense-shard=hybrid",
+    "--gradient-checkpointing=selective", "--dense-shard=hybrid", "--task=dpo",
 ]  # fmt: skip
 
 

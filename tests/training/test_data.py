@@ -789,7 +789,7 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         ({"question": "a", "answer": "b", "context": "c"}, "has context beside question and answer, where it"),
         (ENDED | {"system": "c"}, "line 1 has system beside a prompt and completion of plain text"),
         (ENDED | {"images": ["a.png"]}, "has images beside a prompt and completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has the column rejected: preference data, as DPO or KTO"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has the column rejected: preference data, and this"),
         (ENDED | {"label": False}, "has the column label: preference data"),
         (ENDED | {"label": "False"}, "has the column label: preference data"),
         (

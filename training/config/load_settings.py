@@ -18,6 +18,8 @@ from .settings import (
     ExportEncoding,
     OnNonfinite,
     OnSaveError,
+    PreferenceLoss,
+    Task,
 )
 
 
@@ -56,6 +58,12 @@ class LoadSettings(TypedDict, total=False):
     packing: bool
     group_by_length: bool
     preview: bool
+
+    # What is learned from the data.
+    task: Task
+    preference_loss: PreferenceLoss
+    preference_beta: float
+    preference_sft_weight: float
 
     # The parallel layout.
     ep_size: int

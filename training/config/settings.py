@@ -4,6 +4,7 @@ A flag's name is its field's, and its group that of its class; what goes beyond 
 `training.config.train_config`.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_w
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
+Task = Literal["sft", "dpo"]
+PreferenceLoss = Literal["sigmoid", "ipo"]
 Adapter = Literal["none", "lora"]
 BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
@@ -95,6 +98,7 @@ _EXPORTS_MODEL = Needs(
     "an export of the model (--no-export, or --adapter lora without --merge, makes none)",
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
+_DPO = Needs("--task dpo", lambda config: config.task == "dpo")
 _NODES = Needs(
     lambda: (
         f"--tp-size 2 or more, or --ep-size 2 or more with --dispatch {_dispatchers_that('by_nodes', 'or', 'auto')}"
@@ -227,6 +231,24 @@ class DataSettings:
             raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
         if self.text_column and (self.prompt_column or self.response_column or self.system_column):
             raise ExpertMeshError("--text-column: give no prompt, response or system column beside it")
+
+
+@dataclass
+class PreferenceSettings:
+    """What is learned from the data."""
+
+    GROUP = "Preference training"
+
+    task: Task = _flag("sft", "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers")
+    preference_loss: PreferenceLoss = _flag("sigmoid", "Loss of a pair: sigmoid (DPO) or ipo", needs=_DPO)
+    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", needs=_DPO)
+    preference_sft_weight: float = _flag(
+        0.0, "Weight of the chosen answers' mean cross-entropy beside it", least=0, needs=_DPO
+    )
+
+    def check_preference(self) -> None:
+        if not 0 < self.preference_beta < math.inf:
+            raise ExpertMeshError(f"--preference-beta {self.preference_beta}: must be more than 0")
 
 
 @dataclass

@@ -32,6 +32,7 @@ from .settings import (
     OptimizerSettings,
     ParallelSettings,
     PrecisionSettings,
+    PreferenceSettings,
     RoutingSettings,
     ScheduleSettings,
 )
@@ -50,6 +51,7 @@ class TrainConfig(
     PrecisionSettings,
     MemorySettings,
     ParallelSettings,
+    PreferenceSettings,
     DataSettings,
     ModelSettings,
 ):
@@ -64,6 +66,7 @@ class TrainConfig(
             raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
         self.check_model()
         self.check_data()
+        self.check_preference()
         self.check_parallelism()
         self.check_memory()
         self.check_precision()
@@ -146,8 +149,27 @@ class TrainConfig(
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
         if self.profile and self.compile:
             raise ExpertMeshError("--profile: does not see into what --compile compiles; leave out one of them")
+        if self.task == "dpo" and self.train_on != "assistant":
+            raise ExpertMeshError(
+                f"--train-on {self.train_on}: with --task dpo the answers are trained on, and the prompts are not; "
+                "leave it out"
+            )
+        if self.task == "dpo" and any(
+            (self.prompt_column, self.response_column, self.messages_column, self.text_column)
+        ):
+            raise ExpertMeshError(
+                "--task dpo: pairs are found by the columns chosen and rejected; give no --prompt-column, "
+                "--response-column, --messages-column or --text-column"
+            )
+        if self.task == "dpo" and self.prompt_template:
+            raise ExpertMeshError("--prompt-template: is for supervised fine-tuning; with --task dpo leave it out")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of --max-seq-length that one entry of a batch takes at most: two of a preference pair."""
+        return 2 if self.task == "dpo" else 1
 
     @property
     def in_fp8(self) -> bool:

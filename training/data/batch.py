@@ -108,8 +108,9 @@ class LossBatch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "LossBatch":
         """The same of moved tensors."""
-        own = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **own, inputs={name: move(value) for name, value in self.inputs.items()})
+        changed: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed["inputs"] = {name: move(value) for name, value in self.inputs.items()}
+        return replace(self, **changed)
 
 
 class _SumOnFirst(torch.autograd.Function):
@@ -362,7 +363,8 @@ def _loss_inputs(given: Any, tokens_BS: Tensor) -> tuple[dict[str, Tensor], dict
     """
     if not isinstance(given or {}, Mapping):
         raise ExpertMeshError(f"loss_inputs of a batch is a {type(given).__name__}; it must be a dict of tensors")
-    by_sample, by_target = {}, {}
+    by_sample: dict[str, Tensor] = {}
+    by_target: dict[str, Tensor] = {}
     for name, value in (given or {}).items():
         try:
             tensor = torch.as_tensor(value).detach().cpu()

@@ -150,9 +150,9 @@ def _refuse_preferences(row: dict[str, Any]) -> None:
         found.append("label")
     if found:
         raise RowError(
-            f"has the column {found[0]}: preference data, as DPO or KTO take it, and this is supervised fine-tuning; "
-            "leave the column out, or name those to train on with --prompt-column and --response-column, or "
-            "--messages-column"
+            f"has the column {found[0]}: preference data, and this is supervised fine-tuning; give --task dpo for "
+            "pairs of a chosen and a rejected answer, leave the column out, or name those to train on with "
+            "--prompt-column and --response-column, or --messages-column"
         )
 
 
@@ -216,6 +216,22 @@ def _pair(prompt: str, response: str) -> _Read:
         return conversation(row, columns, messages, [None, None])
 
     return read
+
+
+def read_answer(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:
+    """A `prompt`, in which nothing is trained on, and its answer, the `completion`: of a preference pair.
+
+    Raises:
+        RowError: they are neither texts nor lists of messages, or what is beside them has no place.
+    """
+    said = _prompt_and_text(row, columns)
+    if isinstance(said, PlainText):
+        return said
+    before = len(_messages(row["prompt"], "prompt")[0])
+    # a system prompt may have come in front
+    before += len(said.messages) - before - len(_messages(row["completion"], "completion")[0])
+    context: list[bool | None] = [False] * before
+    return replace(said, is_trained=context + said.is_trained[before:])
 
 
 def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:

@@ -114,7 +114,7 @@ def positions_in_batches(rows: Rows, order: DataOrder) -> int:
 
 
 def _positions(rows: Rows, forward: Sequence[int]) -> int:
-    return len(forward) * int(rows.lengths[list(forward)].max()) if forward else 1
+    return len(forward) * rows.num_sequences * int(rows.lengths[list(forward)].max()) if forward else 1
 
 
 def _count(number: int, noun: str) -> str:

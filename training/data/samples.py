@@ -17,10 +17,11 @@ from torch import Tensor
 from ...moe.util.errors import ExpertMeshError
 from .chat import TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from .formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row, registered_formats
+from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
+from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 14
+_VERSION = 15
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -51,7 +52,7 @@ class DataOptions:
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt.
+    .txt. pairs: whether records are preference pairs.
     """
 
     max_seq_length: int
@@ -62,6 +63,7 @@ class DataOptions:
     split: str = "train"
     num_workers: int | None = None
     sample_by: SampleBy = "line"
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,31 @@ class Samples(Sequence[Sample]):
 
     def select(self, indices: Sequence[int], origins: list[Origin] | None = None) -> "Samples":
         """Those at `indices`, in that order."""
-        return Samples(self.dataset.select(indices), self.origins if origins is None else origins)
+        return type(self)(self.dataset.select(indices), self.origins if origins is None else origins)
+
+
+class Pairs(Samples):
+    """Preference pairs; as a sample by itself each is its chosen one.
+
+    Attributes:
+        lengths, targets: of both sides together. is_cut: whether one of them is.
+        targets_P2: trained tokens of the chosen and of the rejected one, int64. longest: tokens of the longer one.
+    """
+
+    def __init__(self, dataset: Any, origins: list[Origin]):
+        super().__init__(dataset, origins)
+        first, first_targets = _column(dataset, "first"), _column(dataset, "first_targets")
+        self.targets_P2 = torch.stack([first_targets, self.targets - first_targets], dim=1)
+        self.longest = torch.maximum(first, self.lengths - first)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.both(int(index))[0]
+
+    def both(self, index: int) -> list[Sample]:
+        """The chosen and the rejected one."""
+        row = self.dataset[index]
+        sides = (slice(0, row["first"]), slice(row["first"], None))
+        return [Sample(row["tokens"][side], row["is_trained"][side]) for side in sides]
 
 
 def _column(dataset: Any, name: str) -> Tensor:
@@ -182,7 +208,7 @@ def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -
             _take(part, min(n, len(part)), seed + i) for i, (part, n) in enumerate(zip(parts, counts, strict=True))
         ]
     origins = [origin for part in parts for origin in part.origins]
-    return Samples(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
+    return type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
 
 
 def _take(part: Samples, number: int, seed: int) -> Samples:
@@ -205,15 +231,17 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
+    if options.pairs:
+        numbers |= {name: Value("int32") for name in ("first", "first_targets")}
 
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
         rows = Dataset.from_generator(
-            partial(_records, source, flag, options.columns),
+            partial(_records, source, flag, options.columns, options.pairs),
             cache_dir=str(cache_directory()),
-            fingerprint=_fingerprint(source.version, asdict(options.columns), *registered_formats()),
+            fingerprint=_fingerprint(source.version, asdict(options.columns), options.pairs, *registered_formats()),
         )
         tokens = rows.map(
             _tokenize_batch(tokenizer, options),
@@ -254,7 +282,8 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         empty=noted((targets > 0) & (is_empty == 1)),
         unread=Noted(len(source.unread), str(source.unread[0])) if source.unread else None,
     )
-    return Samples(tokens if len(learnable) == len(tokens) else tokens.select(learnable), [origin])
+    kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
+    return (Pairs if options.pairs else Samples)(kept, [origin])
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -291,19 +320,21 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
     return number if number > 1 else None
 
 
-def _records(source: RowSource, flag: str, columns: Columns) -> Iterator[dict[str, Any]]:
-    """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON."""
-    found: Format | None = None
+def _records(source: RowSource, flag: str, columns: Columns, pairs: bool) -> Iterator[dict[str, Any]]:
+    """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a list of one,
+    or of the two of a pair."""
+    found: Any = None
     is_plain: bool | None = None
     for place, row in _read(source, flag):
         try:
-            found = found or find_format(row, columns)
-            said = read_row(row, found, columns)
-            is_plain = isinstance(said, PlainText) if is_plain is None else is_plain
-            if is_plain != isinstance(said, PlainText):
+            if found is None:
+                found = find_pair_format(row) if pairs else find_format(row, columns)
+            said = read_pair(row, found, columns) if pairs else (read_row(row, found, columns),)
+            is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
+            if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
                 raise RowError(f"has {here}, and those before it {before}; put them into files of their own")
-            content = json.dumps(vars(said))
+            content = json.dumps([vars(each) for each in said])
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
@@ -338,8 +369,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
         rendered, is_empty = [], []
-        for place, is_plain, content in zip(batch["place"], batch["is_plain"], batch["content"], strict=True):
-            said = json.loads(content)
+        records = zip(batch["place"], batch["is_plain"], map(json.loads, batch["content"]), strict=True)
+        for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
             is_empty.append(_says_nothing(is_plain, said, options))
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
@@ -353,7 +384,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
         table = _table([result or next(templated) for result in results], options.max_seq_length, ends)
-        return {**table, "is_empty": is_empty}
+        table["is_empty"] = is_empty
+        return paired(table) if options.pairs else table
 
     return tokenize_batch
 

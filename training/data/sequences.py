@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .samples import Sample, Samples
+from .samples import Pairs, Sample, Samples
 
 # transformers' LengthGroupedSampler sorts by length within as many batches
 _GROUPED_BATCHES = 50
@@ -26,7 +26,10 @@ class Rows(Sequence[list[Sample]]):
         samples: all of them.
         groups: for each sequence the indices of its samples; None when sequence i is sample i.
         lengths: tokens of each sequence, int64.
+        num_sequences: of a batch that each entry becomes.
     """
+
+    num_sequences = 1
 
     def __init__(self, samples: Samples, groups: Sequence[Sequence[int]] | None = None):
         self.samples = samples
@@ -39,11 +42,39 @@ class Rows(Sequence[list[Sample]]):
         return len(self.lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        return [self.samples[sample] for sample in ([index] if self.groups is None else self.groups[index])]
+        return [self.samples[sample] for sample in self.numbers(index)]
+
+    def numbers(self, index: int) -> Sequence[int]:
+        """The numbers of a sequence's samples."""
+        return [index] if self.groups is None else self.groups[index]
+
+    def sequences(self, index: int) -> list[list[Sample]]:
+        """What of it becomes sequences of a batch."""
+        return [self[index]]
+
+
+class PairRows(Rows):
+    """What a batch of preference pairs is made of: each entry is one pair, of two sequences, or one sequence into which
+    several pairs were packed, chosen and rejected samples in turn."""
+
+    samples: Pairs
+
+    def __init__(self, samples: Pairs, groups: Sequence[Sequence[int]] | None = None):
+        super().__init__(samples, groups)
+        if groups is None:
+            self.lengths, self.num_sequences = samples.longest, 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return [sample for number in self.numbers(index) for sample in self.samples.both(number)]
+
+    def sequences(self, index: int) -> list[list[Sample]]:
+        return [self[index]] if self.groups is not None else [[sample] for sample in self[index]]
 
 
 def make_rows(samples: Samples, packing: bool, max_seq_length: int, seed: int) -> Rows:
-    """Packed sequences of at most `max_seq_length` tokens, or one sequence per sample."""
+    """Packed sequences of at most `max_seq_length` tokens, of pairs twice as many; or one sequence per sample."""
+    if isinstance(samples, Pairs):
+        return PairRows(samples, pack(samples.lengths, 2 * max_seq_length, seed) if packing else None)
     return Rows(samples, pack(samples.lengths, max_seq_length, seed) if packing else None)
 
 

@@ -514,7 +514,9 @@ class _VocabularyLogprobs(torch.autograd.Function):
         weights_R = _gather(group, -grad_N.contiguous(), num_targets)
         compute = weighted(partial(_losses_and_logit_gradient, group), weights_R)
         needs = ctx.needs_input_grad[:3]
-        _, gradients = _of_all_ranks(*ctx.saved_tensors, group, num_targets, needs, compute)
+        rows_ND, weight_vD, bias_v, targets_N = ctx.saved_tensors
+        saved = (rows_ND, weight_vD, bias_v, targets_N)
+        _, gradients = _of_all_ranks(*saved, group, num_targets, needs, compute)
         return *gradients, None, None, None
 
 

@@ -85,6 +85,12 @@ class Interval:
         values = [getattr(step, name) for step in self.finite]
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None
 
+    def figure(self, name: str) -> float | None:
+        """Mean of what a loss of one's own tells, over the finite steps; None where there are none."""
+        weights = [step.weight for step in self.finite]
+        values = [step.figures[name] * weight for step, weight in zip(self.finite, weights, strict=True)]
+        return sum(values) / sum(weights) if values else None
+
     @property
     def has_routing(self) -> bool:
         return self.own_routing is not None

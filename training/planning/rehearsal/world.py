@@ -43,9 +43,10 @@ from ....sharding.pipeline.schedule import Action, make_schedule
 from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
-from ...data.batch import Batch, SplitSequences
+from ...data.batch import Batch, LossBatch, SplitSequences
 from ...engine import compute_dtype, topology_of
 from ...loss.balance import BiasUpdate, choose_balance
+from ...loss.preference import REFERENCE, SFT, TARGETS, preference_objective
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...step import train_step
@@ -189,7 +190,10 @@ def _rehearse(
             recorder,
             live.noting_casts() as casts,
         ):
-            train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
+            train_step(
+                *(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at),
+                objective=preference_objective(config),
+            )
         storages = kinds_of_storages(recorder, live, casts, model, optimizer)
         memory = peak_memory(recorder, storages, model, optimizer)
     used = {event.group for event in recorder.events if event.collective is not None}
@@ -308,7 +312,10 @@ def _most_held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
 
 def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting, fake: FakeTensors) -> Batch:
     """A batch in which all tokens but each sample's first have a loss; under context parallelism, this rank's chunk."""
-    rows, samples = config.per_device_train_batch_size, routing.samples if config.packing else 1
+    rows, samples = (
+        config.per_device_train_batch_size * config.sequences_per_row,
+        routing.samples if config.packing else 1,
+    )
     length = config.max_seq_length // samples
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
@@ -318,13 +325,23 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
-        return batch_of(rows, here, targets, cp_group, segments)
+        return batch_of(rows, here, targets, cp_group, segments, config.task == "dpo")
 
 
 def batch_of(
-    rows: int, here: int, targets: int, cp_group: CPGroup | None, segments: tuple[int, ...] | None = None
+    rows: int,
+    here: int,
+    targets: int,
+    cp_group: CPGroup | None,
+    segments: tuple[int, ...] | None = None,
+    of_pairs: bool = False,
 ) -> Batch:
-    """So many sequences of which this rank has so many tokens. segments: where they are packed, samples' lengths."""
+    """So many sequences of which this rank has so many tokens.
+
+    Args:
+        segments: where they are packed, samples' lengths.
+        of_pairs: whether they are preference pairs.
+    """
     is_packed = segments is not None
     tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
     positions_BS = torch.zeros_like(tokens_BS) if is_packed or cp_group is not None else None
@@ -333,7 +350,14 @@ def batch_of(
     if cp_group is not None:
         whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
         shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
-    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared)
+    for_loss: LossBatch | None = None
+    if of_pairs:
+        number = rows * (cp_group is None or cp_group.index == 0)
+        inputs = {name: torch.ones(number, dtype=torch.float64) for name in (REFERENCE, TARGETS, SFT)}
+        for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
+    return Batch(
+        *(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared), for_loss
+    )
 
 
 class Splits:

@@ -1,0 +1,220 @@
+"""Preference pairs: what a record says of a prompt, an answer that is preferred, and one that is not.
+
+The prompt has no loss. Answers are lists of messages, or texts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .formats import Columns, Conversation, PlainText, RowError, _json, read_answer
+
+Said = Conversation | PlainText
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """A way to write preference pairs.
+
+    Attributes:
+        name: in the first lines of a run. columns: that give it away, of which the first that fits a data set's first
+            record is taken.
+        split: of a record, (prompt, chosen, rejected): each a text, a list of messages, or its JSON.
+        written, known_from: its row of the table of formats.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    split: Callable[[Row], tuple[Any, Any, Any]]
+    written: str
+    known_from: str
+
+
+def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
+    return row["prompt"], row["chosen"], row["rejected"]
+
+
+def _with_question(row: Row) -> tuple[Any, Any, Any]:
+    """LLaMA-Factory's alpaca form."""
+    asked = "\n".join(filter(None, (_text(row, "instruction"), row.get("input") or "")))
+    return [_said("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
+
+
+def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
+    """LLaMA-Factory's sharegpt form: earlier turns, and one message for each answer."""
+    return row["conversations"], [_message(row, "chosen")], [_message(row, "rejected")]
+
+
+def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
+    """ms-swift's: a conversation that ends with the preferred answer, and the text of the other one."""
+    messages = _json(row["messages"], "messages", list, "a list of messages") or []
+    if len(messages) < 2:
+        raise RowError("messages has no answer behind a prompt")
+    return messages[:-1], messages[-1:], _answer(row, "rejected_response")
+
+
+def _of_openai(row: Row) -> tuple[Any, Any, Any]:
+    given = _json(row["input"], "input", dict, "an object with messages") or {}
+    return given.get("messages"), row["preferred_output"], row["non_preferred_output"]
+
+
+def _without_prompt(row: Row) -> tuple[Any, Any, Any]:
+    """trl's implicit prompt: what both begin with."""
+    chosen, rejected = (_parsed(row[name]) for name in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise RowError("has chosen and rejected that are not both texts, or both lists of messages")
+    number = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
+    if number is None:
+        number = min(len(chosen), len(rejected))
+    if isinstance(chosen, str) and number and chosen[number - 1] == " ":
+        # a space belongs to the word behind it
+        number -= 1
+    if number == 0:
+        raise RowError("has chosen and rejected that do not begin alike, and no prompt")
+    return chosen[:number], chosen[number:], rejected[number:]
+
+
+PAIR_FORMATS = [
+    PairFormat(
+        "prompt/chosen/rejected",
+        ("prompt", "chosen", "rejected"),
+        _with_prompt,
+        written="`prompt`, `chosen`, `rejected`: lists of messages, or plain texts, which no chat template wraps",
+        known_from="trl",
+    ),
+    PairFormat(
+        "sharegpt pairs",
+        ("conversations", "chosen", "rejected"),
+        _with_conversation,
+        written="`conversations`, and in `chosen` and `rejected` a message each",
+        known_from="LLaMA-Factory",
+    ),
+    PairFormat(
+        "alpaca pairs",
+        ("instruction", "chosen", "rejected"),
+        _with_question,
+        written="`instruction`, perhaps `input`, `system`; `chosen`, `rejected`: texts",
+        known_from="LLaMA-Factory",
+    ),
+    PairFormat(
+        "messages/rejected_response",
+        ("messages", "rejected_response"),
+        _with_rejected_response,
+        written="`messages`, whose last is preferred, and the text `rejected_response`",
+        known_from="ms-swift",
+    ),
+    PairFormat(
+        "preferred/non-preferred",
+        ("input", "preferred_output", "non_preferred_output"),
+        _of_openai,
+        written="`input` with `messages`; `preferred_output`, `non_preferred_output`: lists of messages",
+        known_from="OpenAI",
+    ),
+    PairFormat(
+        "chosen/rejected",
+        ("chosen", "rejected"),
+        _without_prompt,
+        written="`chosen`, `rejected`: lists of messages, or texts, that begin with the same prompt",
+        known_from="trl",
+    ),
+]
+"""In the order in which they are tried."""
+
+
+def find_pair_format(row: Any) -> PairFormat:
+    """The format of preference data, from its first record.
+
+    Raises:
+        RowError: none fits; the message lists the columns found.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    for known in PAIR_FORMATS:
+        if all(column in row for column in known.columns):
+            return known
+    needed = "; ".join(" + ".join(known.columns) for known in PAIR_FORMATS)
+    raise RowError(
+        f"has the columns {', '.join(map(str, row)) or '(none)'}, but --task dpo needs one of these: {needed}"
+    )
+
+
+def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said, Said]:
+    """(the preferred answer behind its prompt, the other one behind the same) of a record.
+
+    Raises:
+        RowError: a column is missing or holds something else.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    missing = [column for column in pair_format.columns if column not in row]
+    if missing:
+        found = ", ".join(map(str, row)) or "(none)"
+        raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
+    prompt, chosen, rejected = pair_format.split(row)
+    beside = {name: value for name, value in row.items() if name not in pair_format.columns}
+    said = []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            said.append(read_answer({**beside, "prompt": prompt, "completion": answer}, columns))
+        except RowError as error:
+            raise RowError(f"{error} ({name}, which is read as completion)") from error
+    return said[0], said[1]
+
+
+def table_of_pair_formats() -> str:
+    """For the page of data formats."""
+    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in PAIR_FORMATS)]
+    return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
+
+
+def _parsed(value: Any) -> Any:
+    """A list of messages, also where a table has its JSON."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("[{")
+    return _json(value, "chosen", list, "a list of messages") if is_json else value
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _answer(row: Row, column: str) -> list[dict[str, str]]:
+    return [_said("assistant", _text(row, column))]
+
+
+def _message(row: Row, column: str) -> Any:
+    found = _json(row[column], column, dict, "a message")
+    if found is None:
+        raise RowError(f"{column} is {row[column]!r:.80}, not a message")
+    return found
+
+
+def _text(row: Row, column: str) -> str:
+    if not isinstance(row[column], str):
+        raise RowError(f"{column} is {row[column]!r:.80}, not text")
+    return str(row[column])
+
+
+def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """A table of samples, chosen and rejected in turn, as one of pairs.
+
+    A pair's tokens are those of both, one behind the other; `first` is the number of the first one's tokens, and
+    `first_targets` that of its targets. A pair of which one side has no target has none.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in (*table, "first", "first_targets")}
+    for at in range(0, len(table["tokens"]), 2):
+        one, other = ({name: values[i] for name, values in table.items()} for i in (at, at + 1))
+        targets = (one["num_targets"], other["num_targets"])
+        merged = {
+            "tokens": one["tokens"] + other["tokens"],
+            "is_trained": one["is_trained"] + other["is_trained"],
+            "ends": sorted({*one["ends"], *other["ends"]}),
+            "length": one["length"] + other["length"],
+            "num_targets": sum(targets) if all(targets) else 0,
+            "first": one["length"],
+            "first_targets": one["num_targets"],
+            **{name: one[name] or other[name] for name in ("is_cut", "is_endless", "is_empty")},
+        }
+        for name, column in columns.items():
+            column.append(merged[name])
+    return columns
