@@ -34,18 +34,23 @@ python -m tests.commands_page > docs/reference/commands.md
 | 1 | `verify` found a difference, `inspect` found a fault, or nothing fits (`plan`, `rehearse`) |
 | 2 | a mistake in the input, or a group of `mesh --check` does not answer |
 """
-TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too, and `--config`."
+TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too. [Plan a run](../how-to/plan-a-run.md) explains it."
+TRY = "[Choose a layout](../how-to/choose-a-layout.md#try-the-groups) explains it."
+CONVERT = "[Convert and verify](../how-to/convert-and-verify.md) explains it."
 COMMANDS = {
     "plan": ("training.planning.cluster_commands", TAKES_A_RUN),
     "rehearse": ("training.planning.cluster_commands", TAKES_A_RUN),
-    "mesh": ("training.planning.cluster_commands", "With `--check` it runs under torchrun."),
-    "convert": ("checkpoints.__main__", ""),
-    "export": ("checkpoints.__main__", ""),
-    "merge": ("checkpoints.__main__", ""),
-    "verify": ("checkpoints.__main__", ""),
-    "inspect": ("checkpoints.__main__", ""),
-    "families": ("training.planning.families_command", ""),
-    "report": ("training.report.__main__", ""),
+    "mesh": (
+        "training.planning.cluster_commands",
+        f"With `--check` it runs under torchrun. {TRY}",
+    ),
+    "convert": ("checkpoints.__main__", CONVERT),
+    "export": ("checkpoints.__main__", CONVERT),
+    "merge": ("checkpoints.__main__", CONVERT),
+    "verify": ("checkpoints.__main__", CONVERT),
+    "inspect": ("checkpoints.__main__", CONVERT),
+    "families": ("training.planning.families_command", "[Models](models.md) has all of them."),
+    "report": ("training.report.__main__", "[Watch a run](../how-to/watch-a-run.md) explains it."),
 }
 """By command: the module with its `main`, and what its parser does not say."""
 

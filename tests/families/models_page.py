@@ -44,10 +44,10 @@ python -m expertmesh.moe families --table [NAME ...]
 | models | Published models whose config.json is tested: parameters, active parameters and routing are as published. \
 Their weights were never loaded here |
 | full | All weights are trained |
-| LoRA | Adapters on attention and every expert: `--adapter lora` |
-| packing | Several samples per sequence: `--packing` |
-| CP | Context parallelism over 2 ranks: `--cp-size` |
-| TP | Tensor parallelism over 2 ranks: `--tp-size` |
+| LoRA | [Adapters](../how-to/train-adapters.md) on attention and every expert: `--adapter lora` |
+| packing | Several samples per [sequence](../glossary.md#data): `--packing` |
+| CP | [Context parallelism](../explanation/parallel-layout.md#context-parallelism) over 2 ranks: `--cp-size` |
+| TP | [Tensor parallelism](../explanation/parallel-layout.md#tensor-parallelism) over 2 ranks: `--tp-size` |
 | quantized base | LoRA beside frozen weights in fp8 or nf4: `--base-dtype` |
 | tested | Against the family's own class in transformers, with tiny random models on CPUs. \
 *gradients*: loss and every gradient; *training*: updated weights over several steps too |
