@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from .groups import all_gather, reduce_scatter
+
 
 def warm_up(summing: Iterable[dist.ProcessGroup], exchanging: Iterable[dist.ProcessGroup], device_type: str) -> None:
     """Send one number through groups. All ranks call it together, each with its own of the same kinds of groups in the
@@ -24,8 +26,8 @@ def warm_up(summing: Iterable[dist.ProcessGroup], exchanging: Iterable[dist.Proc
         if group.size() > 1:
             one, all_of_them = (torch.zeros(size, device=device_type) for size in (1, group.size()))
             dist.all_reduce(one, group=group)
-            dist.all_gather_into_tensor(all_of_them, one, group=group)
-            dist.reduce_scatter_tensor(one, all_of_them, group=group)
+            all_gather(all_of_them, one, group)
+            reduce_scatter(one, all_of_them, group)
     for group in exchanging:
         if group.size() > 1:
             sent = torch.zeros(group.size(), device=device_type)

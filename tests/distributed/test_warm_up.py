@@ -1,5 +1,6 @@
 """Process groups are used when they are made, by all ranks in one order, so that no step is the first to use one."""
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.sharding.collectives.warm_up import warm_up
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import LossWeights, train_step
@@ -100,3 +102,18 @@ def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, na
     # of each kind of group every rank uses its own, and all come to one kind after the other
     orders = [[use.purpose for use in before if use.purpose != "mesh_pp (shared weights)"] for before, _ in found]
     assert all(order == orders[0] for order in orders)
+
+
+def test_warns_of_nothing(ranks: RankPool) -> None:
+    """torch 2.13 has other names for collectives of one tensor; the old ones would begin every run's output with a
+    warning."""
+    assert ranks.run(_warnings, 2) == [[], []]
+
+
+def _warnings() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warm_up([group], [group], "cpu")
+    return [str(each.message) for each in found]
