@@ -6,9 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import practice
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.test_configs import RECIPES
 from tests.test_readmes import DOCS, ROOT, blocks, commands
@@ -51,6 +55,24 @@ def test_commands_for_gpus(command: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert config.max_seq_length <= recipe.max_seq_length
         for name in ("adapter", "base_dtype", "ep_size", "optim", "gradient_checkpointing"):
             assert getattr(config, name) == getattr(recipe, name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_a_tiny_model_of_a_family(family: str, tmp_path: Path) -> None:
+    """With a tokenizer and chat template, and problems whose answers are right and are not among those held out."""
+    train, test = practice.make_records(50, seed=1)
+    assert not {record["question"] for record in train} & {record["question"] for record in test}
+    for record in (*train, *test):
+        steps = re.findall(r"<<(\d+)([+-])(\d+)=(\d+)>>", record["answer"])
+        for left, sign, right, result in steps:
+            assert int(left) + int(sign + right) == int(result)
+        assert record["answer"].endswith(f"#### {steps[-1][-1]}")
+    practice.save_tokenizer(tmp_path, (record["question"] for record in train))
+    assert practice.save_model(tmp_path, family, seed=0) < 1_000_000
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == family
+    tokens: Any = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "12"}])
+    assert model(torch.tensor([tokens["input_ids"]])).logits.isfinite().all()
 
 
 @pytest.mark.slow
