@@ -312,6 +312,10 @@ function settings(run) {
   const command = run.command === null ? null : element("pre", "command", run.command);
   const title = element("div", "title", element("h3", "", "Command line"), element("span", "quiet", "that asks for these settings"));
   const folded = rest && element("details", "", element("summary", "quiet", "Settings at their defaults"), rest);
+  if (folded) {
+    folded.open = chosen.get("defaults") === "shown";
+    folded.addEventListener("toggle", () => choose("defaults", folded.open ? "shown" : null, false));
+  }
   const made = [
     command && element("div", "card", title, command),
     element("div", "tables", changed, facts("Environment", "", Object.entries(run.environment))),
