@@ -26,7 +26,7 @@ function axis() {
 }
 
 // `y` at `x` of the line through points that begin at (0, 0).
-function between(xs, ys, x) {
+function interpolated(xs, ys, x) {
   const after = xs.findIndex((each) => each >= x);
   if (after === -1) return ys.at(-1) ?? 0;
   const [x0, y0] = after === 0 ? [0, 0] : [xs[after - 1], ys[after - 1]];
@@ -34,7 +34,7 @@ function between(xs, ys, x) {
 }
 
 function placeOf(run, step, along) {
-  return along === "step" ? step : between(run.positions.steps, run.positions[AXES[along]], step);
+  return along === "step" ? step : interpolated(run.positions.steps, run.positions[AXES[along]], step);
 }
 
 function placesOf(run, steps, along) {
@@ -60,7 +60,7 @@ function scaleOf(along, end) {
 }
 
 // The part of the horizontal axis that is shown.
-function window_() {
+function shownPart() {
   const along = axis();
   const ends = runs.filter(isShown).map((run) => placeOf(run, run.step, along));
   const end = Math.max(...ends, along === "step" ? 1 : 1e-9);
@@ -163,7 +163,7 @@ function curveChart(chart) {
   let [x, toPlace, lines, view, cursor, held] = [null, null, [], null, null, null];
 
   function draw() {
-    view = window_();
+    view = shownPart();
     lines = linesOf(chart, view.along);
     shown.replaceChildren();
     readout.replaceChildren("no value");
@@ -303,12 +303,12 @@ function toggle(text, isOn, press) {
 }
 
 function switchAxis(next) {
-  const { along, from, to, isZoomed } = window_();
+  const { along, from, to, isZoomed } = shownPart();
   choose("x", next === "step" ? null : next);
   if (!isZoomed) return;
   // what was shown stays shown, by the first run's positions
   const run = runs.find(isShown) ?? runs[0];
-  const step = (place) => (along === "step" ? place : between(run.positions[AXES[along]], run.positions.steps, place));
+  const step = (place) => (along === "step" ? place : interpolated(run.positions[AXES[along]], run.positions.steps, place));
   zoom(placeOf(run, step(from), next), placeOf(run, step(to), next));
 }
 
@@ -318,7 +318,7 @@ function curveControls() {
   smoothing.value = chosenNumber("smooth") ?? SMOOTH;
   const isOn = (name) => chosen.get(name) === "yes";
   const reset = element("button", "", "Reset zoom");
-  const tell = () => (reset.disabled = !window_().isZoomed);
+  const tell = () => (reset.disabled = !shownPart().isZoomed);
   reset.addEventListener("click", () => zoom(null, null));
   watchers.push(tell);
   tell();
