@@ -11,7 +11,7 @@ from tests.training.flags_page import default_of, in_cell
 
 HEAD = """# Commands
 
-Look up every command and its flags here. The flags of `train_ep.py` have [their own page](flags.md). This page is made
+After this page you know every command and its flags. The flags of `train_ep.py` have [their own page](flags.md). This page is made
 by a command:
 
 ```sh

@@ -25,9 +25,9 @@ TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 INTRODUCTION = """\
 # Models
 
-Look up whether your model is supported, and with which methods. The table has one row per causal MoE family
-of transformers {version}. Families that also take images or sound are included. A command makes this page, and a test
-compares it with the code:
+After this page you know whether your model is supported, and with which methods. The table has one row per causal MoE
+family of transformers {version}. Families that also take images or sound are included. A command makes this page, and a
+test compares it with the code:
 
 ```sh
 python -m tests.families.models_page
