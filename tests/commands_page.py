@@ -11,8 +11,8 @@ from tests.training.flags_page import default_of, in_cell
 
 HEAD = """# Commands
 
-After this page you know every command and its flags. The flags of `train_ep.py` have [their own page](flags.md). This page is made
-by a command:
+After this page you know every command and its flags. The flags of `train_ep.py` have [their own page](flags.md). A
+command makes this page:
 
 ```sh
 python -m tests.commands_page > docs/reference/commands.md

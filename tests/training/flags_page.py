@@ -10,8 +10,16 @@ from expertmesh.training.config.train_config import TrainConfig, make_parser
 
 HEAD = """# Flags of train_ep.py
 
-After this page you know every flag. A flag may also be a key of the YAML file of `--config`, with underscores for dashes,
-and an argument of `expertmesh.load`. A switch takes no value, or `true` or `false`. This page is made by a command:
+After this page you know every flag. A flag may also be a key of the YAML file of `--config`, with underscores for
+dashes, and an argument of `expertmesh.load`. Flags win over the file. Flags have the names of
+`transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`.
+
+- A flag or key of another tool (trl, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate, DeepSpeed) is refused.
+  One error names all of them in a file, with what to give instead. A key that asks for what is done anyway, such as
+  `fp16: false`, is ignored.
+- A flag without effect beside the others, such as `--dispatch rank` without `--ep-size`, is no error; a note names it.
+
+This page is made by a command:
 
 ```sh
 python -m tests.training.flags_page > docs/reference/flags.md
