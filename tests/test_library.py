@@ -197,6 +197,14 @@ def test_what_the_package_tells_of_itself() -> None:
         expertmesh.lod  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_help_has_every_setting_in_its_group(engine: Any) -> None:
+    text = expertmesh.load.__doc__ or ""
+    assert all(f"\n    {name}: " in text for name in expertmesh.LoadSettings.__annotations__ if name != "config")
+    assert text.index("\nParallelism:") < text.index("\n    ep_size: Expert-parallel ranks") < text.index("\nMemory:")
+    assert max(map(len, text.splitlines())) <= 120
+    assert re.fullmatch(r"Engine\(mixtral, \d+\.\d M parameters, 1 ranks \(.*\), step \d+\)", repr(engine))
+
+
 def test_figures_of_a_step(engine: Any) -> None:
     """Short, and without what is not public."""
     figures = engine.step(batch_of_text())

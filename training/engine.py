@@ -288,6 +288,11 @@ class Engine:
         self._grad_norm = 0.0
         self._are_ends_given = False
 
+    def __repr__(self) -> str:
+        parameters, topology = f"{self.counts.total / 1e6:,.1f} M parameters", self.topology
+        layout = f"{topology.world_size} ranks (pp {topology.pp_size}, dp {topology.dp_size}, ep {topology.ep_size})"
+        return f"Engine({self.source.model_type}, {parameters}, {layout}, step {self.step_number})"
+
     def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
         """Shard the model over the ranks and read its weights; seed torch's random numbers.
 

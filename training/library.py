@@ -9,9 +9,11 @@ from typing import Any, Unpack
 
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
+from ..moe.util.terminal import folded_to
 from ..sharding.runtime.agreement import check_alike
 from ..sharding.runtime.process import join_process_group, raise_together
 from ..sharding.runtime.watchdog import collectives_limit
+from .config.flags import group_of
 from .config.load_settings import LoadSettings
 from .config.train_config import TrainConfig, make_config
 from .consistency import start_facts
@@ -47,23 +49,22 @@ _OF_TRAINERS_TOO = frozenset({"detect_anomaly"})
 
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
-    """Load a mixture-of-experts model onto this process's ranks, ready to be trained. All ranks call it together.
+    """Load a mixture-of-experts model, shard it over the ranks, and return an engine that trains it.
 
-    Under torchrun, or in a single process, a notebook's for example. Where there is no process group yet it joins one,
-    and leaves it when the process ends.
+    Call it in a single process, such as a notebook's, or on every rank under torchrun. If there is no process group
+    yet, it joins one. With `max_steps` the learning rate follows its schedule; without, it stays constant. With
+    `resume`, the path of a training checkpoint or "auto", the engine resumes from there.
 
     Example:
         engine = expertmesh.load("DIR", ep_size=1, learning_rate=1e-5, max_steps=500)
 
     Args:
         model: directory of a Hugging Face checkpoint, or a hub id.
-        settings: the flags of `train_ep.py`, by their names with underscores (`train_ep.py --help` lists them);
-            `config` names a YAML file with others. Those of its data, loop and log, such as save_steps, are heeded by
-            its loop alone, and are warned of here. With max_steps the learning rate follows the schedule; else it stays
-            as it is. With resume, the path of a training checkpoint or "auto", the engine resumes from there.
+        settings: the flags of `train_ep.py` with underscores in their names. `config` is a YAML file of more settings.
+            Settings that only the loop of `train_ep.py` reads, such as `save_steps`, raise a warning here.
 
     Raises:
-        ExpertMeshError: on all ranks, when a setting is invalid, or the model cannot be read or trained with them.
+        ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
     for line in _without_effect(config, settings):
@@ -126,9 +127,25 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([model, *settings], return_annotation=Engine)
 
 
+def _help() -> str:
+    """The docstring, and below it what each setting does, by group."""
+    lines = [inspect.cleandoc(load.__doc__ or "")]
+    groups: dict[str, list[str]] = {}
+    for setting in fields(TrainConfig):
+        if setting.name in LoadSettings.__annotations__:
+            said = setting.metadata["help"]
+            groups.setdefault(group_of(TrainConfig, setting.name), []).append(
+                f"    {setting.name}: {said() if callable(said) else said}"
+            )
+    for title, settings in groups.items():
+        lines += ["", f"{title}:", *(folded_to(line, 100) for line in settings)]
+    return "\n".join(lines)
+
+
 def _or_none(default: Any) -> Any:
     """Of lists, which are empty or are chosen by the model, and of `config`."""
     return None if default is MISSING else default
 
 
 vars(load)["__signature__"] = _signature()
+load.__doc__ = _help()

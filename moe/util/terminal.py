@@ -143,10 +143,11 @@ def folded(text: str) -> str:
     width = terminal_width()
     if width is None:
         return text
-    return "\n".join(_fold(line, width) for line in text.split("\n"))
+    return "\n".join(folded_to(line, width) for line in text.split("\n"))
 
 
-def _fold(line: str, width: int) -> str:
+def folded_to(line: str, width: int) -> str:
+    """A line in as many as this width takes, all but the first indented."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     pieces = textwrap.wrap(
         *(line, width),
