@@ -178,7 +178,7 @@ def raises(bench: Bench) -> Outcome:
 def dies(bench: Bench) -> Outcome:
     """One rank is killed (SIGKILL), as when memory runs out."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
-    run = expect(bench.run(out, fault=("die", rank, step)), None, "ended without a word")
+    run = expect(bench.run(out, fault=("die", rank, step)), None, "no other rank printed an error above")
     root = run.text.partition("Root Cause")[2]
     if f"rank      : {rank} " not in root or "SIGKILL" not in root:
         raise Unexpected(f"torchrun does not name rank {rank}:\n{run.text[-4000:]}")
@@ -219,7 +219,7 @@ def stands_still(bench: Bench) -> Outcome:
 def dies_while_sending(bench: Bench) -> Outcome:
     """One rank is killed as it begins to send to another stage."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
-    run = expect(bench.run(out, fault=("die-sending", rank, step)), None, "ended without a word")
+    run = expect(bench.run(out, fault=("die-sending", rank, step)), None, "no other rank printed an error above")
     if not re.search(rf"^rank \d+ lost the connection .* step {step}, stage \d of \d, ", run.text, re.MULTILINE):
         raise Unexpected(f"no other rank tells its stage:\n{run.text[-6000:]}")
     return Outcome("the others say in which stage they lost it", seconds_since_fault(run), bench.go_on(out))
@@ -245,7 +245,7 @@ def hangs_while_receiving(bench: Bench) -> Outcome:
 def freezes(bench: Bench) -> Outcome:
     """One rank's process is stopped (SIGSTOP), its connections stay open, --ddp-timeout 1800."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
-    run = expect(bench.run(out, fault=("freeze", rank, step)), None, f"misses rank {rank}: no heartbeat")
+    run = expect(bench.run(out, fault=("freeze", rank, step)), None, f"lost rank {rank}: no heartbeat")
     # torchrun takes another 30 s until it kills what does not react to being asked to end
     return Outcome("another rank misses it and ends the run", seconds_since_fault(run), bench.go_on(out))
 
@@ -303,7 +303,7 @@ def damages_a_checkpoint(bench: Bench) -> Outcome:
     content = bytearray(file.read_bytes())
     content[bench.rng.randrange(len(content))] ^= 1 << bench.rng.randrange(8)
     file.write_bytes(content)
-    expect(bench.run(out), 0, "is damaged", "it is skipped for the one before it", f"step {bench.steps - 2}\n")
+    expect(bench.run(out), 0, "is damaged", "it is skipped, and the one before it used", f"step {bench.steps - 2}\n")
     return Outcome("it is named, the one before it is taken", None, bench.difference(out))
 
 

@@ -289,7 +289,7 @@ def in_own_process(function: Any, *args: Any) -> None:
     process.start()
     process.join()
     if process.exitcode != 0:
-        raise ExpertMeshError(f"{function.__name__} ended with code {process.exitcode}; its message is above")
+        raise ExpertMeshError(f"{function.__name__} ended with code {process.exitcode}see its message above")
 
 
 def context() -> Any:

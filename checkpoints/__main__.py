@@ -17,7 +17,7 @@ _EXAMPLE = """\
 example:
   python -m expertmesh.checkpoints convert MODEL SHARDS --ep-size 8"""
 
-GONE = {"--trust-checkpoint-owner": "leave it out; anybody's checkpoint is read, and can run no code"}
+GONE = {"--trust-checkpoint-owner": "leave it out; any checkpoint can be read, and none can run code"}
 EXPORT_ENCODINGS = ("plain", "source")
 
 
@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     how = Parser(add_help=False)
-    how.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file, where the form allows")
+    how.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file, for forms that allow it")
     how.add_argument(
         "--workers",
         type=int,
@@ -49,8 +49,8 @@ def build_parser() -> Parser:
         "--export-encoding",
         choices=EXPORT_ENCODINGS,
         default="plain",
-        help="of tensors that the source has quantized: plain: in bfloat16; source: quantized as the source has them, "
-        "unchanged blocks bit for bit",
+        help="tensors that are quantized in the source. plain: write bfloat16; source: quantize them "
+        "again the same way, unchanged blocks bit for bit",
     )
 
     to_shards = _add(commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how)
@@ -71,14 +71,13 @@ def build_parser() -> Parser:
     to_hf.add_argument(
         "--base",
         metavar="DIR",
-        help="for a training checkpoint whose run's model has moved: directory or hub id of that model, which has the "
-        "tensors that are not trained, and their encoding",
+        help="base model of a training checkpoint, if it has moved: its directory or hub id",
     )
 
     merged = _add(
         commands, "merge", "BASE ADAPTER OUT", "merge an adapter into a model, in Hugging Face form", how, encoding
     )
-    merged.add_argument("base", metavar="BASE", help="model: directory of any form, or hub id")
+    merged.add_argument("base", metavar="BASE", help="model: directory in any form, or hub id")
     merged.add_argument("adapter", metavar="ADAPTER", type=Path, help="PEFT's directory")
     merged.add_argument("out", metavar="OUT", type=Path, help="directory to write")
 
@@ -88,12 +87,12 @@ def build_parser() -> Parser:
     verify.add_argument(
         "--rtol",
         type=float,
-        help="allow this relative difference per value; of quantized tensors and adapters, relative to the largest of "
-        "its dim-0 slice (default: bitwise equal)",
+        help="allow this relative difference per value; for quantized tensors and adapters, relative "
+        "to the largest value of the dim-0 slice (default: bitwise equal)",
     )
-    verify.add_argument("--ignore-config", action="store_true", help="compare tensors alone, not what the configs say")
+    verify.add_argument("--ignore-config", action="store_true", help="compare only tensors, not configs")
 
-    inspect = _add(commands, "inspect", "PATH", "what a checkpoint contains; with --check, whether it is complete")
+    inspect = _add(commands, "inspect", "PATH", "show what a checkpoint contains; with --check, whether it is complete")
     inspect.add_argument("path", metavar="PATH", help="directory, or hub id")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors")
     inspect.add_argument(

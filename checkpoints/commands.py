@@ -51,7 +51,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
     read_ahead(source, READ_AHEAD)
     dequantized = convert(source, arguments.out, arguments.ep_size, dtype, how)
     if dequantized:
-        print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(dequantized)}"))
+        print(folded(f"dequantized to bfloat16, because a block of scales spans two experts: {', '.join(dequantized)}"))
     _tell(f"wrote EP shards, ep {arguments.ep_size}: {_written(arguments.out)}")
     return 0
 
@@ -60,7 +60,7 @@ def export_command(arguments: argparse.Namespace) -> int:
     source, how = _resolve(arguments.source, "export"), _how(arguments)
     base = None if arguments.base is None else _resolve(arguments.base, "--base")
     if base is not None and not is_training(source):
-        raise ExpertMeshError(f"--base {arguments.base}: {source} is no training checkpoint; leave it out")
+        raise ExpertMeshError(f"--base {arguments.base}: {source} is not a training checkpoint; leave it out")
     read_ahead(source, READ_AHEAD)
     export_offline(source, arguments.out, how, base)
     _tell(f"wrote a Hugging Face directory: {_written(arguments.out)}")
@@ -116,8 +116,7 @@ def inspect_command(arguments: argparse.Namespace) -> int:
     if _is_adapter(path):
         if arguments.check:
             raise ExpertMeshError(
-                f"--check: {path} is an adapter, which has no checksums and says nothing of its model's tensors; "
-                "`merge` checks every A and B against that model"
+                f"--check: {path} is an adapter, which has no checksums; `merge` checks it against its model"
             )
         from .adapters.adapter_files import describe_adapter
 
@@ -131,7 +130,7 @@ def inspect_command(arguments: argparse.Namespace) -> int:
     if is_training(path) and (marker := read_marker(path)).get("base") is not None:
         for file, described in marker["files"].items():
             check_file(path, file, described)
-        print("checksums   match; there is no model to compare adapters with")
+        print("checksums   match; no model to compare the adapters with")
         return 0
     checkpoint, without_tensors = with_claims_checked(open_any(path, strict=False))
     for line in describe_model(checkpoint, without_tensors):

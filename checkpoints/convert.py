@@ -84,7 +84,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         )
     check_all_bytes(source_path)
     for copy, original in tied_copies_that_differ(checkpoint):
-        raise ExpertMeshError(f"{source.path}: {copy.name} differs from {original}, its tied twin")
+        raise ExpertMeshError(f"{source.path}: {copy.name} differs from {original}, which config.json ties to it")
     stored_dtypes = checkpoint.parameter_dtypes
     dtypes = {
         name: stored_dtypes[name] if dtype is None or name in names.buffers else dtype for name in names.parameters
@@ -165,17 +165,17 @@ def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable
     """
     if origin.encodings:
         return checkpoint.encoded_as(origin)
-    tell(f"--export-encoding source: {origin.source.path} is not quantized, so nothing is")
+    tell(f"--export-encoding source: {origin.source.path} is not quantized, so the export is not either")
     return checkpoint
 
 
 def _to_be_written(checkpoint: Checkpoint, how: HowToWrite) -> Checkpoint:
     """A checkpoint with or without what is not trained, as was asked for."""
     if how.drop_untrained:
-        how.tell(f"dropped, as they are not trained: {checkpoint.carried_summary or 'no tensors'}")
+        how.tell(f"left out, because not trained: {checkpoint.carried_summary or 'no tensors'}")
         return checkpoint.dropping_untrained()
     if checkpoint.carried:
-        how.tell(f"copied unchanged, as they are not trained: {checkpoint.carried_summary}")
+        how.tell(f"copied unchanged, because not trained: {checkpoint.carried_summary}")
     return checkpoint
 
 
@@ -190,10 +190,10 @@ def _prepare(checkpoint: Checkpoint, out: Path, last: str, overwrite: bool) -> P
     with write_errors(out):
         finish_replacement_of_missing(out)
     if out.exists() and not out.is_dir():
-        raise ExpertMeshError(f"{out}: is no directory; choose another")
+        raise ExpertMeshError(f"{out}: is not a directory; choose another")
     begun = bool(traces(out))
     if (out / last).exists() and not begun and not overwrite:
-        raise ExpertMeshError(f"{out}: already exists, and is complete; choose another, or replace it with --overwrite")
+        raise ExpertMeshError(f"{out}: already exists and is complete; choose another, or replace it with --overwrite")
     if out.exists() and not begun and not overwrite and any(out.iterdir()):
         raise ExpertMeshError(f"{out}: contains other files; choose another, or replace it with --overwrite")
     try:

@@ -130,7 +130,7 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
             if not torch.equal(target, repeated.to(target.device).to(target.dtype)):
                 raise ExpertMeshError(
                     f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
-                    "set tie_word_embeddings to false there"
+                    "set tie_word_embeddings to false in config.json"
                 )
 
 

@@ -43,7 +43,7 @@ def compare(a: Checkpoint, b: Checkpoint, rtol: float | None, ignore_config: boo
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.problems]
     for side in (a, b):
         for copy, original in tied_copies_that_differ(side):
-            differences.append(f"{copy.name}: differs from {original}, its tied twin ({side.path})")
+            differences.append(f"{copy.name}: differs from {original}, which config.json ties to it ({side.path})")
     if not ignore_config:
         differences += _config_differences(a, b)
     of_a, of_b = _Side(a, is_second=False), _Side(b, is_second=True)
@@ -64,7 +64,7 @@ def compare(a: Checkpoint, b: Checkpoint, rtol: float | None, ignore_config: boo
             problem = whole_difference(carried_a[name], carried_b[name], rtol)
         else:
             here, there = (of_a, of_b) if name in carried_a else (of_b, of_a)
-            problem = f"is trained in {there.path} alone" if name in there.tensors else f"only in {here.path}"
+            problem = f"is trained only in {there.path}" if name in there.tensors else f"only in {here.path}"
         if problem is not None:
             differences.append(f"{name}: {problem}")
     return Comparison(differences, len({*names, *carried_a, *carried_b}))
@@ -157,7 +157,7 @@ def _region_difference(tensor: DiskTensor, region: Region, here: _Side, there: _
     rows_a, rows_b = a.reader.rows(name_a, rows), b.reader.rows(name_b, rows)
     if rows_a is None or rows_b is None:  # told among the problems of a side that has any
         lacking = a if rows_a is None else b
-        return f"is not complete in {lacking.path}" if lacking.is_sound else None
+        return f"is incomplete in {lacking.path}" if lacking.is_sound else None
     # the dtype that the tensor has, or else one that has the parameter
     namesake = there.tensors.get(tensor.name)
     dtype_there = there.dtypes[parameter] if namesake is None else namesake.dtype

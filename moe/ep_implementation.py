@@ -50,7 +50,7 @@ class ExpertMeshEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         where = f'ep_implementation="expertmesh": {type(experts).__name__}'
         if not all(hasattr(experts, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")):
-            raise ExpertMeshError(f"{where} is not marked by transformers (use_experts_implementation); not supported")
+            raise ExpertMeshError(f"{where} is not marked by transformers (use_experts_implementation): not supported")
         # each call shows how many experts each token has
         layout = read_layout(experts, top_k=1, where=where)
         self.experts = experts

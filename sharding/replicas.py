@@ -53,9 +53,10 @@ def check_replicas(
         first = "; ".join(f"{name} ({told})" for name, told in list(differing.items())[:NAMED])
         more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
         raise ExpertMeshError(
-            f"--check-replicas: after step {step}, {len(differing)} of {len(sums)} tensors differ between the "
-            f"ranks that replicate them: {first}{more}; a device or its memory may be at fault: resume from the last "
-            "checkpoint with --resume auto; if the same rank differs again, leave out its device"
+            f"--check-replicas: after step {step}, {len(differing)} of {len(sums)} tensors differ "
+            f"between the ranks that replicate them: {first}{more}; a device or its memory may be "
+            "faulty: resume from the last checkpoint with --resume auto; if the same rank differs "
+            "again, replace its device"
         )
 
 

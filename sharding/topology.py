@@ -235,13 +235,13 @@ def check_sizes(topology: Topology, num_experts: int | None) -> None:
         fits = divisors(ranks // topology.tp_size)
         raise ExpertMeshError(
             f"--cp-size {topology.cp_size} and --tp-size {topology.tp_size} make groups of "
-            f"{topology.ranks_per_sequence} ranks, which do not divide the {ranks} ranks; with that --tp-size use "
-            f"--cp-size {either(fits)}"
+            f"{topology.ranks_per_sequence} ranks, which do not divide the {ranks} ranks; with this "
+            f"--tp-size use --cp-size {either(fits)}"
         )
     if topology.dense_shard == "hybrid" and topology.ep_size % topology.tp_size:
         raise ExpertMeshError(
-            f"--tp-size {topology.tp_size} does not divide --ep-size {topology.ep_size}, over whose ranks "
-            "--dense-shard hybrid shards what tp divides; use --dense-shard full, or a --tp-size of "
+            f"--tp-size {topology.tp_size} does not divide --ep-size {topology.ep_size}, which "
+            "--dense-shard hybrid needs; use --dense-shard full, or a --tp-size of "
             f"{either(divisors(topology.ep_size))}"
         )
 
@@ -254,8 +254,8 @@ def check_chunks(chunks: int, ep_size: int, num_experts: int) -> None:
     here = num_experts // ep_size
     if chunks > here:
         raise ExpertMeshError(
-            f"--overlap-chunks {chunks}: at --ep-size {ep_size} a rank has {here} of {num_experts} experts, and a "
-            f"chunk has the tokens of one expert at least; use at most {here}"
+            f"--overlap-chunks {chunks}: at --ep-size {ep_size} a rank has {here} of {num_experts} "
+            f"experts, and a chunk needs one expert or more; use at most {here}"
         )
 
 
@@ -272,9 +272,9 @@ def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
         if _is_across(group, nodes):
             fits = tp_sizes_on_nodes(size, nodes)
             raise ExpertMeshError(
-                f"--tp-size {size}: a group has {nodes_of(group, nodes)}; its ranks exchange "
-                f"activations in every layer, and must be on one node: use --tp-size {either(fits)}. Where nodes have "
-                "fast links between them, --ranks-per-node says of how many ranks"
+                f"--tp-size {size}: a group has {nodes_of(group, nodes)}; its ranks exchange activations "
+                f"in every layer, and must be on one node: use --tp-size {either(fits)}. If fast links "
+                "connect several nodes, give their number of ranks as --ranks-per-node"
             )
 
 

@@ -143,9 +143,9 @@ def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path
             0,
             "--samples-per-row has no effect without --packing",
         ),
-        ("export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is no training checkpoint"),
+        ("export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is not a training checkpoint"),
         ("inspect ADAPTER --check", 2, "--check: ADAPTER is an adapter"),
-        ("inspect ADAPTERS --check", 0, "checksums   match; there is no model to compare adapters with"),
+        ("inspect ADAPTERS --check", 0, "checksums   match; no model to compare the adapters with"),
     ],
 )
 def test_what_is_told(line: str, code: int, told: str, places: dict[str, str], tmp_path: Path) -> None:

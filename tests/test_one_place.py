@@ -183,7 +183,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"before": "txet"}, "there is no format 'txet' to come before; known: messages, sharegpt, "),
         ({"name": "alpaca"}, "another format is called 'alpaca'"),
         ({"columns": ("output", "instruction")}, r"another format has the columns \('instruction', 'output'\)"),
-        ({"columns": ("question", "answer", "why")}, "'mine' would never be found behind 'question/answer'"),
+        ({"columns": ("question", "answer", "why")}, "'mine' would never be found after 'question/answer'"),
         ({"written": ""}, "the format 'mine' has no written"),
         ({"columns": ()}, "the format 'mine' has no columns"),
         ({"columns": "ask"}, "the format 'mine': columns is 'ask', not a tuple, each a text"),
@@ -203,9 +203,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"chart": "Mine"}, "the metric 'mine': chart is 'Mine', not of type Chart or None"),
     ],
     "kernel": [
-        ({"name": "loop"}, "--expert-kernel loop is there already"),
-        ({"name": "auto"}, "--expert-kernel auto is there already"),
-        ({"name": "a b"}, "--expert-kernel 'a b': a name is letters"),
+        ({"name": "loop"}, "--expert-kernel loop is already registered"),
+        ({"name": "auto"}, "--expert-kernel auto is already registered"),
+        ({"name": "a b"}, "--expert-kernel 'a b': a name may have letters"),
         ({"how": ""}, "--expert-kernel mine: has no how"),
         ({"product": None}, "mine: has neither product nor fused"),
         ({"joined": print}, "mine: has joined, which is beside fused"),
@@ -225,7 +225,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "layer kind": [
         ({"sees": "all"}, "layers 'mine': sees is 'all', not one of itself, past, window, mask, state"),
         ({"mask": 7}, "layers 'mine': mask is 7, not a function or None"),
-        ({"name": ""}, "it has no name"),
+        ({"name": ""}, "the layer kind has no name"),
     ],
     "optimizer": [
         ({"help": ""}, "--optim mine: has no help"),
@@ -237,14 +237,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"parameters_in_bf16": 1}, "--optim mine: parameters_in_bf16 is 1, not True or False"),
         ({"state_bytes": no_arguments}, "--optim mine: state_bytes is .*, not a function of 2 arguments"),
         ({"calls": (3, 0, 0)}, r"--optim mine: calls is \(3, 0, 0\), not of type UpdateCalls"),
-        ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused goes by one of its names already"),
-        ({"aliases": ("muon",)}, "--optim mine: muon goes by one of its names already"),
+        ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused already has one of its names"),
+        ({"aliases": ("muon",)}, "--optim mine: muon already has one of its names"),
         ({"build": None}, "--optim mine: build is None, not a function of 3 arguments"),
         ({"occasional": no_arguments}, "--optim mine: occasional is .*, not a function of 1 argument"),
     ],
     "dispatcher": [
-        ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is there already"),
-        ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is there already"),
+        ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is already registered"),
+        ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is already registered"),
         ({"how": ""}, "--dispatch mine: has no how"),
         ({"by_nodes": True}, "mine: is by_nodes, and mine without_nodes is none that is not"),
         ({"by_nodes": True, "without_nodes": "node"}, "mine: is by_nodes, and node without_nodes is none"),
@@ -253,8 +253,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"auto": no_arguments}, "--dispatch mine: auto is .*, not a function of 1 argument"),
         ({"elsewhere": "single"}, "--dispatch mine: elsewhere is 'single', not a tuple, each a text"),
         ({"make": no_arguments}, "--dispatch mine: make is .*, not a function of 1 argument"),
-        ({"elsewhere": ("deepep",)}, "--dispatch mine: node goes by one of its names already"),
-        ({"name": "deepep", "without_nodes": "deepep"}, "--dispatch deepep: node goes by one of its names already"),
+        ({"elsewhere": ("deepep",)}, "--dispatch mine: node already has one of its names"),
+        ({"name": "deepep", "without_nodes": "deepep"}, "--dispatch deepep: node already has one of its names"),
     ],
 }  # fmt: skip
 """By what is added, changes of the page's entry, or of what is given beside it, and what is said of them."""
@@ -343,7 +343,7 @@ def trained_text(tokenizer: Any, sample: Sample) -> str:
 
 
 def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ExpertMeshError, match=r"has the columns ask, say, but one of these is needed: .*; text;"):
+    with pytest.raises(ExpertMeshError, match=r"has the columns ask, say; it needs .*; text;"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo")
     add("format")
 
@@ -356,9 +356,9 @@ def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
     assert (sample.tokens, sample.is_trained) == (expected.tokens, expected.is_trained)
     assert trained_text(tokenizer, sample) == "yo</s>"
 
-    with pytest.raises(ExpertMeshError, match=r"one of these is needed: .*; ask \+ say; text;"):
+    with pytest.raises(ExpertMeshError, match=r"it needs .*; ask \+ say; text;"):
         read_data(tmp_path, tokenizer, say="yo")
-    with pytest.raises(ExpertMeshError, match="has images, and only text is trained on"):
+    with pytest.raises(ExpertMeshError, match="has images; expertmesh trains on text only"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo", images=["a.png"])
 
 

@@ -100,8 +100,9 @@ def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:
     lines = [f"pipeline: {stages}; {pipeline.schedule} ({why}), bubble {idle:.0%}"]
     if idle > MOST_BUBBLE:
         lines.append(
-            f"warning: --pp-size {pp_size} with {micro_batches} micro-batch{'es' * (micro_batches > 1)}: ranks wait "
-            f"for one another {idle:.0%} of the time (the bubble); raise --gradient-accumulation-steps"
+            f"warning: --pp-size {pp_size} with {micro_batches} micro-batch{'es' * (micro_batches > 1)}: "
+            f"ranks wait for each other {idle:.0%} of the time (the bubble); raise "
+            "--gradient-accumulation-steps"
         )
     return lines
 
@@ -119,13 +120,13 @@ def replica_lines(engine: Engine) -> list[str]:
         return []
     given = f"note: --check-replicas {config.check_replicas}"
     if topology.world_size == 1:
-        return [f"{given} has no effect on 1 rank, which holds no copy of another's"]
+        return [f"{given} has no effect on 1 rank, which has nothing to compare with"]
     if any(part.is_parameter for part in replicated_state(engine.model, topology).values()):
         return []
     return [
-        f"{given}: no parameter has a copy with --dense-shard {topology.dense_shard} and dp "
-        f"{topology.dp_size} (with hybrid and dp 2 or more they have); buffers, the learning rate and the number of "
-        "steps are compared"
+        f"{given}: no parameter is replicated with --dense-shard {topology.dense_shard} and dp "
+        f"{topology.dp_size} (with hybrid and dp 2 or more, they are); only buffers, the learning "
+        "rate and the number of steps are compared"
     ]
 
 
@@ -171,15 +172,16 @@ def _readers(topology: Topology) -> str:
 
 def _attention(model: Any) -> str:
     used = inner_attention(model)
-    return "expertmesh's own, without masks" if used == OWN else used
+    return "expertmesh's own (no masks)" if used == OWN else used
 
 
 def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
     if source.rope is None:
         return []
     told = (
-        "an adapter's files have no config: rope_scaling.json beside them tells merge and --init-adapter; who loads "
-        f"them otherwise must give the base {json.dumps(source.rope.settings)}"
+        "an adapter has no config.json: merge and --init-adapter read rope_scaling.json next to "
+        "it; other programs need this setting in the base model: "
+        f"{json.dumps(source.rope.settings)}"
     )
     return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
 
@@ -222,10 +224,10 @@ def _endless(origin: Origin, tokenizer: Any) -> str:
     if tokenizer.eos_token is None:
         remedy = "the tokenizer has no EOS token"
     else:
-        remedy = "the chat template writes none there; another --chat-template may"
+        remedy = "the chat template writes none; try another --chat-template"
     return (
-        f"warning: {origin.name}: in {origin.endless:,} samples no special token ends what is trained on, so that the "
-        f"model does not learn to end a response: {remedy}"
+        f"warning: {origin.name}: in {origin.endless:,} samples, no special token ends the "
+        f"trained text, so the model does not learn to end a response: {remedy}"
     )
 
 
@@ -240,7 +242,7 @@ def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
         return []
     scaling = advised_scaling(source.config, longest)
     return [
-        f"warning: the longest sample has {longest:,} tokens, and the model knows {positions:,} positions; "
+        (f"warning: the longest sample has {longest:,} tokens, but the model has {positions:,} positions; ")
         + ("" if scaling is None else f"--rope-scaling {scaling} extends them, ")
         + f"--max-seq-length {positions} truncates it"
     ]

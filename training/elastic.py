@@ -48,17 +48,15 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
     changes = []
     if ep_size != config.ep_size:
-        changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
+        changes.append(f"--ep-size {ep_size} instead of {config.ep_size}")
     forwards, asked = fitting.micro_batches(ranks.world_size), layout.micro_batches(ranks.world_size)
     if forwards != asked:
         rows = fitting.sequences_per_step(ranks.world_size)
         changes.append(
-            f"{forwards} micro-batches per step in place of {asked}, for a global batch of {rows} sequences as before"
+            f"{forwards} micro-batches per step instead of {asked}, for the same global batch of {rows} sequences"
         )
         if config.router_aux_loss_coef != 0:
-            changes.append(
-                "a balancing loss, if there is one, is the mean over micro-batches, and so not quite the same"
-            )
+            changes.append("a balancing loss is a mean over micro-batches, so it changes slightly")
     return fitting, changes
 
 
@@ -82,5 +80,5 @@ def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExpertMeshError(
             f"--elastic: {output_dir / ENVIRONMENT} does not contain the global batch ({error!r}); "
-            "give it, by --global-batch-size"
+            "give --global-batch-size"
         ) from error

@@ -320,7 +320,7 @@ class Engine:
             with raise_together():
                 check_carried(resume_from, checkpoint)
         if config.export_encoding == "source":
-            said = [f"exported as {checkpoint.source.path} is quantized: {checkpoint.encodings}"]
+            said = [f"exported with the quantization of {checkpoint.source.path}: {checkpoint.encodings}"]
             with raise_together():
                 checkpoint = encoded_as_source(checkpoint, checkpoint, said.append)
             self.encoding = said[-1]
@@ -505,7 +505,7 @@ class Engine:
     def _told_targets(self, result: StepResult) -> StepResult:
         """The same; warned of where it has no target token."""
         if result.targets == 0:
-            self.tell(f"warning: the loss of a step is NaN, and it updates nothing: {NO_TARGETS}")
+            self.tell(f"warning: the loss of a step is NaN, so it is skipped: {NO_TARGETS}")
         return result
 
     def _count(self, result: StepResult) -> None:
@@ -547,8 +547,8 @@ class Engine:
         self._check_shared(digests)
         if len(set(numbers)) > 1 or numbers[0] == 0:
             raise ExpertMeshError(
-                f"ranks have {min(numbers)} to {max(numbers)} micro-batches in one step; it takes one or more, and "
-                "equally many on every rank: give None for one that a rank does not have"
+                f"ranks have {min(numbers)} to {max(numbers)} micro-batches in one step; give every rank "
+                "the same number, with None for batches that a rank lacks"
             )
         return made
 
@@ -572,11 +572,10 @@ class Engine:
             other = first.setdefault(self.topology.data_index(rank), rank)
             if found != digests[other]:
                 raise ExpertMeshError(
-                    f"ranks {other} and {rank} are given different batches, and work on the same sequences with "
-                    f"pp_size {self.config.pp_size}, cp_size {self.config.cp_size} and tp_size "
-                    f"{self.config.tp_size}: give each rank the part "
-                    "engine.data_rank of engine.data_size of the data (as rank and num_replicas of a "
-                    "DistributedSampler)"
+                    f"ranks {other} and {rank} get different batches, but share sequences with pp_size "
+                    f"{self.config.pp_size}, cp_size {self.config.cp_size} and tp_size {self.config.tp_size}: "
+                    "give each rank the part engine.data_rank of engine.data_size of the data (as rank and "
+                    "num_replicas of a DistributedSampler)"
                 )
 
     def batch(self, given: MicroBatch, for_loss: bool = False) -> Batch:
@@ -603,7 +602,7 @@ class Engine:
         for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):
             # a GPU would end in an assertion of some later kernel
             if (outside := ids[(ids < 0) | (ids >= size)]).numel():
-                raise ExpertMeshError(f"{name} of a batch have {outside[0]}: the model's vocabulary is 0 to {size - 1}")
+                raise ExpertMeshError(f"{name} of a batch has {outside[0]}; the model's vocabulary is 0 to {size - 1}")
         return batch
 
     # ---- between steps ----
@@ -683,9 +682,7 @@ class Engine:
         told: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(told, (tokens, max_new_tokens))
         if len({repr(each) for each in told}) > 1:
-            raise ExpertMeshError(
-                "ranks are given different prompts or max_new_tokens; they work on all of them together"
-            )
+            raise ExpertMeshError("ranks get different prompts or max_new_tokens; give all ranks the same")
         found = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
         return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
 
@@ -726,8 +723,8 @@ class Engine:
         added = [end for end in source.answer_ends if end not in source.generation_ends]
         return [
             f"answers end with {_named(added, tokenizer)}, and generation with "
-            f"{_named(source.generation_ends, tokenizer) or 'no token'}: the generation_config.json that is exported "
-            "has both"
+            f"{_named(source.generation_ends, tokenizer) or 'no token'}: the exported "
+            "generation_config.json has both"
         ]
 
     # ---- training checkpoints ----
@@ -792,7 +789,7 @@ class Engine:
         named, directory = (str(path), path.parent) if is_one else ("auto", path)
         found = find_resume(named, directory, self.tell, self.ranks)
         if found is None:
-            raise ExpertMeshError(f"{checkpoint}: has no training checkpoint")
+            raise ExpertMeshError(f"{checkpoint}: no training checkpoint there")
         check_resume(found, self.config, self.facts, self.ranks, self.tell)
         with raise_together():
             check_carried(found, self.checkpoint)
@@ -921,8 +918,8 @@ def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
         dropped: whether the export will not have them.
     """
     if dropped:
-        return f"not trained, and left out of the export: {carried}"
-    return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"
+        return f"not trained and left out of the export: {carried}"
+    return f"not trained and copied unchanged to the export from {checkpoint.source.path}: {carried}"
 
 
 def _named(tokens: Iterable[int], tokenizer: Any) -> str:

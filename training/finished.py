@@ -137,7 +137,7 @@ def complete_report(output_dir: Path, tell: Tell) -> None:
         return
     try:
         write_report(output_dir, "finished")
-        tell(f"{report} is written now, as a kill had prevented")
+        tell(f"{report} is written now; the run was killed before it was")
     except (ExpertMeshError, OSError) as error:  # what counts is there
         tell(f"warning: report.html was not written: {error}")
 
@@ -160,14 +160,14 @@ def _find(
         file = output_dir / FILE
         compare_run(file, done.facts, done.settings, config, facts, tell)
         check_order(done.order, order, config, file)
-        beyond = f", more than the {num_steps} that are asked for now" if num_steps < done.step else ""
-        return f"finished already, at step {done.step}{beyond}; nothing is trained or written; {done.holds}"
+        beyond = f", beyond the {num_steps} steps asked for now" if num_steps < done.step else ""
+        return f"already finished at step {done.step}{beyond}; nothing is trained or written; {done.holds}"
     if earlier and not whole_checkpoints(output_dir / "checkpoints"):
         if not config.overwrite_output_dir:
             raise ExpertMeshError(
-                f"--resume auto: {output_dir}: the run there finished at step {done.step} and left no training "
-                f"checkpoint to go on from: {way_to_merge(config, output_dir)}choose another --output-dir, or replace "
-                "it with --overwrite-output-dir"
+                f"--resume auto: {output_dir}: the run there finished at step {done.step} and left no "
+                f"training checkpoint to resume from: {way_to_merge(config, output_dir)}choose another "
+                "--output-dir, or replace it with --overwrite-output-dir"
             )
         forget_finished(output_dir)
     return None
@@ -178,7 +178,7 @@ def way_to_merge(config: TrainConfig, output_dir: Path) -> str:
     hf, adapter = output_dir / "hf", output_dir / "adapter"
     if config.resume != "auto" or not config.merge or not adapter.exists() or hf.exists():
         return ""
-    return f"make what is missing with `expertmesh-checkpoints merge {config.model} {adapter} {hf}`, "
+    return f"make the missing model with `expertmesh-checkpoints merge {config.model} {adapter} {hf}`, "
 
 
 def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took_best: bool) -> str:
@@ -190,8 +190,8 @@ def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took
     """
     exports = [str(output_dir / name) for name in exports_of(config)]
     if not exports:
-        return "nothing was exported, as --no-export was given"
-    what = f"{' and '.join(exports)} {'hold' if len(exports) > 1 else 'holds'} the weights"
+        return "nothing was exported (--no-export)"
+    what = f"{' and '.join(exports)} {'have' if len(exports) > 1 else 'has'} the weights"
     if best.step == 0:
         return f"{what} of the last step, {step}"
     of_last, of_best = f"of the last step, {step}", f"of the best evaluation (step {best.step}, loss {best.loss:.4f})"

@@ -45,7 +45,7 @@ def generate(
     if not prompts:
         return []
     if not all(prompts):
-        raise ExpertMeshError("a prompt to generate from has no token; give it a text, or the tokenizer a BOS token")
+        raise ExpertMeshError("a prompt has no token; give a longer prompt, or a tokenizer with a BOS token")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     longest = max(positions - max_new_tokens, 1)
     # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere

@@ -57,8 +57,8 @@ _LOSS_OWNERS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _OF_ROUTING = ("output_router_logits", "router_aux_loss_coef")
 """Of a model's config, what trl sets for the balancing loss that ours takes the place of."""
 _NOT_TAKEN = {
-    "compute_loss_func": "take the engine's forward_backward in a loop of your own",
-    "model_init": "give the engine of a model that was loaded",
+    "compute_loss_func": "use the engine's forward_backward in your own loop",
+    "model_init": "give an engine from expertmesh.load",
     "peft_config": "give adapter='lora' to expertmesh.load",
     "quantization_config": "give adapter='lora' and base_dtype='nf4' to expertmesh.load",
     "optimizer_cls_and_kwargs": "give optim to expertmesh.load",
@@ -133,7 +133,9 @@ class TrainerMixin(_Base):
                 "use_cpu=True to both where there is no GPU, and start all processes by torchrun"
             )
         if overruled := overruled_settings(args, _AS_LOADED.setdefault(model, model.config)):
-            self._tell(f"of expertmesh.load's settings Trainer takes its arguments' instead: {', '.join(overruled)}")
+            self._tell(
+                f"Trainer uses its own arguments instead of these settings of expertmesh.load: {', '.join(overruled)}"
+            )
         self._check_columns(args, given)
         self._balance(args)
         held = {name: value for name, value in vars(model.model).items() if name == "forward"}
@@ -206,36 +208,35 @@ class TrainerMixin(_Base):
             if "compute_loss" in vars(kind):
                 if kind.__module__ not in _LOSS_OWNERS:
                     raise ExpertMeshError(
-                        f"{kind.__name__} computes a loss of its own, which would not be heeded: TrainerMixin is for "
-                        "classes whose loss is the cross-entropy of the labels, as transformers.Trainer's and trl's "
-                        "SFTTrainer's; take the engine's forward_backward in a loop of your own"
+                        f"{kind.__name__} computes its own loss, which TrainerMixin would ignore: it is for "
+                        "classes whose loss is the cross-entropy of the labels, such as transformers.Trainer and "
+                        "trl's SFTTrainer; use the engine's forward_backward in your own loop"
                     )
                 break
         for name, instead in _NOT_TAKEN.items():
             if given.get(name) is not None:
-                raise ExpertMeshError(f"{name}: cannot be heeded for a model that is sharded already; {instead}")
+                raise ExpertMeshError(f"{name}: not possible for a model that is already sharded; {instead}")
         optimizer, scheduler = given.get("optimizers") or (None, None)
         if optimizer is not None and optimizer is not self.engine.optimizer:
             raise ExpertMeshError(
-                f"optimizers has a {type(optimizer).__name__}: give optim to expertmesh.load, whose optimizers know "
-                "parameters of several meshes, and engine.optimizer here"
+                f"optimizers has a {type(optimizer).__name__}: give optim to expertmesh.load, and engine.optimizer here"
             )
         if scheduler is not None and optimizer is None:
             raise ExpertMeshError(
-                "optimizers has a scheduler without its optimizer, and Trainer makes another one: give "
-                "(engine.optimizer, scheduler)"
+                "optimizers has a scheduler without its optimizer; give (engine.optimizer, scheduler)"
             )
         for name in ("cp_size", "tp_size"):
             if getattr(self.engine.config, name) > 1:
                 raise ExpertMeshError(
-                    f"{name}: Trainer gives every rank other sequences, and the ranks of a context-parallel or "
-                    "tensor-parallel group need the same; take the engine's step in a loop of your own, or train_ep.py"
+                    f"{name}: Trainer gives each rank other sequences, but the ranks of a context-parallel or "
+                    "tensor-parallel group need the same; use the engine's step in your own loop, or "
+                    "train_ep.py"
                 )
         if self.engine.config.pp_size > 1:
             raise ExpertMeshError(
-                "pp_size: Trainer gives every rank other sequences, and calls the model for each; the ranks of a "
-                "pipeline need the same, and a step's micro-batches at once; take the engine's step in a loop of your "
-                "own, or train_ep.py"
+                "pp_size: Trainer gives each rank other sequences, one micro-batch at a time, but the "
+                "ranks of a pipeline need all micro-batches of a step; use the engine's step in your own "
+                "loop, or train_ep.py"
             )
 
     def _balance(self, args: Any) -> None:
@@ -277,8 +278,8 @@ class TrainerMixin(_Base):
             return
         if not {text, *_COLUMNS} & set(columns):
             raise ExpertMeshError(
-                f"dataset_text_field={text!r}: train_dataset has no such column, but {', '.join(columns)}; name the "
-                f"one with the text, or have one of {', '.join(_COLUMNS)}"
+                f"dataset_text_field={text!r}: train_dataset has no such column; it has "
+                f"{', '.join(columns)}. Name the column with the text, or add one of {', '.join(_COLUMNS)}"
             )
 
     def _check_data(self, given: Any) -> None:
@@ -293,10 +294,10 @@ class TrainerMixin(_Base):
         length = getattr(args, "max_length", None)
         within = "" if length is None else f" within max_length={length}"
         if left == 0:
-            raise ExpertMeshError(f"train_dataset has no example with a target{within}: nothing can be trained on")
+            raise ExpertMeshError(f"train_dataset has no example with a target{within}")
         if isinstance(given, Sized) and not getattr(args, "packing", False) and left < len(given):
             out = f"{len(given) - left:,} of {len(given):,} examples of train_dataset"
-            self._tell(f"{out} are left out: they have no target{within}")
+            self._tell(f"{out} are left out: no target{within}")
 
     def _check_launcher(self) -> None:
         """
@@ -313,8 +314,8 @@ class TrainerMixin(_Base):
         }
         if found := [what for what, is_asked in asked.items() if is_asked]:
             raise ExpertMeshError(
-                f"accelerate's environment asks for {', '.join(found)}, which cannot be heeded: how the model is "
-                "sharded and what it computes in are settings of expertmesh.load; start with torchrun, or with "
+                f"accelerate's environment asks for {', '.join(found)}, which has no effect on the "
+                "engine: give sharding and precision to expertmesh.load; start with torchrun, or with "
                 "accelerate launch --multi_gpu --mixed_precision no"
             )
 
@@ -324,15 +325,16 @@ class TrainerMixin(_Base):
         asked = self.args.resume_from_checkpoint
         if asked is not None and resume_from_checkpoint is None:
             raise ExpertMeshError(
-                f"resume_from_checkpoint={asked!r} of the training arguments: no Trainer resumes by it; call "
+                f"resume_from_checkpoint={asked!r} of the training arguments does not resume; call "
                 f"train(resume_from_checkpoint={asked!r}), or leave it out"
             )
         if self.engine.is_resumed and self.optimizer is None:
             raise ExpertMeshError(
-                f"the engine was resumed at step {self.engine.step_number}, and Trainer begins at step 0 with another "
-                "optimizer: to go on with a Trainer's checkpoint, give it to train(resume_from_checkpoint=...); to "
-                "keep the engine's optimizer, give Trainer optimizers=(engine.optimizer, scheduler); to begin with the "
-                "weights alone, load what `expertmesh-checkpoints export` makes of the checkpoint"
+                f"the engine was resumed at step {self.engine.step_number}, and Trainer begins at step 0 "
+                "with another optimizer: to go on with a Trainer's checkpoint, give it to "
+                "train(resume_from_checkpoint=...); to keep the engine's optimizer, give Trainer "
+                "optimizers=(engine.optimizer, scheduler); to start from its weights only, load the "
+                "model that `expertmesh-checkpoints export` makes"
             )
         self._forget_losses()
         result = super().train(resume_from_checkpoint, *more, **others)
@@ -620,8 +622,8 @@ class TrainerMixin(_Base):
         scheduler.load_state_dict(state)
         if asked != getattr(scheduler, "base_lrs", None):
             self._tell(
-                f"learning_rate={self.args.learning_rate!r} of the training arguments has no effect: the schedule of "
-                f"{checkpoint} goes on, which began with {scheduler.base_lrs[0]!r}"
+                f"learning_rate={self.args.learning_rate!r} of the training arguments has no effect: the "
+                f"schedule of {checkpoint} continues, which started at {scheduler.base_lrs[0]!r}"
             )
         # the rates of its next step; a training checkpoint of ours has the optimizer's tensors alone
         for group, rate in zip(self.engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -648,8 +650,8 @@ def _state_in(checkpoint: str) -> Path:
     found = sorted((Path(checkpoint) / STATE).glob("step-*"))
     if not found:
         raise ExpertMeshError(
-            f"{checkpoint}: has no {STATE}/, the training checkpoint that expertmesh writes there (with "
-            "save_only_model it writes none); it cannot be resumed"
+            f"{checkpoint}: has no {STATE}/, the engine's training checkpoint, so it cannot be "
+            "resumed (save_only_model writes none)"
         )
     return found[-1]
 

@@ -99,7 +99,7 @@ def _without_effect(config: TrainConfig, training: Samples) -> str:
     names = [Path(spec.name) for spec in parse_datasets("--dataset", config.dataset)]
     told = []
     if all(origin.format == "text" for origin in training.origins):
-        plain = "has no effect: the data are plain text, all of which is trained on"
+        plain = "has no effect on plain text, where every token is trained"
         if config.train_on not in ("assistant", "all"):
             told.append(f"--train-on {config.train_on} {plain}")
         if config.prompt_template and not config.generate_steps:
@@ -127,7 +127,7 @@ def _check_names_of_parts(config: TrainConfig) -> None:
     )
     for flag, name, default, of_it in named:
         if name != default and of_it and all(path.is_file() for path in of_it):
-            raise ExpertMeshError(f"{flag} {name}: is for directories and hub datasets, and {of_it[0]} is a file")
+            raise ExpertMeshError(f"{flag} {name}: only directories and hub datasets have it; {of_it[0]} is a file")
 
 
 def load_tokenizer(where: str, source: ModelSource) -> Any:
@@ -146,7 +146,7 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
         # the Rust library panics at some damaged files, which is no Exception and has no class that can be imported
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
+        raise ExpertMeshError(f"{where}: has no tokenizer; give one with --tokenizer ({error})") from error
     if highest >= source.text_config.vocab_size:
         raise ExpertMeshError(
             f"{where}: the tokenizer has a token {highest}, the model only {source.text_config.vocab_size}, from 0 on"

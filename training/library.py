@@ -70,10 +70,12 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     for line in _without_effect(config, settings):
         warnings.warn(line, stacklevel=2)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
-        raise ExpertMeshError("warmup_steps: the learning rate has no schedule without max_steps; give both")
+        raise ExpertMeshError("warmup_steps needs max_steps; give both")
     prepare_process(config)
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
-    check_alike(ranks, "settings or software", start_facts(config), "load with the same on all ranks")
+    check_alike(
+        ranks, "settings or software", start_facts(config), "load with the same settings and software on all ranks"
+    )
     engine, _ = start_engine(config, ranks, _warn)
     if config.tokenizer:
         with raise_together():
@@ -99,11 +101,11 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
         if setting.name in OF_THE_LOOP and {setting.name, *setting.metadata.get("aliases", ())} & {*given}
     ]
     own = [name for name in names if name not in _OF_TRAINERS_TOO]
-    of_loop = [f"{', '.join(own)}: of train_ep.py's loop, without effect in a loop of your own or Trainer's"] * bool(
+    of_loop = [(f"{', '.join(own)}: only train_ep.py reads this; it has no effect in your own loop or Trainer")] * bool(
         own
     )
     of_loop += [
-        f"{name}: of Trainer's loop and train_ep.py's, without effect in one of your own"
+        f"{name}: only train_ep.py and Trainer read this; it has no effect in your own loop"
         for name in names
         if name not in own
     ]

@@ -50,8 +50,9 @@ class DirectoryLock:
                 lock.acquire()
         except Timeout:
             raise ExpertMeshError(
-                f"--output-dir {self.directory}: another run writes there{self._in_words()}; wait for it, or choose "
-                f"another directory (if that machine is gone, delete {self.path})"
+                f"--output-dir {self.directory}: another run writes to it{self._in_words()}; wait for "
+                "that run, or choose another directory (if its machine no longer exists, delete "
+                f"{self.path})"
             ) from None
         self._lock = lock
         self._record = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "at": datetime.now().timestamp()})

@@ -256,7 +256,7 @@ def _resume(run: Run, path: Path) -> Best:
     check_order(progress.order, run.order_facts, run.config, path)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
-        run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
+        run.log.line(f"warning: the checkpoint of the best evaluation (step {best.step}) was deleted")
     run.log.line(f"resumed from {path}, step {progress.step}")
     if progress.step >= run.log.num_steps:
         run.log.line(_nothing_to_train(progress.step, run))
@@ -267,10 +267,12 @@ def _resume(run: Run, path: Path) -> Best:
 
 def _nothing_to_train(step: int, run: Run) -> str:
     asked = "--max-steps" if run.config.max_steps >= 0 else "--num-train-epochs"
-    line = f"all {run.log.num_steps} steps of {asked} are done already: nothing is trained"
+    line = f"all {run.log.num_steps} steps of {asked} are already done: nothing is trained"
     if step > run.log.num_steps:
-        line = f"warning: the run is at step {step} already, beyond the {run.log.num_steps} of {asked}; it stays there"
-    return line + (f", and what is exported is the model of step {step}" if run.config.export else "")
+        line = (
+            f"warning: the run is already at step {step}, beyond the {run.log.num_steps} of {asked}; nothing is trained"
+        )
+    return line + (f", and the export has the model of step {step}" if run.config.export else "")
 
 
 def _had_enough(config: TrainConfig, best: Best) -> bool:
@@ -401,7 +403,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     if not math.isfinite(evaluation.loss):
         why = "" if evaluation.targets else f" ({NO_TARGETS})"
         run.log.line(
-            f"warning: step {done}: the evaluation loss is {evaluation.loss}{why}: it counts as not better than any"
+            f"warning: step {done}: the evaluation loss is {evaluation.loss}{why}, which counts as worse than any other"
         )
     return evaluation.loss, is_better
 
@@ -435,13 +437,15 @@ def _load_best(run: Run, best: Best) -> bool:
     """Take the weights of the best evaluation; whether there were any to take."""
     assert run.saver is not None
     if best.step == 0:
-        run.log.line("warning: no evaluation had a finite loss, so none is the best; the last weights stay")
+        run.log.line("warning: no evaluation had a finite loss; the run keeps the last weights")
         return False
     path = load_best_model(run.saver.directory, run.model, best.step, run.ranks)
     if path is None:
-        run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
+        run.log.line(
+            f"warning: the best evaluation (step {best.step}) has no checkpoint; the run keeps the last weights"
+        )
     else:
-        run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
+        run.log.line(f"loaded the best weights from {path}, eval loss {best.loss:.4f}")
     return path is not None
 
 
@@ -467,9 +471,9 @@ def _check_host_memory(run: Run, saver: Saver) -> None:
         free = min((bytes_free for name, _, bytes_free in nodes if name == node), default=math.inf)
         if copies > free:
             run.log.line(
-                f"warning: {node} has {free / 2**20:,.1f} MiB of host memory available, and its ranks copy "
-                f"{copies / 2**20:,.1f} MiB there for each checkpoint: the first may end the run; with --no-async-save "
-                "training waits while each tensor is written from where it is"
+                f"warning: {node} has {free / 2**20:,.1f} MiB of host memory available, and its ranks "
+                f"copy {copies / 2**20:,.1f} MiB there for each checkpoint, so the first save may run "
+                "out of memory; --no-async-save needs no copies, but training waits for each save"
             )
 
 
@@ -493,5 +497,5 @@ def _handle(problem: str | None, run: Run, is_end_alone: bool = False) -> None:
         return
     # where nobody asked for it, the export is not to be lost with it
     if run.config.on_save_error == "stop" and not (is_end_alone and run.config.export):
-        raise ExpertMeshError(f"{problem}; with --on-save-error continue, training continues without it")
-    run.log.line(f"warning: {problem}; training continues, and the checkpoint before it stays")
+        raise ExpertMeshError(f"{problem}; to train on without it, give --on-save-error continue")
+    run.log.line(f"warning: {problem}; training continues, and the previous checkpoint stays")

@@ -140,7 +140,7 @@ def _check_read(config: TrainConfig, output_dir: Path) -> None:
             for mine in (path.resolve() for path in own):
                 if name != "auto" and path.is_relative_to(mine):
                     raise ExpertMeshError(
-                        f"{flag} {name}: this run is to read it, and would delete or replace {mine}; move it away, or "
+                        f"{flag} {name}: this run reads it, and would delete or replace {mine}; move it, or "
                         "choose another --output-dir"
                     )
 
@@ -166,16 +166,16 @@ def _check_shared(config: TrainConfig, output_dir: Path, ranks: Ranks) -> None:
     if not blind:
         return
     said = (
-        f"--output-dir {output_dir}: is not shared: what rank 0 on {nodes[0]} writes to {places[0]} is not seen on "
-        f"{nodes_of(blind, nodes)} in {places[blind[0]]}"
+        f"--output-dir {output_dir}: is not shared: files that rank 0 on {nodes[0]} writes to "
+        f"{places[0]} do not appear on {nodes_of(blind, nodes)} in {places[blind[0]]}"
     )
     if needed:
         raise ExpertMeshError(
-            f"{said}; training checkpoints are written by all ranks: give a directory that all nodes share, or, to "
-            "train without checkpoints, --save-steps 0 (the export is written by rank 0 alone)"
+            f"{said}; all ranks write training checkpoints, so give a directory that all nodes share, "
+            "or --save-steps 0 to train without checkpoints (only rank 0 writes the export)"
         )
     if ranks.rank == 0:
-        print(f"{said}; all that rank 0 writes is there", flush=True)
+        print(f"{said}; files of rank 0 are only there", flush=True)
 
 
 def _sees(marker: Path, seconds: float) -> bool:

@@ -70,7 +70,7 @@ def compare_run(
                 tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
         check_trained(settings, config, path)
     if "data" in here and "data" not in there:
-        tell(f"warning: {path}: was saved from Python, and does not record its data, which are not compared")
+        tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
 
 
 def _compared(
@@ -86,13 +86,13 @@ def _compared(
         said = f"{hint}: {said}"
     which = "model" if name == "model" else "data"
     if which in config.allow_changed:
-        return f"resuming with a different {name}, as --allow-changed permits: {said}"
+        return f"resuming with a different {name} (--allow-changed): {said}"
     began = settings["model" if which == "model" else "dataset"]
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         began = settings["eval_dataset"] or began
     raise ExpertMeshError(
-        f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
-        f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
+        f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it "
+        f"began with {began}): {said}; use the same, or resume anyway with --allow-changed {which}"
     )
 
 
@@ -109,8 +109,8 @@ def check_order(there: Mapping[str, int], here: Mapping[str, int], config: Train
     for name, value in there.items():
         if here[name] != value and name not in may_change:
             raise ExpertMeshError(
-                f"--resume {path}: that run had {name.replace('_', ' ')} {value}, this one has {here[name]}; "
-                "with other batches it would not be the same run"
+                f"--resume {path}: that run had {name.replace('_', ' ')} {value}, this one has "
+                f"{here[name]}; other batches would make it another run"
                 + (f"; --global-batch-size {value} keeps it" if name == "global_batch_size" else "")
             )
 

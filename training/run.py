@@ -72,8 +72,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()
         if without:
-            alone = "figures per rank and per step are those of one rank"
-            print(folded(f"note: a preview by one process goes without {' '.join(without)}: {alone}"), flush=True)
+            alone = "figures per rank and per step are for one rank"
+            print(folded(f"note: a preview in one process ignores {' '.join(without)}: {alone}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with raise_together(patient=ranks):
         check_trackers(config)
@@ -171,7 +171,7 @@ def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path 
             trained = train(run, resume_from)
         log.line(beside(memory, measured_peak(ranks.device)))
         if not trained.finished:
-            kept = "--resume auto resumes from here" if engine.saver else "nothing was saved, as --save-steps is 0"
+            kept = "--resume auto resumes from here" if engine.saver else "nothing was saved (--save-steps 0)"
             log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
             return False
     done = None if run.inputs.training is None else record(run, trained, output_dir)
@@ -185,7 +185,7 @@ def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path 
         for line in export(engine, output_dir, run.inputs.saved_tokenizer):
             log.line(line)
     elif engine.saver is None and run.inputs.training is not None:
-        log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
+        log.line("the trained weights are not saved (--no-export --save-steps 0)")
     log.state = "finished"
     if done is not None:
         finish(run, done, output_dir)

@@ -55,6 +55,7 @@ def check_apart(config: TrainConfig) -> None:
             is_place = "/" in name or Path(name).is_dir()
             if is_place and output_dir.is_relative_to(Path(name).resolve()):
                 raise ExpertMeshError(
-                    f"--output-dir {config.output_dir}: {'is' if output_dir == Path(name).resolve() else 'lies in'} "
-                    f"{flag} {name}, which this run reads; choose a directory outside of it"
+                    f"--output-dir {config.output_dir}: "
+                    f"{'is' if output_dir == Path(name).resolve() else 'lies in'} {flag} {name}, which this "
+                    "run reads; choose a directory outside"
                 )

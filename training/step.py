@@ -30,7 +30,7 @@ from .loss.objective import Objective
 from .micro_batch import StepCounts, count_step, losses_of
 from .pipelined import pipelined_gradients
 
-NO_TARGETS = "no token is to be predicted, on any rank: every label is -100"
+NO_TARGETS = "there is no token to predict on any rank: every label is -100"
 
 
 @dataclass(frozen=True, repr=False)

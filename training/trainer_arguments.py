@@ -68,8 +68,8 @@ REFUSED: dict[str, str] = {
     "torch_compile": "give compile=True to expertmesh.load",
     "torch_compile_backend": "give compile=True to expertmesh.load",
     "torch_compile_mode": "give compile=True to expertmesh.load",
-    "use_liger_kernel": "on a GPU liger-kernel's kernels are taken where they compute the same; leave it out",
-    "liger_kernel_config": "on a GPU liger-kernel's kernels are taken where they compute the same; leave it out",
+    "use_liger_kernel": "on a GPU, the engine uses liger-kernel if it computes the same; leave it out",
+    "liger_kernel_config": "on a GPU, the engine uses liger-kernel if it computes the same; leave it out",
     "optim_args": "give the optimizer's settings to expertmesh.load",
     "optim_target_modules": "give adapter='lora' or an optim of matrices to expertmesh.load, or leave it out",
     "label_smoothing_factor": "the loss is the cross-entropy of the labels; leave it out",
@@ -82,11 +82,11 @@ REFUSED: dict[str, str] = {
     "deepspeed": "the model is sharded already; give dense_shard or offload to expertmesh.load",
     "parallelism_config": "give ep_size to expertmesh.load",
     "debug": "give detect_anomaly=True to expertmesh.load",
-    "save_on_each_node": "checkpoints are written once, to a directory that all nodes see; leave it out",
-    "enable_jit_checkpoint": "ranks notice a signal at different steps, and a checkpoint takes all of them at the same "
-    "one; give save_steps, or use train_ep.py, which saves at a scheduler's signal",
+    "save_on_each_node": "checkpoints go to one directory that all nodes share; leave it out",
+    "enable_jit_checkpoint": "ranks get a signal at different steps, but save together; give save_steps, or use "
+    "train_ep.py, which saves at a scheduler's signal",
     "model_init_kwargs": "the model is loaded already; give its settings to expertmesh.load",
-    "pad_to_multiple_of": "the engine takes padding off and pads as its kernels need; leave it out",
+    "pad_to_multiple_of": "the engine pads as its kernels need; leave it out",
 }
 """Arguments that are refused unless they are left out, and what to do instead."""
 
@@ -151,15 +151,15 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
         problems.setdefault(instead, []).append(f"{name}={_shown(value)}")
     if problems:
         said = "; ".join(f"{', '.join(names)}: {instead}" for instead, names in problems.items())
-        raise ExpertMeshError(f"training arguments that cannot be heeded: {said}")
+        raise ExpertMeshError(f"training arguments that an engine cannot use: {said}")
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name, None) != _default(args, name):
             tell(f"{name} of the training arguments has no effect: {why}")
     for name in unknown_fields(type(args)):
         if getattr(args, name) != _default(args, name):
             tell(
-                f"{name} of the training arguments is unknown to this release of expertmesh, which may not heed it; "
-                f"transformers {transformers.__version__} or trl is newer"
+                f"{name} of the training arguments is unknown to this release of expertmesh and may have "
+                f"no effect; transformers {transformers.__version__} or trl is newer"
             )
     args = copy.copy(args)
     # the engine's own was chosen when the model was loaded, and theirs would take its place
@@ -234,7 +234,7 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         yield "tf32", args.tf32, "give tf32=True to expertmesh.load" if args.tf32 else loaded
     optim = getattr(args.optim, "value", args.optim)
     if optim not in (_default(args, "optim"), config.optim, *config.optimizer_entry.aliases):
-        yield "optim", optim, "give optim to expertmesh.load, whose optimizers know parameters of several meshes"
+        yield "optim", optim, "give optim to expertmesh.load"
     if getattr(args, "activation_offloading", False) and not config.offload_activations:
         instead = "give offload_activations=True and gradient_checkpointing='full' to expertmesh.load"
         yield "activation_offloading", True, instead
@@ -253,7 +253,7 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
     for name in ("packing", "eval_packing", "padding_free"):
         packs = name == "padding_free" or getattr(args, "packing_strategy", _WRAPPED) != _WRAPPED
         if getattr(args, name, False) and packs and not config.packing:
-            yield name, True, "give packing=True to expertmesh.load, which keeps samples of one sequence apart"
+            yield name, True, "give packing=True to expertmesh.load, so that samples of one sequence stay apart"
     loading = args.accelerator_config
     if not loading.even_batches:
         yield "accelerator_config", {"even_batches": False}, "every rank takes part in every step; leave it out"
@@ -263,14 +263,14 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         found = {"gradient_accumulation_kwargs": loading.gradient_accumulation_kwargs}
         yield "accelerator_config", found, "give gradient_accumulation_steps"
     if args.save_only_model and args.load_best_model_at_end:
-        yield "save_only_model", True, "leaves nothing for load_best_model_at_end to load; leave one of them out"
+        yield "save_only_model", True, "leaves no checkpoint for load_best_model_at_end; leave one of them out"
     if args.label_names not in (None, [], ["labels"]):
         yield "label_names", args.label_names, "the column of labels is called labels; leave it out"
     if getattr(args, "loss_type", "nll") != "nll":
         yield "loss_type", args.loss_type, "the loss is the cross-entropy of the labels; leave it out"
     template = getattr(args, "chat_template_path", None)
     if template is not None and not (str(template).endswith(_TEMPLATES) and Path(template).is_file()):
-        instead = "is no .jinja file; a tokenizer's would resize embeddings that are sharded: write its template to one"
+        instead = "is not a .jinja file; write the tokenizer's template to one"
         yield "chat_template_path", template, instead
 
 

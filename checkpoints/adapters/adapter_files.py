@@ -153,8 +153,8 @@ class _Plan:
         missing = next((name for name in matrices if name not in self.by_expert), None)
         if form == "per-expert" and missing is not None:
             raise ExpertMeshError(
-                f"--adapter-format per-expert: {checkpoint.source.path} has one tensor for all experts' {missing}, and "
-                "no names for each; use packed"
+                f"--adapter-format per-expert: {checkpoint.source.path} stores all experts' {missing} in "
+                "one tensor, without names per expert; use packed"
             )
         loaded, there = self.class_names.model or model, self.class_names.there
         first = [(there(path), layer.mlp.layout) for path, layer in self.experts.items()][:1]
@@ -355,9 +355,8 @@ class Adapter:
                 raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
         for name, value in unread_settings(self.config).items():
             raise ExpertMeshError(
-                f"{file}: {name} is {value!r:.80}, with which an adapter is more than low-rank deltas of the base's "
-                "weights; "
-                "that is not supported: merge it with PEFT"
+                f"{file}: {name} is {value!r:.80}, which makes the adapter more than low-rank deltas: not "
+                "supported; merge it with PEFT"
             )
 
     def _find(self) -> None:
@@ -384,8 +383,7 @@ class Adapter:
                 raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
             if len({(found.rank, found.scale) for found in all_found}) > 1:
                 raise ExpertMeshError(
-                    f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales; that is not "
-                    "supported"
+                    f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales: not supported"
                 )
             read = partial(self._read_all, all_found) if is_experts else partial(self._read, all_found[0])
             self.beside[parameter] = _Beside({all_found[0].rank}, all_found[0].scale, read)
@@ -422,8 +420,8 @@ class Adapter:
         for name, parameter in (*linear, *experts):
             if parameter not in self.beside:
                 raise ExpertMeshError(
-                    f"{self.path / WEIGHTS}: has nothing for {name}, which is among the targets in {CONFIG}: it was "
-                    "trained beside another model"
+                    f"{self.path / WEIGHTS}: has no tensor for {name}, a target in {CONFIG}: the adapter is "
+                    "for another model"
                 )
 
     def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict[int, _Found]]:
@@ -477,8 +475,7 @@ class Adapter:
             times = f" x {num_experts} experts" if num_experts > 1 else ""
             wanted = f"{rank}{times}" if joined == 1 else f"{rank} / {joined}"
             raise ExpertMeshError(
-                f"{self.path / WEIGHTS}: {a} has shape {list(of_a)} and {b} {list(of_b)}; {CONFIG} makes their rank "
-                f"{wanted}"
+                f"{self.path / WEIGHTS}: {a} has shape {list(of_a)} and {b} {list(of_b)}; {CONFIG} says rank {wanted}"
             )
         return _Found(a, b, rank // joined, scale)
 
@@ -499,14 +496,15 @@ class Adapter:
                 if b not in self.infos:
                     raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {b} is missing")
                 if len(info.shape) != 2 or len(self.infos[b].shape) != 2 or not info.shape[0]:
-                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {a} or {b} is no matrix")
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {a} or {b} is not a matrix")
                 pairs[base] = (a, b)
         others = set(self.infos) - {name for pair in pairs.values() for name in pair}
         if others:
             bias = self.config.get("bias") or "none"
             raise ExpertMeshError(
-                f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model: it is no {A} or {B} of a "
-                "linear layer or of experts" + (f"; {CONFIG} has bias {bias!r:.80}" if bias != "none" else "")
+                f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model: it is not {A} "
+                f"or {B} of a linear layer or of experts"
+                + (f"; {CONFIG} has bias {bias!r:.80}" if bias != "none" else "")
             )
         return pairs
 
@@ -573,8 +571,8 @@ def read_adapter(
         targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
         raise ExpertMeshError(
             f"--init-adapter {path}: {adapter.theirs(name)} "
-            f"{'has no adapter there' if name in wanted else 'has one there'}; --lora-targets must name the same: "
-            f"{CONFIG} has {', '.join(map(str, targets)):.200}"
+            f"{'has no adapter there' if name in wanted else 'has one there'}; give the same "
+            f"--lora-targets: {CONFIG} has {', '.join(map(str, targets)):.200}"
         )
     for base in sorted(wanted):
         if lora.rank not in adapter.beside[base].ranks or not _is_scaled(adapter, base, lora.low_rank.scale):
@@ -625,8 +623,8 @@ def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
     other = next((name for name in sorted(adapter.beside) if not _is_as(adapter, name, rank, scale)), None)
     if other is not None:
         return (
-            f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, and not so "
-            f"{adapter.theirs(other)}: a run has one rank and one scale for all"
+            f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, "
+            f"and not so {adapter.theirs(other)}: a run has one rank and one scale"
         )
     rslora = bool(adapter.config.get("use_rslora"))
     there = Lora(rank, scale * (math.sqrt(rank) if rslora else rank), use_rslora=rslora)
@@ -635,7 +633,7 @@ def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
         for each in (there, lora)
     )
     without = ", without --use-rslora" if lora.use_rslora and not rslora else ""
-    return f"was trained with {wanted}, and this run has {given}: give the former{without}"
+    return f"was trained with {wanted}; this run has {given}; give {wanted}{without}"
 
 
 def _beside(adapter: str) -> str:

@@ -291,7 +291,7 @@ def _of_pattern(config: Mapping[str, Any], key: str, name: str, default: Any) ->
             if re.match(rf"(.*\.)?({pattern})$", name):
                 return value
         except re.error as error:
-            raise ValueError(f"adapter_config.json: {key} has {pattern!r}, which is no pattern: {error}") from None
+            raise ValueError(f"adapter_config.json: {key} has {pattern!r}, not a valid pattern: {error}") from None
     return default
 
 
@@ -372,7 +372,7 @@ def _has_roles_swapped(peft_version: str | None, is_transposed: bool) -> bool:
     try:
         version = Version((peft_version or "0.17.0").partition("@")[0])
     except InvalidVersion:
-        raise ValueError(f"adapter_config.json: peft_version is {peft_version!r}, which is no version") from None
+        raise ValueError(f"adapter_config.json: peft_version is {peft_version!r}, not a version") from None
     if version >= Version("0.19.1"):
         return False
     return version >= Version("0.19.0") or not is_transposed

@@ -173,7 +173,7 @@ def _open_carried(
         for part in entry["stored"]:
             name, file = str(part["name"]), str(part["file"])
             if name not in headers[file]:
-                raise ExpertMeshError(f"{path / file}: tensor {name} is not as {MANIFEST} has it")
+                raise ExpertMeshError(f"{path / file}: tensor {name} does not match {MANIFEST}")
             stored[name] = replace(headers[file][name], checksum=int(part["sum"], 16))
         named = quantization if isinstance(quantization, dict) else {}
         yield _made_of(str(entry["name"]), stored, {**named, "weight_block_size": entry["block"]}, transposed)
@@ -239,8 +239,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = read_json(file)
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise ExpertMeshError(
-            f"{file}: format {manifest.get('format')!r:.80} version {manifest.get('version')!r:.80} is unknown; "
-            f"this version reads {FORMAT!r} version {VERSION}: convert the model again"
+            f"{file}: format {manifest.get('format')!r:.80} version {manifest.get('version')!r:.80} "
+            f"is unknown; this release reads {FORMAT!r} version {VERSION}: convert the model again"
         )
     check_seal(manifest, file)
     check_fields(manifest, _FIELDS, file)
@@ -285,7 +285,7 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             tensor, header = listed[entry["name"]], headers[entry["file"]]
             placed = tuple(header[part.name] for part in tensor.parts if part == header.get(part.name))
             if len(placed) < len(tensor.parts):
-                raise ExpertMeshError(f"{tensor.file}: tensor {tensor.name} is not as {MANIFEST} has it")
+                raise ExpertMeshError(f"{tensor.file}: tensor {tensor.name} does not match {MANIFEST}")
             tensors.append(replace(tensor, parts=placed, regions=(_region_of(entry, tensor, names),)))
             row_sums[tensor.name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
@@ -321,7 +321,7 @@ def _region_of(entry: dict[str, Any], tensor: DiskTensor, names: Names) -> Regio
     if is_transposed == (parameter in names.transposed):
         return Region(parameter, rows)
     if parameter in names.experts or len(tensor.shape) != 2 or rows != range(tensor.shape[0]):
-        raise ValueError(f"{tensor.name} is no matrix that could be transposed")
+        raise ValueError(f"{tensor.name} is not a matrix, so it cannot be transposed")
     return Region(parameter, range(tensor.shape[1]), transposed=True)
 
 
@@ -380,14 +380,13 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
     for name, shape in names.parameters.items():
         missing, repeated = uncovered(rows[name], rows_of(shape))
         if missing is not None:
-            raise ExpertMeshError(f"{source.path}: {name} is missing from dim-0 index {missing} on")
+            raise ExpertMeshError(f"{source.path}: {name} lacks the dim-0 slices from {missing} on")
         if repeated is not None:
             raise ExpertMeshError(f"{source.path}: {name} has dim-0 index {repeated} in two tensors")
         end = max((part.stop for part in rows[name]), default=0)
         if end > rows_of(shape):
             raise ExpertMeshError(
-                f"{source.path}: {name} has {end} dim-0 slices, where the model that config.json describes has "
-                f"{rows_of(shape)}"
+                f"{source.path}: {name} has {end} dim-0 slices; config.json describes a model with {rows_of(shape)}"
             )
 
 

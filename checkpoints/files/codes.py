@@ -148,7 +148,7 @@ def blocks_of(
         UnreadableError: the scales have another dtype, or are not as many.
     """
     if scales.dtype not in SCALE_DTYPES:
-        raise UnreadableError(scales, f"has dtype {scales.dtype}; scales have one of {', '.join(SCALE_DTYPES)}")
+        raise UnreadableError(scales, f"has dtype {scales.dtype}; scales must have one of {', '.join(SCALE_DTYPES)}")
     shape, counts = shape or codes.shape, scales.shape
     rows, columns = shape[-2:]
     if len(shape) == 2 and counts in ((), (1,), (1, 1)):
@@ -158,9 +158,7 @@ def blocks_of(
             return size
         if size is None and rows % counts[-2] == 0 and columns % counts[-1] == 0:
             return rows // counts[-2], columns // counts[-1]
-    raise UnreadableError(
-        scales, f"has shape {list(counts)}, which is not that of one scale per block of {codes.name}, {list(shape)}"
-    )
+    raise UnreadableError(scales, f"has shape {list(counts)}; one scale per block of {codes.name} needs {list(shape)}")
 
 
 def _configured_block(quantization: Any) -> tuple[int, int] | None:
@@ -276,9 +274,7 @@ class Float4(Codes):
         if scales.dtype != "U8":
             raise UnreadableError(scales, f"has dtype {scales.dtype}; scales have U8 in MXFP4")
         if scales.shape != codes.shape[:-1]:
-            raise UnreadableError(
-                scales, f"has shape {list(scales.shape)}; its blocks ask for {list(codes.shape[:-1])}"
-            )
+            raise UnreadableError(scales, f"has shape {list(scales.shape)}; its blocks need {list(codes.shape[:-1])}")
         *stack, rows, groups, _ = codes.shape
         columns = groups * 2 * self.group_bytes
         shape = (*stack, columns, rows) if turned else (*stack, rows, columns)

@@ -28,7 +28,7 @@ def check_apart(out: Path, read: Iterable[Path]) -> None:
         for each in (path, *entries):
             if any(place.is_relative_to(within) for place in _places(each)):
                 raise ExpertMeshError(
-                    f"{out}: contains {path}, which is to be read; choose another directory to write to"
+                    f"{out}: contains {path}, which this command reads; choose another output directory"
                 )
 
 

@@ -75,9 +75,9 @@ def check_quantization(quantization: Any, file: Path) -> None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method not in quant_methods():
         raise ExpertMeshError(
-            f"{file}: {_QUANTIZATION} says that tensors are quantized by {method!r:.80}; what can be read is "
-            f"{' or '.join(quant_methods())}, and what is not quantized: take a release of this model in bfloat16, or "
-            "one of these, and quantize it with --base-dtype"
+            f"{file}: {_QUANTIZATION} says that tensors are quantized by {method!r:.80}; what can be "
+            f"read is {' or '.join(quant_methods())}, and tensors that are not quantized: use a "
+            "release of this model in bfloat16, and quantize it with --base-dtype"
         )
 
 
@@ -126,7 +126,7 @@ def decoded(stored: Mapping[str, StoredTensor], quantization: Any, transposed: b
                 if scales is None:
                     raise UnreadableError(part, f"has dtype {part.dtype}, but its scales {kind[1]} are missing")
                 if len(part.shape) < 2 or 0 in part.shape:
-                    raise UnreadableError(part, f"has dtype {part.dtype} and shape {list(part.shape)}: no matrix")
+                    raise UnreadableError(part, f"has dtype {part.dtype} and shape {list(part.shape)}: not a matrix")
                 matrix = codes.read(part, scales, quantization, transposed)
             except UnreadableError as error:
                 found.problems[error.tensor] = str(error)

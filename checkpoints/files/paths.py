@@ -54,8 +54,8 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1, entry:
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     if not any(target.is_relative_to(inside) for inside in roots):
         raise ExpertMeshError(
-            f"{file}: is a link to {target}, outside of {directory}; copy the file to where the link is, or give the "
-            "directory in which all files lie"
+            f"{file}: is a link to {target}, outside of {directory}; replace the link with the file, "
+            "or give the directory that has all files"
         )
     return file
 
@@ -75,7 +75,7 @@ def fill_from(file: int, buffer: memoryview, offset: int, path: Path) -> None:
         except OSError as error:
             raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
         if count == 0:
-            raise ExpertMeshError(f"{path}: has become shorter since it was opened")
+            raise ExpertMeshError(f"{path}: became shorter after it was opened")
         buffer, offset = buffer[count:], offset + count
 
 

@@ -242,7 +242,7 @@ class Names:
                         is_fused = wanted.parts[0][1] is not None and not any_converted
                         name = target if is_fused else self._name_by_transformers(target)
                     if name in names:  # what is not there goes by another name that only transformers could say
-                        problems[name] = f"tensor {name}: others that make up {target} with it are missing"
+                        problems[name] = f"tensor {name}: tensors that form {target} with it are missing"
                     else:
                         problems[name] = f"tensor {name} is missing"
                     break
@@ -402,7 +402,7 @@ class _Converter:
         by_place = [sources.get(pattern, []) for pattern in self.converter.source_patterns]
         if self.unknown is not None:
             problems[first] = (
-                f"tensor {first}: transformers makes {target} of it by {self.unknown!r}, which this version cannot read"
+                f"tensor {first}: transformers makes {target} of it by {self.unknown!r}, which expertmesh cannot read"
             )
         elif self.transposes is not None:
             yield from _transposed(first, self.transposes, wanted, found, problems)
@@ -424,7 +424,7 @@ def _transposed(
     dims = len(wanted.shape)
     at, there = (0,) * dims, (*wanted.shape[:-2], *wanted.shape[:-3:-1])
     if {operation.dim0 % dims, operation.dim1 % dims} != {dims - 2, dims - 1}:
-        problems[name] = f"tensor {name}: transformers transposes it by {operation!r}, which this version cannot read"
+        problems[name] = f"tensor {name}: transformers transposes it by {operation!r}, which expertmesh cannot read"
     elif operation.check_dims and found[name] == wanted.shape:
         yield _Piece(name, found[name], at, stacked=False)
     elif found[name] == there:
@@ -501,7 +501,7 @@ def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterat
         sizes = wanted.shape
     box = [range(at, at + size) for at, size in zip(piece.at, sizes, strict=True)]
     if any(run.stop > size for run, size in zip(box, wanted.shape, strict=True)):
-        problems[piece.name] = f"tensor {piece.name} has shape {list(piece.shape)}, more than its place in the model"
+        problems[piece.name] = f"tensor {piece.name} has shape {list(piece.shape)}, larger than its place in the model"
         return
     ((name, expert), *_) = wanted.parts
     if expert is None:
@@ -510,7 +510,7 @@ def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterat
         is_part = piece.stacked or (piece.first is not None and wanted.transposed)
         if is_part or any(len(box[d]) != wanted.shape[d] for d in others):
             problems[piece.name] = (
-                f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
+                f"tensor {piece.name} is not split along dim 0 of {name}; only dim-0 slices can be read"
             )
         else:
             rows = box[dim] if wanted.shape else range(1)
@@ -540,9 +540,7 @@ def _expert_region(
     if most < least:
         return
     if any(len(box[d]) != wanted.shape[d] for d in others):
-        problems[piece.name] = (
-            f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
-        )
+        problems[piece.name] = f"tensor {piece.name} is not split along dim 0 of {name}; only dim-0 slices can be read"
         return
     first = number * expert.rows_an_expert
     yield Region(
@@ -576,8 +574,8 @@ def _absent(names: list[str], count: int) -> str | None:
 
 
 def _no_place(name: str) -> str:
-    return f"tensor {name} has no place in this model; is config.json its own?"
+    return f"tensor {name} has no place in this model; does config.json belong to it?"
 
 
 def _misshapen(name: str, found: Shape, expected: Shape) -> str:
-    return f"tensor {name} has shape {list(found)}; the config asks for {list(expected)}"
+    return f"tensor {name} has shape {list(found)}; config.json needs {list(expected)}"

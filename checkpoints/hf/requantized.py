@@ -55,8 +55,8 @@ def hf_outputs(checkpoint: Checkpoint) -> Iterator[OutputTensor]:
             yield from _requantized(replace(form, regions=tensor.regions), originals)
         else:
             raise ExpertMeshError(
-                f"{origin.source.path}: {tensor.name} has shape {list(form.shape)}, and {list(tensor.shape)} in the "
-                "model to be exported: it is another model"
+                f"{origin.source.path}: {tensor.name} has shape {list(form.shape)}, but "
+                f"{list(tensor.shape)} in the model to export: they are different models"
             )
     for carried in checkpoint.carried:
         yield from carried_as_stored(carried)

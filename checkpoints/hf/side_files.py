@@ -59,8 +59,8 @@ def side_files(directory: Path, quantized: bool = False) -> list[str]:
             named_file(directory, name, "it", depth=2)
         if (size := (directory / name).stat().st_size) > _MOST_BYTES:
             raise ExpertMeshError(
-                f"{directory / name}: has {size:,} bytes; files beside the weights are copied with them, up to "
-                f"{_MOST_BYTES:,} bytes: if it is none of the model's, move it elsewhere"
+                f"{directory / name}: has {size:,} bytes; files next to the weights are copied too, up to "
+                f"{_MOST_BYTES:,} bytes; if it does not belong to the model, move it elsewhere"
             )
     return names
 

@@ -238,15 +238,16 @@ class Checkpoint:
         for tensor in origin.exported:
             if tensor.encoding is not None and not tensor.encoding.has_encoder:
                 raise ExpertMeshError(
-                    f"--export-encoding source: {origin.source.path} has {tensor.name} as {tensor.encoding}, for which "
-                    "no encoder is published; export in bfloat16 (leave the flag out), and quantize the export"
+                    f"--export-encoding source: {origin.source.path} has {tensor.name} as {tensor.encoding}, "
+                    "which has no public encoder; export in bfloat16 (leave the flag out), and quantize the "
+                    "export"
                 )
         said = origin.source.quantization
         if isinstance(said, dict) and said.get("activation_scheme") == "static" and not origin.activation_scales:
             raise ExpertMeshError(
-                f"--export-encoding source: config.json of {origin.source.path} says that it has scales of activations "
-                "(activation_scheme static), and it has none, as EP shards have none: take the Hugging Face form as "
-                "source"
+                f"--export-encoding source: config.json of {origin.source.path} asks for activation "
+                "scales (activation_scheme static), which EP shards do not have: use the model in "
+                "Hugging Face form"
             )
         return replace(self, origin=origin)
 
@@ -269,8 +270,9 @@ class Checkpoint:
         config = self.source.config
         if isinstance(config, model_class(config).config_class) and config.get_text_config() is not config:
             raise ExpertMeshError(
-                f"--drop-untrained: transformers has no class for the language model of a {config.model_type} alone, "
-                "so its config.json would still claim the rest; leave out the flag"
+                "--drop-untrained: transformers has no class for just the language model of a "
+                f"{config.model_type}, so config.json would still claim the other parts; leave out the "
+                "flag"
             )
         return replace(self, carried=[], drops_untrained=True)
 
@@ -342,7 +344,7 @@ def _beside(file: Path) -> str:
     """What to give in place of a file, where a directory was expected."""
     checkpoints = sorted(path.parent for path in file.parent.glob("step-*/checkpoint.json"))
     if checkpoints:
-        return f"give a training checkpoint beside it, as {checkpoints[-1]}"
+        return f"give one of its training checkpoints, such as {checkpoints[-1]}"
     of_model = any((file.parent / name).exists() for name in ("config.json", "adapter_config.json", "checkpoint.json"))
     return f"give a directory, as {file.parent}" if of_model else "give a directory"
 
@@ -444,7 +446,7 @@ def well_formed(file: Path) -> Iterator[None]:
     except ExpertMeshError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ExpertMeshError(f"{file}: is not as this version writes it: {type(error).__name__}: {error}") from error
+        raise ExpertMeshError(f"{file}: does not have the expected form: {type(error).__name__}: {error}") from error
 
 
 def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
@@ -502,12 +504,12 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     for file in _files(path, weight_map):
         for name, part in read_header(path / file).items():
             if weight_map is not None and weight_map.get(name) != file:
-                raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
+                raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} says")
             stored[name] = part
     for name, file in (weight_map or {}).items():
         if name not in stored:
             raise ExpertMeshError(
-                f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not contain it"
+                f"{path / INDEX_NAME}: says that tensor {name} is in {file}, which does not contain it"
             )
     return stored
 
@@ -518,7 +520,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
         return None
     weight_map = read_json(path / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map is no table from tensor names to file names")
+        raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map must be a table from tensor names to file names")
     return weight_map
 
 
@@ -534,7 +536,7 @@ def weight_files(path: Path) -> list[Path]:
 def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
     if weight_map is None:
         if not (path / SINGLE_NAME).exists():
-            raise ExpertMeshError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+            raise ExpertMeshError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
         return [SINGLE_NAME]
     some_tensor = {file: name for name, file in weight_map.items()}
     for file, name in some_tensor.items():

@@ -81,10 +81,10 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None
         others -= {name for target in targets for name in targets[target]}
         if missing:
             told = by_module([min(same) for same in missing], targets)
-            lacking = f"config.json claims a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
+            lacking = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
     predictors = list(_predictors(raw))
     if predictors and all(checkpoint.names.is_computed(name) for name in others):
-        without_tensors = f"layers for multi-token prediction, which config.json claims: {', '.join(predictors)}"
+        without_tensors = f"layers for multi-token prediction that config.json names: {', '.join(predictors)}"
     return lacking, without_tensors
 
 

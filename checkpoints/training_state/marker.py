@@ -104,9 +104,9 @@ def read_marker(path: Path) -> dict[str, Any]:
     check_fields(marker, _FIELDS, path / MARKER)
     tables = marker["facts"].values()
     if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
-        raise ExpertMeshError(f"{path / MARKER}: facts is no table of tables of texts")
+        raise ExpertMeshError(f"{path / MARKER}: facts must be a table of tables of strings")
     if not all(isinstance(name, str) for name in marker["transposed"]):
-        raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
+        raise ExpertMeshError(f"{path / MARKER}: transposed must be a list of names")
     if f"state/{METADATA}" not in marker["files"]:
         raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a complete training checkpoint")
     return marker
@@ -154,8 +154,9 @@ def check_carried(path: Path, checkpoint: Checkpoint) -> None:
     problem = _problem(recorded, checkpoint, path)
     if problem is not None:
         raise ExpertMeshError(
-            f"{path}: its exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}; "
-            "give --model the model that the run began with, or leave them out with --drop-untrained"
+            f"{path}: its exports copy {len(recorded['tensors']):,} tensors that are not trained, but "
+            f"{problem}; give the run's first model as --model, or leave the tensors out with "
+            "--drop-untrained"
         )
 
 
@@ -169,9 +170,9 @@ def origin_of(path: Path) -> Path:
     directory = recorded.get("path") if isinstance(recorded, dict) else None
     if not isinstance(directory, str) or not Path(directory).is_dir():
         raise ExpertMeshError(
-            f"{path}: --export-encoding source takes the model that the run began with, which is "
+            f"{path}: --export-encoding source needs the model that the run started from, which is "
             + (f"no longer in {directory}" if isinstance(directory, str) else "not recorded")
-            + "; say with --base where it is"
+            + "; give its place as --base"
         )
     return Path(directory)
 
@@ -200,7 +201,9 @@ def with_carried(
         return replace(checkpoint, carried=carried)
     problem = f"{path}: exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}"
     if strict:
-        raise ExpertMeshError(f"{problem}; say with --base where that model is now, or do without by --drop-untrained")
+        raise ExpertMeshError(
+            f"{problem}; give the model's place as --base, or leave the tensors out with --drop-untrained"
+        )
     return replace(checkpoint, problems=[*checkpoint.problems, problem])
 
 
@@ -209,7 +212,7 @@ def _find(
 ) -> tuple[list[DiskTensor], str | None]:
     """(the recorded tensors in a model's directory, None), or (none, what is wrong)."""
     if not directory.is_dir():
-        return [], f"the model that the run began with is no longer in {directory}"
+        return [], f"the model that the run started from is no longer in {directory}"
     try:
         opened = open_checkpoint(open_source(directory), checkpoint.names, strict=False)
         problem = _problem(recorded, opened, path)
@@ -226,5 +229,5 @@ def _problem(recorded: dict[str, Any], opened: Checkpoint, path: Path) -> str | 
         if name not in carried:
             return f"{name} is missing in {opened.source.path}"
         if _described(carried[name]) != described:
-            return f"{name} is another in {opened.source.path}"
+            return f"{name} is different in {opened.source.path}"
     return None

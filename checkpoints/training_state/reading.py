@@ -64,15 +64,15 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
     recorded = set(marker["transposed"])
     for name in recorded:
         if len(names.parameters.get(name, ())) != 2:
-            raise ExpertMeshError(f"{path / MARKER}: transposed lists {name!r:.80}, which is no matrix of this model")
+            raise ExpertMeshError(f"{path / MARKER}: transposed lists {name!r:.80}, not a matrix of this model")
     otherwise = recorded ^ names.transposed
     for name, held in names.parameters.items():
         entry: Any = saved.get(f"model.{name}")
         shape = held[::-1] if name in otherwise else held
         if entry is None or tuple(entry.size) != shape:
-            raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
+            raise ExpertMeshError(f"{path}: {name} is missing, or its shape does not match model/config.json")
         if str(entry.properties.dtype) not in DTYPE_CODES:
-            raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
+            raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, not one of a checkpoint")
         region = Region(name, range(rows_of(held)), transposed=name in otherwise)
         tensors.append(DiskTensor(name, shape, DTYPE_CODES[str(entry.properties.dtype)], (region,)))
     with well_formed(path / MARKER):

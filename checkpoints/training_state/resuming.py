@@ -60,7 +60,7 @@ def find_checkpoint(resume: str, directory: Path, patient: Ranks | None = None) 
         problem = _check_together(candidate, patient)
         if problem is None:
             return candidate, warnings
-        warnings.append(f"{problem}; it is skipped for the one before it")
+        warnings.append(f"{problem}; it is skipped, and the one before it used")
     if candidates:
         raise ExpertMeshError("--resume auto: no checkpoint is complete: " + "; ".join(warnings))
     return None, warnings
@@ -142,14 +142,15 @@ def _state_to_fill(
     found = {name for name in saved if name.startswith("model.")}
     if expected != found:
         name = min(expected ^ found)
-        raise ExpertMeshError(f"{path}: is of another model: {name} is {'missing' if name in expected else 'surplus'}")
+        raise ExpertMeshError(
+            f"{path}: belongs to another model: {name} is {'missing' if name in expected else 'surplus'}"
+        )
     otherwise = set(read_marker(path)["transposed"]) ^ {name for name, part in parts.items() if part.transposed}
     if otherwise:
         raise ExpertMeshError(
-            f"{path}: was written with a release of transformers for which {min(otherwise)} is held the other way "
-            f"round ({len(otherwise)} matrices in all), and optimizer state likewise: resume with that "
-            "release, or start from the weights alone, which `expertmesh-checkpoints export` writes in Hugging Face "
-            "form"
+            f"{path}: was written with another release of transformers, which stores {min(otherwise)} "
+            f"transposed ({len(otherwise)} matrices in all): resume with that release, or start from "
+            "its weights, which `expertmesh-checkpoints export` writes in Hugging Face form"
         )
     for name, entry in saved.items():
         if not name.startswith("optimizer."):
@@ -169,7 +170,7 @@ def _state_to_fill(
     for name, part in parts.items():
         if tuple(saved[f"model.{name}"].size) != part.shape:
             raise ExpertMeshError(
-                f"{path}: is of another model: {name} has shape {list(saved[f'model.{name}'].size)} there, "
-                f"{list(part.shape)} here"
+                f"{path}: belongs to another model: {name} has shape {list(saved[f'model.{name}'].size)} "
+                f"there, {list(part.shape)} here"
             )
     return training_state(model, optimizer)

@@ -41,7 +41,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints never use")
 
 
 class StateReader(FileSystemReader):
@@ -60,7 +60,7 @@ class StateReader(FileSystemReader):
             metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
             for name, entry in metadata.state_dict_metadata.items():
                 if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.size, torch.Size):
-                    raise ValueError(f"{name} is no tensor")
+                    raise ValueError(f"{name} is not a tensor")
                 if not isinstance(entry.properties.dtype, torch.dtype):
                     raise ValueError(f"{name} has no dtype")
             files = {info.relative_path for info in metadata.storage_data.values()}

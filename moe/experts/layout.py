@@ -75,8 +75,8 @@ def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
     tensors = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}
     if set(tensors) != known:
         raise ExpertMeshError(
-            f"{where}: its experts have {', '.join(sorted(tensors))} where {', '.join(sorted(known))} were "
-            "expected; this kind of experts is not supported"
+            f"{where}: its experts have the tensors {', '.join(sorted(tensors))}, expected "
+            f"{', '.join(sorted(known))}; this kind of experts is not supported"
         )
     num_experts, *matrix = tensors[out]
     width, model_width = matrix if is_transposed else reversed(matrix)

@@ -78,11 +78,10 @@ def _without_experts(model: nn.Module) -> str:
     for path, module in model.named_modules():
         if "experts" in type(module).__name__.lower() or type(module).__name__.endswith("MoE"):
             return (
-                f"{name} has mixture-of-experts layers, but {NOT_MARKED} "
-                f"({type(module).__name__} at {path}) as one that may be replaced (use_experts_implementation): they "
-                "cannot be sharded over ep. A later release of transformers may mark it; `python -m "
-                "expertmesh.moe families` "
-                "lists what can be trained"
+                f"{name} has mixture-of-experts layers, but {NOT_MARKED} ({type(module).__name__} at "
+                f"{path}) as replaceable (use_experts_implementation), so they cannot be sharded over ep. "
+                "A later release of transformers may mark it; `python -m expertmesh.moe families` lists "
+                "what can be trained"
             )
     return f"{name} has no mixture-of-experts layer with this config: nothing to shard over ep"
 
@@ -191,8 +190,8 @@ def _run_on_text(model: Any) -> None:
             model.forward = MethodType(partial(_forward_of, path), model)
             return
     raise ExpertMeshError(
-        f"transformers' {type(model).__name__} (type {model.config.model_type}) does not predict next tokens: its "
-        "forward takes no labels. It cannot be trained here"
+        f"transformers' {type(model).__name__} (type {model.config.model_type}) does not predict "
+        "next tokens: its forward takes no labels. It cannot be trained with expertmesh"
     )
 
 
@@ -247,7 +246,7 @@ def _check_alike(model: nn.Module) -> None:
     routings = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
     if len(routings) > 1:
         kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(routings))
-        raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
+        raise ExpertMeshError(f"one model has layers with {kinds}: not supported")
 
 
 def model_class(config: Any) -> Any:
@@ -271,8 +270,8 @@ def _classes(config: Any) -> tuple[Any, Any]:
         if type(config) in auto._model_mapping:
             return auto, auto._model_mapping[type(config)]
     raise ExpertMeshError(
-        f"transformers has no language model of type {config.model_type}: it cannot be trained here "
-        "(`python -m expertmesh.moe families` lists what can)"
+        f"transformers has no language model of type {config.model_type}: it cannot be trained "
+        "with expertmesh (`python -m expertmesh.moe families` lists what can)"
     )
 
 

@@ -110,13 +110,13 @@ def _unknown_type(raw: Mapping[str, Any]) -> str:
     types = [model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == class_name]
     if types:
         return (
-            f"{said}; but its architectures name {class_name}, which are its models of type {types[0]}: write "
+            f"{said}; its architectures name {class_name}, a class of type {types[0]}: write "
             f'"model_type": "{types[0]}" in a copy of this config.json'
         )
-    own_code = ", and code of a model's own (auto_map) is not run" if "auto_map" in raw else ""
+    own_code = ", and a model's own code (auto_map) is never run" if "auto_map" in raw else ""
     return (
-        f"{said}{own_code}; a later release may have them. `python -m expertmesh.moe families` lists what can be "
-        "trained"
+        f"{said}{own_code}; a later release may support them. `python -m expertmesh.moe families` "
+        "lists what can be trained"
     )
 
 
@@ -153,7 +153,7 @@ def _check_number(where: str, path: str, name: str, value: Any) -> None:
             raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
     most_number = _MOST_NUMBER if isinstance(value, int) else math.inf if re.fullmatch(_LIMITS, name) else _MOST_FLOAT
     if abs(value) != math.inf and not abs(value) <= most_number:  # not true of NaN
-        raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has that many")
+        raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; that is more than any model has")
 
 
 def _check_experts(raw: Mapping[str, Any], where: str) -> None:
@@ -162,8 +162,8 @@ def _check_experts(raw: Mapping[str, Any], where: str) -> None:
     most = max((n for n in layers if type(n) is int), default=1) * max(experts, default=1)
     if most > _MOST_EXPERTS_OF_ALL_LAYERS:
         raise ExpertMeshError(
-            f"{where}: {max(experts)} experts in each of {most // max(experts)} layers are more than "
-            f"{_MOST_EXPERTS_OF_ALL_LAYERS:,}, and than any model has"
+            f"{where}: {max(experts)} experts in each of {most // max(experts)} layers exceed "
+            f"{_MOST_EXPERTS_OF_ALL_LAYERS:,}, more than any model has"
         )
 
 

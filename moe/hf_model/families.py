@@ -144,7 +144,7 @@ def describe_family(model_type: str) -> FamilyFacts | str:
     try:
         model = build_model(CONFIG_MAPPING[model_type]())
     except ExpertMeshError as error:
-        return f"as its config.json says: the default one is not complete ({error})"
+        return f"depends on its config.json: the default one is incomplete ({error})"
     shape = moe_shape(model)
     layers, with_experts = len(decoder_layers(model)), len(moe_layers(model))
     return FamilyFacts(type(model).__name__, layers, with_experts, shape.num_experts, shape.top_k)

@@ -97,7 +97,7 @@ def read_rope_scaling(text: str, where: str = "--rope-scaling") -> RopeScaling:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ExpertMeshError(f"{where}: is no JSON object: {error}") from error
+        raise ExpertMeshError(f"{where}: is not a JSON object: {error}") from error
     if content and all(isinstance(table, dict) for table in content.values()):
         return RopeScaling({kind: _checked(table, f"{where}: {kind}") for kind, table in content.items()})
     return RopeScaling({None: _checked(content, where)})
@@ -182,12 +182,13 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
     if had and all(round(original * table["factor"]) < had for table, original, _ in changed.values()):
         (kind, (table, original, _)), *_ = changed.items()
         raise ExpertMeshError(
-            f"--rope-scaling: {_said(table, original)} would leave {round(original * table['factor']):,} of the "
-            f"{had:,} positions that this model has by {_said(found[kind])}: the factor counts from the positions that "
-            f"it had at first; give {math.floor(had / original) + 1} or more"
+            f"--rope-scaling: {_said(table, original)} would leave "
+            f"{round(original * table['factor']):,} of the {had:,} positions that this model has by "
+            f"{_said(found[kind])}: the factor multiplies the positions before any scaling; give "
+            f"{math.floor(had / original) + 1} or more"
         )
     lines = tuple(
-        f"rope{'' if kind is None else f' of {kind}'}: {_said(table, original)}, in place of {_said(found[kind])}"
+        (f"rope{'' if kind is None else f' of {kind}'}: {_said(table, original)} instead of {_said(found[kind])}")
         for kind, (table, original, _) in changed.items()
     )
     length = f"stays {had:,}" if had == positions else f"becomes {positions:,}" + (f", of {had:,}" if had else "")
@@ -258,7 +259,7 @@ def changed_config(raw: Mapping[str, Any], change: RopeChange) -> Any:
     tie_text_as_whole(new, changed)
     found = new.get_text_config().rope_parameters
     if any(found.get(key) != value for key, value in change.parameters.items()):
-        raise ExpertMeshError(f"--rope-scaling: transformers makes {found} of {dict(change.parameters)}")
+        raise ExpertMeshError(f"--rope-scaling: transformers reads {found} from {dict(change.parameters)}")
     return new
 
 
@@ -288,8 +289,8 @@ def _by_kind(scaling: RopeScaling, found: Mapping[str | None, Any]) -> dict[str 
         all_seeing = [kind for kind in found if "sliding" not in str(kind)]
         if len(all_seeing) != 1 or len(found) == 1:
             raise ExpertMeshError(
-                f"--rope-scaling: this model has rotary embeddings of several kinds, {names}; give JSON with a table "
-                "for each that is to be scaled"
+                f"--rope-scaling: this model has rotary embeddings of several kinds, {names}; give JSON "
+                "with a table for each kind to scale"
             )
         tables: dict[str | None, Mapping[str, Any]] = {all_seeing[0]: scaling.tables[None]}
     else:
@@ -310,17 +311,15 @@ def _scaled(
     where = "" if kind is None else f" of {kind}"
     if was not in ("default", *_NEEDED) or (was != rope_type and "proportional" in (was, rope_type)):
         raise ExpertMeshError(
-            f"--rope-scaling: the rotary embedding{where} of this model is of type {was}, which is not to be made "
-            f"{rope_type}" + (f"; use {was}:N" if was in _NEEDED else "")
+            f"--rope-scaling: the rotary embedding{where} of this model is of type {was}, which "
+            f"cannot become {rope_type}" + (f"; use {was}:N" if was in _NEEDED else "")
         )
     before = found.get(_ORIGINAL) or (
         positions and round(positions / (found.get("factor") or 1) if was in ("linear", "proportional") else positions)
     )
     original = asked.get(_ORIGINAL) or before
     if not original:
-        raise ExpertMeshError(
-            f"--rope-scaling: config.json has no {_POSITIONS}; give JSON of a type that takes {_ORIGINAL}"
-        )
+        raise ExpertMeshError(f"--rope-scaling: config.json has no {_POSITIONS}; give JSON with {_ORIGINAL}")
     dropped = _OF_FACTOR if was == rope_type else _STRETCHING
     table = {key: value for key, value in found.items() if key not in dropped} | dict(asked)
     if _ORIGINAL in _POSSIBLE.get(rope_type, {}):

@@ -51,9 +51,9 @@ def _what_is_missing(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         include = sysconfig.get_paths()["include"]
         return (
-            f"Triton's kernels need a C compiler and Python's headers at run time, and {error.cmd[0]} failed to "
-            f"compile what includes Python.h (its message is above); Python.h belongs in {include}: install "
-            "python3-dev (python3-devel on Red Hat)"
+            f"Triton's kernels need a C compiler and Python's headers at run time. {error.cmd[0]} "
+            "could not compile a file that includes Python.h (see its message above). Python.h "
+            f"belongs in {include}: install python3-dev (python3-devel on Red Hat)"
         )
     named = os.environ.get("CC")
     found = f"CC is {named}" if named else "CC is not set, and neither gcc nor clang is in PATH"

@@ -70,7 +70,8 @@ def check_kernel(name: str, needs: Needs) -> None:
     kernel = KERNELS.get(name)
     if kernel.product is None and not needs.is_swiglu:
         raise ExpertMeshError(
-            f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
-            f"another activation; use {kernels_that(lambda entry: KERNELS.get(entry.name).product is not None)}"
+            f"--expert-kernel {name} computes plain SwiGLU only; this model's experts have biases, "
+            "adapters or another activation; use "
+            f"{kernels_that(lambda entry: KERNELS.get(entry.name).product is not None)}"
         )
     kernel.check(needs)

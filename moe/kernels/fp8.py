@@ -101,13 +101,13 @@ def check_fp8(name: str, needs: Needs) -> None:
     for width in (width for pair in needs.widths for width in pair):
         if width % MULTIPLE or width > WIDEST:
             raise ExpertMeshError(
-                f"{_FP8}: hidden and expert width have to be multiples of {MULTIPLE} up to {WIDEST}, and this model "
-                f"has {width}; leave it out"
+                f"{_FP8}: hidden and expert width must be multiples of {MULTIPLE} up to {WIDEST}; this "
+                f"model has {width}; leave the flag out"
             )
     if needs.device_type == "cuda" and needs.capability[0] != 9:
         # the operator lets 10 pass too, and then ends the process: it is built for 9 alone (pytorch#187095)
         raise ExpertMeshError(
-            f"{_FP8}: torch multiplies so on GPUs of compute capability 9 (H100, H200), and this one has "
+            f"{_FP8}: needs a GPU of compute capability 9 (H100, H200); this one has "
             f"{'.'.join(map(str, needs.capability))}; leave it out"
         )
 

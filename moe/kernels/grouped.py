@@ -67,9 +67,9 @@ def check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") 
     elements = num_rows * max(width, other_width)
     if elements >= MOST_ELEMENTS and not computes_on_cpu(rows_RI):
         raise ExpertMeshError(
-            f"{flag} cannot take 2^31 elements; {num_rows} tokens on this rank, {width} and {other_width} wide, have "
-            f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
-            f"a smaller --max-seq-length{instead}"
+            f"{flag} takes fewer than 2^31 elements; {num_rows} tokens on this rank, {width} and "
+            f"{other_width} wide, have {elements}; use a smaller --per-device-train-batch-size (and a "
+            f"larger --gradient-accumulation-steps), or a smaller --max-seq-length{instead}"
         )
 
 

@@ -75,7 +75,7 @@ def check_kernel_name(name: str) -> None:
         ExpertMeshError: no kernel is called `name`.
     """
     if name == "megablocks-grouped":
-        raise ExpertMeshError(f"--expert-kernel {name} is gone: use torch-grouped, torch's own grouped GEMMs")
+        raise ExpertMeshError(f"--expert-kernel {name} was removed; use torch-grouped, torch's own grouped GEMMs")
     if name != "auto":
         KERNEL_ENTRIES.get(name)
 
@@ -86,7 +86,7 @@ def check_beside_fp8(name: str) -> None:
         ExpertMeshError: --expert-precision fp8 leaves nothing to the kernel called `name`.
     """
     if name != "auto" and not KERNEL_ENTRIES.get(name).beside_fp8:
-        raise ExpertMeshError(f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {name}")
+        raise ExpertMeshError(f"--expert-precision fp8 brings its own GEMMs; leave out --expert-kernel {name}")
 
 
 def help_of_kernels() -> str:

@@ -149,7 +149,7 @@ def _auto_loop(needs: Needs) -> AutoPlace:
     if needs.device_type == "cpu":
         return AutoPlace(0, "this is a CPU")
     if needs.dtype == torch.float32:
-        return AutoPlace(0, "the grouped kernels are made for bf16")
+        return AutoPlace(0, "the grouped kernels are for bf16")
     return AutoPlace(0, f"widths {', '.join(f'{d} and {f}' for d, f in needs.widths)} do not suit grouped_mm")
 
 

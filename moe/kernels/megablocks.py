@@ -194,8 +194,9 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
     largest = max(padded_rows * max(width, weight.shape[1]), weight.numel())
     if largest >= 2**31:
         raise ExpertMeshError(
-            f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} tokens and "
-            f"weights {tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
+            "--expert-kernel megablocks-sparse takes tensors of fewer than 2^31 elements; with "
+            f"{padded_rows} tokens and weights {tuple(weight.shape)} on this rank, one has {largest}; "
+            "use --expert-kernel loop, or fewer tokens"
         )
 
 
@@ -234,7 +235,7 @@ def _check(needs: Needs) -> None:
         check_megablocks_sparse(model_width, width)
     flag = "--expert-kernel megablocks-sparse"
     if needs.device_type != "cuda":
-        raise ExpertMeshError(f"{flag} needs a GPU, and this run is on {needs.device_type}; use loop")
+        raise ExpertMeshError(f"{flag} needs a GPU; this run is on {needs.device_type}; use loop")
     require(flag, SPARSE_PACKAGES)
 
 

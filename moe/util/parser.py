@@ -142,13 +142,13 @@ def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
     """
     for word in words:
         if (flag := _with_dashes(word).partition("=")[0]) in gone:
-            raise ExpertMeshError(f"{flag} is gone: {gone[flag]}")
+            raise ExpertMeshError(f"{flag} was removed: {gone[flag]}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """What to say of a name that is not known: one that is and was probably meant."""
     near = nearest(name, known)
-    return f"unknown {kind} {name}; " + (f"did you mean {near}?" if near else "--help lists what there is")
+    return f"unknown {kind} {name}; " + (f"did you mean {near}?" if near else "--help lists all flags")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

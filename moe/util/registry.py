@@ -49,9 +49,11 @@ class Registry(Generic[E]):
         """
         check_fields(f"{self.flag} {entry.name}", entry)
         if entry.name in self.choices():
-            raise ValueError(f"{self.flag} {entry.name} is there already; give yours another name")
+            raise ValueError(f"{self.flag} {entry.name} is already registered; choose another name")
         if not re.fullmatch(r"\w[\w.-]*", entry.name):
-            raise ValueError(f"{self.flag} {entry.name!r}: a name is letters, digits, dots, dashes and underscores")
+            raise ValueError(
+                f"{self.flag} {entry.name!r}: a name may have letters, digits, dots, dashes and underscores"
+            )
         for field in fields(entry):
             if getattr(entry, field.name) == "":
                 raise ValueError(f"{self.flag} {entry.name}: has no {field.name}")
@@ -70,7 +72,7 @@ class Registry(Generic[E]):
             names = (known.name, *others(known))
             if entry.name in others(known) or {*others(entry)} & {*names}:
                 raise ValueError(
-                    f"{self.flag} {entry.name}: {known.name} goes by one of its names already: {', '.join(names)}"
+                    f"{self.flag} {entry.name}: {known.name} already has one of its names: {', '.join(names)}"
                 )
 
     def get(self, name: str) -> E:

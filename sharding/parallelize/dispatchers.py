@@ -56,8 +56,8 @@ def _ranks_on_node(topology: Topology, strategy: Strategy) -> int | None:
     found = ranks_of_equal_nodes(topology.world_size, given, topology.ep_size)
     if found is None and strategy.dispatch != "auto":
         raise ExpertMeshError(
-            f"--ranks-per-node {given}: leaves the {topology.ep_size} ranks of an EP group on nodes with unequally "
-            f"many of them; --dispatch {strategy.dispatch} needs equally many, --dispatch "
+            f"--ranks-per-node {given}: the {topology.ep_size} ranks of an EP group are spread "
+            f"unevenly over nodes; --dispatch {strategy.dispatch} needs equal numbers, --dispatch "
             f"{DISPATCHER_ENTRIES.get(strategy.dispatch).without_nodes} does not"
         )
     return found

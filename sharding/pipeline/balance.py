@@ -103,8 +103,8 @@ def cut_stages(
     flags = f"--pp-size {pp_size}" + (f" --pipeline-chunks {chunks}" if chunks > 1 else "")
     if number > num_layers:
         raise ExpertMeshError(
-            f"{flags}: {number} stages need as many decoder layers, and {model.name} has {num_layers}; use "
-            f"at most {num_layers // chunks} x {chunks}"
+            f"{flags}: {number} stages need {number} decoder layers or more; {model.name} has "
+            f"{num_layers}; use at most {num_layers // chunks} x {chunks}"
         )
     allowed = [cut for cut in range(num_layers - 1) if model.uncuttable(cut) is None]
     if counts is not None:
@@ -112,8 +112,8 @@ def cut_stages(
     if len(allowed) < number - 1:
         i, j = next(skip for cut in range(num_layers - 1) if (skip := model.uncuttable(cut)) is not None)
         raise ExpertMeshError(
-            f"{flags}: {model.name} can be cut into {len(allowed) + 1} stages at most: what layer {i} gives "
-            f"is used {_where(j, num_layers)}, beyond the layer that follows it"
+            f"{flags}: {model.name} can have at most {len(allowed) + 1} stages: the output of layer "
+            f"{i} is used {_where(j, num_layers)}, beyond the next layer"
         )
     if seconds is None:
         seconds = StageCosts.alike(number, model.flops[:-1], 0.0, model.flops[-1])
@@ -131,7 +131,7 @@ def _as_told(model: Cuttable, counts: Sequence[int], number: int, flags: str) ->
     for end in ends[:-1]:
         if (skip := model.uncuttable(end - 1)) is not None:
             raise ExpertMeshError(
-                f"{flag}: no stage can end with layer {end - 1}: what layer {skip[0]} gives is used "
+                f"{flag}: no stage can end with layer {end - 1}: the output of layer {skip[0]} is used "
                 f"{_where(skip[1], model.num_layers)}"
             )
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))

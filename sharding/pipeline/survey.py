@@ -254,8 +254,8 @@ class _Run:
                 ) from error
         if len(self.given) < self.num_layers:
             raise ExpertMeshError(
-                f"--pp-size: {type(model).__name__} cannot be cut into stages: of its {self.num_layers} layers a "
-                f"forward calls {len(self.given)}"
+                f"--pp-size: {type(model).__name__} cannot be cut into stages: a forward calls "
+                f"{len(self.given)} of its {self.num_layers} layers"
             )
 
     def _enters(self, number: int) -> Callable[..., None]:
@@ -376,8 +376,8 @@ def _given(model: nn.Module, outputs: Sequence[Any], path: str) -> Given:
 
 def _unpredictable(model: nn.Module, path: str) -> str:
     return (
-        f"--pp-size: {type(model).__name__} cannot be cut into stages: the shape of what {path} gives does not follow "
-        "from the numbers of sequences and positions of a batch"
+        f"--pp-size: {type(model).__name__} cannot be cut into stages: the shape of the output of "
+        f"{path} does not follow from the sequences and positions of a batch"
     )
 
 

@@ -52,7 +52,7 @@ def wait_for_all(ranks: Ranks, seconds: float = inf) -> None:
     while not ranks.store.check([meeting]):
         waited = time.monotonic() - begun
         if waited > seconds:
-            raise ExpertMeshError(f"rank {ranks.rank}: not all {ranks.world_size} ranks came within {seconds:g} s")
+            raise ExpertMeshError(f"rank {ranks.rank}: not all {ranks.world_size} ranks arrived within {seconds:g} s")
         # in hundreds of ranks' long wait the store is not asked all the time
         time.sleep(min(0.01 + waited / 20, 1.0))
 

@@ -156,8 +156,8 @@ def end_as_consequence(error: BaseException, where: str, notices: Notices) -> No
     """End the process after another rank's failure, which is told of only where that rank has not done so itself."""
     if notices.read() is None:
         show(
-            f"rank {notices.rank} lost the connection to another rank in {where}. Unless an error of another rank "
-            "stands above, that one has ended without a word: killed (for want of memory?), or its node is gone. "
+            f"rank {notices.rank} lost the connection to another rank in {where}. If no other rank "
+            "printed an error above, that rank was killed (out of memory?) or its node went down. "
             f"{type(error).__name__}: {error}"
         )
     time.sleep(TORCHRUN_SECONDS)

@@ -126,7 +126,13 @@ def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str,
     ranks = Ranks(rank, world_size, device, store)
     if alike is not None and world_size > 1:
         raise_at_start(ranks, "", timeout_seconds)
-        check_alike(ranks, "flags or software", alike, "start all nodes with the same", seconds=timeout_seconds)
+        check_alike(
+            ranks,
+            "flags or software",
+            alike,
+            "start all nodes with the same settings and software",
+            seconds=timeout_seconds,
+        )
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,

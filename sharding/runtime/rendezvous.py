@@ -30,7 +30,7 @@ def torchrun_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ExpertMeshError(
-            f"rank {rank} does not reach the store at {address} (MASTER_ADDR, MASTER_PORT) within "
+            f"rank {rank} cannot reach the store at {address} (MASTER_ADDR, MASTER_PORT) within "
             f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
         ) from error
     if not started_by_torchrun():
@@ -68,4 +68,4 @@ def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: time
             if store.check([f"{prefix}/agreed"]):
                 return prefix
         time.sleep(_POLL_SECONDS)
-    raise ExpertMeshError(f"rank {rank}: not all {world_size} ranks came together within {timeout.total_seconds():g} s")
+    raise ExpertMeshError(f"rank {rank}: not all {world_size} ranks joined within {timeout.total_seconds():g} s")

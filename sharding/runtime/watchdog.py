@@ -213,7 +213,7 @@ class Watchdog:
         sign, came = None, time.monotonic()
         while not self.is_over.wait(NOTICE_SECONDS):
             if self.parent not in (None, os.getppid()):
-                show(f"rank {self.rank}, in {self.where()}: torchrun, which started it, is gone; it ends")
+                show(f"rank {self.rank}, in {self.where()}: the torchrun that started it has ended, so it ends too")
                 end_at_once(1)
             notice = self.notices.read()
             if notice is not None and notice.rank != self.rank and not self.is_over.wait(FAREWELL_SECONDS):
@@ -231,7 +231,7 @@ class Watchdog:
 
     def _miss(self, rank: int) -> NoReturn:
         what = f"no heartbeat for {SILENT_SECONDS:.0f} s: its process or machine has stopped"
-        show(f"rank {self.rank}, in {self.where()}, misses rank {rank}: {what}")
+        show(f"rank {self.rank}, in {self.where()}, lost rank {rank}: {what}")
         self.notices.post(Notice(rank, "error", what))
         time.sleep(FAREWELL_SECONDS)
         end_at_once(1)

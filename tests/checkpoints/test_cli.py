@@ -183,7 +183,7 @@ def test_shards_of_another_version(shards: Path, tmp_path: Path) -> None:
     assert manifest["version"] == 4
     (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 3}))
     for command in (("inspect", tmp_path / "shards"), ("export", tmp_path / "shards", tmp_path / "back")):
-        assert "version 3 is unknown; this version reads 'expertmesh-ep-shards' version 4: convert" in run(
+        assert "version 3 is unknown; this release reads 'expertmesh-ep-shards' version 4: convert" in run(
             *command, code=2
         )
 
@@ -230,9 +230,9 @@ def test_a_changed_source_is_converted_anew(tmp_path: Path) -> None:
 BAD_ARGUMENTS = [
     ("convert {model} {out} --ep-size 3", "--ep-size 3 does not divide the 8 experts"),
     ("convert /no/such {out} --ep-size 2", "convert /no/such: no such directory"),
-    ("convert {model} {model} --ep-size 2", "which is to be read"),
-    ("export {shards} {shards}", "which is to be read"),
-    ("convert {model} {shards} --ep-size 2", "already exists, and is complete"),
+    ("convert {model} {model} --ep-size 2", "which this command reads"),
+    ("export {shards} {shards}", "which this command reads"),
+    ("convert {model} {shards} --ep-size 2", "already exists and is complete"),
     ("export /no/such {out}", "/no/such: no such directory"),
     ("export {shards} {out} --max-shard-size x", "--max-shard-size x"),
     ("export {shards} {out} --workers 0", "--workers 0"),
@@ -248,7 +248,7 @@ BAD_ARGUMENTS = [
     ("merge {run}/hf {run}/step-1 {out}", "; {run}/step-1 is a training checkpoint; give the adapter"),
     ("merge {run}/empty {run}/adapter {out}", "{run}/empty/config.json: no such file$"),
     ("inspect {run}/checkpoints", "/config.json: no such file; there is {run}/checkpoints/step-2$"),
-    ("export {run}/checkpoints/notes {out}", "notes: is a file; give a training checkpoint beside it, as "),
+    ("export {run}/checkpoints/notes {out}", "notes: is a file; give one of its training checkpoints, such as "),
     ("inspect {run}/hf/config.json", "{run}/hf/config.json: is a file; give a directory, as {run}/hf$"),
 ]
 

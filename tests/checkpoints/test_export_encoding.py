@@ -228,7 +228,7 @@ def test_not_quantized(tmp_path: Path) -> None:
     """Says so, and exports as without the flag."""
     tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "model")
     told = run("export", tmp_path / "model", tmp_path / "out", "--export-encoding", "source")
-    assert "is not quantized, so nothing is" in told
+    assert "is not quantized, so the export is not either" in told
     assert_same(tmp_path / "model", tmp_path / "out")
 
 
@@ -238,5 +238,5 @@ def test_no_published_encoder(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.o_proj.weight"
     change_tensors(source / "model.safetensors", lambda t: t.update({name: t[name].float().to(torch.float8_e5m2)}))
     said = run("export", source, tmp_path / "out", "--export-encoding", "source", code=2)
-    assert f"{name} as float8_e5m2 with scales per block of 8 x 8, for which no encoder is published" in said
+    assert f"{name} as float8_e5m2 with scales per block of 8 x 8, which has no public encoder" in said
     assert not (tmp_path / "out").exists()

@@ -280,9 +280,9 @@ def test_ranks_are_held_against_the_config(bases: dict[str, Path], tmp_path: Pat
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text())
     for changes, said in (
-        ({"r": 8}, "makes their rank 8 x 8 experts"),
-        ({"rank_pattern": {"q_proj": 2}}, "makes their rank 2"),
-        ({"rank_pattern": {"experts.down_proj": 5}}, "makes their rank 5 x 8 experts"),
+        ({"r": 8}, "says rank 8 x 8 experts"),
+        ({"rank_pattern": {"q_proj": 2}}, "says rank 2"),
+        ({"rank_pattern": {"experts.down_proj": 5}}, "says rank 5 x 8 experts"),
         ({"rank_pattern": {"q_proj": "x"}}, "the scale of"),
     ):
         file.write_text(json.dumps({**config, **changes}))

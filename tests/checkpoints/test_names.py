@@ -113,7 +113,7 @@ def test_parts_of_unlike_sizes(saved: Callable[..., Tensors]) -> None:
         Region(f"{attention}.v_proj.weight", range(32), first=96),
     )
     short = match(names, {**tensors, joined: tensors[joined][:-1]}).problems
-    assert short == {joined: f"tensor {joined} has shape [127, 32]; the config asks for [128, 32]"}
+    assert short == {joined: f"tensor {joined} has shape [127, 32]; config.json needs [128, 32]"}
     absent = match(names, {name: tensor for name, tensor in tensors.items() if name != joined}).problems
     assert absent == {joined: f"tensor {joined} is missing"}
 
@@ -129,7 +129,7 @@ def test_transposed_beside_experts(saved: Callable[..., Tensors]) -> None:
     assert match(names, tensors).tensors[name] == (Region(name, range(inputs), transposed=True),)
     assert_same(assembled(names, tensors), expected(names, theirs_of("mixtral", head_dim=16)))
     misshapen = match(names, {**tensors, name: tensors[name].t()}).problems
-    assert misshapen == {name: f"tensor {name} has shape {[inputs, outputs]}; the config asks for {[outputs, inputs]}"}
+    assert misshapen == {name: f"tensor {name} has shape {[inputs, outputs]}; config.json needs {[outputs, inputs]}"}
 
 
 @pytest.mark.parametrize("of_fused", [("layers.0.",), ("gate_up_proj", ".w1.", ".w3."), ("down_proj", ".w2.")], ids=str)
@@ -233,7 +233,7 @@ def test_tied_embeddings(saved: Callable[..., Tensors]) -> None:
     }
     misshapen = match(names, {**tensors, "lm_head.weight": table[:-1]}).problems
     assert list(misshapen) == ["lm_head.weight"]
-    assert "the config asks for" in misshapen["lm_head.weight"]
+    assert "config.json needs" in misshapen["lm_head.weight"]
 
 
 def without(tensors: Tensors, *parts: str) -> Tensors:
@@ -255,7 +255,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     "one expert's up": (lambda hub, _: without(hub, f"{PREFIX}.7.w3."), f"{PREFIX}.7.w3.weight", "is missing"),
     "gates of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w1"]), PROJECTIONS["w1"][0], "is missing"),
     "ups of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w3"]), PROJECTIONS["w1"][0],
-                       f"others that make up {FUSED}.gate_up_proj with it are missing"),
+                       f"tensors that form {FUSED}.gate_up_proj with it are missing"),
     "downs of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w2"]), PROJECTIONS["w2"][0], "is missing"),
     "fused": (lambda _, own: without(own, FUSED_DOWN), FUSED_DOWN, "is missing"),
     "a norm": (lambda hub, _: without(hub, NORM), NORM, "is missing"),
@@ -264,15 +264,15 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
     "an expert too many": (lambda hub, _: {**hub, SURPLUS: hub[DOWN]}, SURPLUS, NO_PLACE),
     "a layer too many": (lambda hub, _: {**hub, BEYOND: torch.ones(HIDDEN)}, BEYOND, NO_PLACE),
     "turned": (lambda hub, _: {**hub, DOWN: hub[DOWN].t()}, DOWN,
-               f"has shape [{WIDTH}, {HIDDEN}]; the config asks for [{HIDDEN}, {WIDTH}]"),
+               f"has shape [{WIDTH}, {HIDDEN}]; config.json needs [{HIDDEN}, {WIDTH}]"),
     "fused for fewer experts": (
         lambda _, own: {**own, FUSED_DOWN: own[FUSED_DOWN][1:]}, FUSED_DOWN,
-        f"has shape {[EXPERTS - 1, HIDDEN, WIDTH]}; the config asks for {[EXPERTS, HIDDEN, WIDTH]}",
+        f"has shape {[EXPERTS - 1, HIDDEN, WIDTH]}; config.json needs {[EXPERTS, HIDDEN, WIDTH]}",
     ),
-    "a vector for a matrix": (lambda hub, _: {**hub, DOWN: torch.ones(3)}, DOWN, "has shape [3]; the config asks for"),
+    "a vector for a matrix": (lambda hub, _: {**hub, DOWN: torch.ones(3)}, DOWN, "has shape [3]; config.json needs"),
     "a scalar for a vector": (lambda hub, _: {**hub, NORM: torch.ones(())}, NORM, "has shape []; the config"),
     "a gate of another width": (lambda hub, _: {**hub, GATE: hub[GATE][1:]}, GATE,
-                                f"has shape [{WIDTH - 1}, {HIDDEN}]; the config asks for [{WIDTH}, {HIDDEN}]"),
+                                f"has shape [{WIDTH - 1}, {HIDDEN}]; config.json needs [{WIDTH}, {HIDDEN}]"),
     "fused and by themselves": (lambda hub, own: {**hub, FUSED_DOWN: own[FUSED_DOWN]}, "", "repeats dim-0 slices of"),
 }  # fmt: skip
 
@@ -313,7 +313,7 @@ def test_an_unknown_operation_is_named(saved: Callable[..., Tensors], monkeypatc
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
     assert match(names_of("mixtral"), tensors).problems == {
         "model.norm.turned": "tensor model.norm.turned: transformers makes model.norm.weight of it by Turned(dim=0), "
-        "which this version cannot read"
+        "which expertmesh cannot read"
     }
 
 
@@ -325,7 +325,7 @@ def test_a_padded_head_is_named() -> None:
     name = "model.llm.unembed.weight"
     problems = names.match({name: (rows + 8, width)}).problems
     assert problems[name] == (
-        f"tensor {name}: transformers makes lm_head.weight of it by Inkling2UnpadVocab, which this version cannot read"
+        f"tensor {name}: transformers makes lm_head.weight of it by Inkling2UnpadVocab, which expertmesh cannot read"
     )
     # a part of the model is not said to be missing where what holds it is there
     assert "lm_head.weight" not in problems

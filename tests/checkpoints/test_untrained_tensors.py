@@ -67,7 +67,7 @@ def test_a_vision_tower_and_predictors_go_there_and_back(multimodal: Saved, tmp_
     source, untrained = multimodal
     shards, back = tmp_path / "shards", tmp_path / "back"
     told = run("convert", source, shards, "--ep-size", 2, "--max-shard-size", "30KB")
-    assert f"copied unchanged, as they are not trained: {len(untrained)} tensors" in told
+    assert f"copied unchanged, because not trained: {len(untrained)} tensors" in told
     assert len(list(shards.glob("carried-*.safetensors"))) > 1
     run("export", shards, back, "--max-shard-size", "50KB")
     assert_same_bits(read(back), read(source))
@@ -93,7 +93,7 @@ def test_the_whole_decides_whether_embeddings_are_tied(multimodal: Saved, tmp_pa
     assert model.config.tie_word_embeddings == of_whole
     if of_whole:  # the file has both, with other values; from transformers' export it has one
         told = run("convert", source, out, "--ep-size", 2, code=2)
-        assert f"{name} differs from model.embed_tokens.weight, its tied twin" in told
+        assert f"{name} differs from model.embed_tokens.weight, which config.json ties to it" in told
         return
     assert not torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
     run("convert", source, out, "--ep-size", 2)
@@ -137,7 +137,7 @@ def test_dropping_leaves_a_causal_model(multimodal: Saved, tmp_path: Path, via_s
     out, between = tmp_path / "out", tmp_path / "shards"
     if via_shards:
         told = run("convert", source, between, "--ep-size", 2, "--drop-untrained")
-        assert f"dropped, as they are not trained: {len(untrained)} tensors" in told
+        assert f"left out, because not trained: {len(untrained)} tensors" in told
         run("export", between, out)
     else:
         run("export", source, out, "--drop-untrained")
@@ -170,9 +170,9 @@ def test_dropping_predictors(deepseek: Saved, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefix", "claim"),
     [
-        (VISION, "complete no: config.json claims a Qwen3_5MoeForConditionalGeneration, which lacks"),
+        (VISION, "complete no: config.json names a Qwen3_5MoeForConditionalGeneration, which lacks"),
         (f"{VISION}patch_embed.proj.bias", "lacks 1 tensors: model.visual.patch_embed.proj.bias (1)"),
-        (PREDICTOR, "no tensors of layers for multi-token prediction, which config.json claims: mtp_num_hidden_layers"),
+        (PREDICTOR, "no tensors of layers for multi-token prediction that config.json names: mtp_num_hidden_layers"),
     ],
 )
 def test_inspect_names_claims_that_no_tensor_fills(multimodal: Saved, tmp_path: Path, prefix: str, claim: str) -> None:
@@ -352,7 +352,7 @@ def test_a_training_checkpoint_knows_what_its_exports_carry(
     monkeypatch.setattr(marker, "read_marker", lambda path: recorded)
     check_carried(tmp_path, checkpoint)
     change_tensors(source / "extra.safetensors", lambda tensors: tensors[name].add_(1))
-    with pytest.raises(ExpertMeshError, match=f"{re.escape(name)} is another in .*--drop-untrained"):
+    with pytest.raises(ExpertMeshError, match=f"{re.escape(name)} is different in .*--drop-untrained"):
         check_carried(tmp_path, open_checkpoint(opened, opened.names))
 
 

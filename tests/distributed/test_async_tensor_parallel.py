@@ -149,7 +149,7 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], lis
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
-        ("mixtral", {}, "exchanges in parts beside GEMMs (async): at the beginning of 3 of 3 regions, at the end of 3"),
+        ("mixtral", {}, "exchanges overlap with GEMMs (async): at the beginning of 3 of 3 regions, at the end of 3"),
         ("mixtral", adapted("experts"), "(async): at the beginning of 3 of 3 regions, at the end of 3"),
         (
             "mixtral",
@@ -161,7 +161,7 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], lis
         ("mixtral", adapted("q_proj", base_dtype="nf4"), None),
         # its first layer has a dense MLP
         ("qwen2_moe", adapted("attention"), "at the beginning of 1 of 4 regions, at the end of 1"),
-        ("deepseek_v2", {}, "of 3 of 6 regions, at the end of 6; 3 begin with layers that are not divided"),
+        ("deepseek_v2", {}, "of 3 of 6 regions, at the end of 6; 3 begin with layers that are not sharded"),
     ],
     ids=str,
 )
@@ -182,7 +182,7 @@ def test_the_first_lines_say_which(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_refused_without_a_gpu() -> None:
-    with pytest.raises(ExpertMeshError, match="--async-tp: exchanges beside GEMMs go by NVLink"):
+    with pytest.raises(ExpertMeshError, match="--async-tp: needs GPUs connected by NVLink"):
         check_async("cpu")
 
 

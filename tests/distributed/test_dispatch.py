@@ -454,7 +454,7 @@ def test_nodes_are_found_or_refused(ranks: RankPool, tmp_path: Path) -> None:
     for on_one, on_two, refused in ranks.run(_taken, 4, tmp_path):
         assert on_one is None
         assert on_two == (2, 2)
-        assert refused.startswith("--ranks-per-node 3: leaves the 4 ranks of an EP group on nodes with unequally many")
+        assert refused.startswith("--ranks-per-node 3: the 4 ranks of an EP group are spread unevenly")
 
 
 def _taken(path: Path) -> list[tuple[int, int] | str | None]:

@@ -116,12 +116,12 @@ def test_an_adapter_stays_beside_its_base(
 
     step, said = attempt("other")
     assert step is None, said
-    assert "--resume step-00000002: is of another model (it began with" in said
+    assert "--resume step-00000002: belongs to another model (it began with" in said
     assert "model.safetensors" in said
     assert "or resume anyway with --allow-changed model" in said
     step, said = attempt("allowed", allow_changed=["model"])
     assert step == 2, said
-    assert "resuming with a different model, as --allow-changed permits" in said
+    assert "resuming with a different model (--allow-changed)" in said
 
 
 @pytest.mark.parametrize("door", [door for door in DOORS if door != "trainer"])
@@ -136,7 +136,7 @@ def test_a_skipped_checkpoint_is_told(
     ((step, said),) = ranks.run(through, 1, *arguments, join_group=door != "command")
     assert step is not None, said
     assert "step-00000002/state/.metadata: has" in said
-    assert "it is skipped for the one before it" in said
+    assert "it is skipped, and the one before it used" in said
 
 
 def test_trainers_take_no_earlier_step(ranks: RankPool, tiny_model: Path, saved: Path, tmp_path: Path) -> None:

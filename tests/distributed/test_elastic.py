@@ -28,9 +28,9 @@ STEADY = (
     ("flags", "lives"),
     [
         # neither 3 nor 8 divide 8 sequences in micro-batches of 2 without a rest, and 3 divides no number of experts
-        ("--ep-size 4", [(4, 2, ""), (3, 4, "--ep-size 1 in place of 4"), (8, 6, "")]),
+        ("--ep-size 4", [(4, 2, ""), (3, 4, "--ep-size 1 instead of 4"), (8, 6, "")]),
         # of a pipeline the stages stay
-        ("--pp-size 2 --ep-size 2 --pipeline-layers 1,1", [(4, 3, ""), (2, 6, "--ep-size 1 in place of 2")]),
+        ("--pp-size 2 --ep-size 2 --pipeline-layers 1,1", [(4, 3, ""), (2, 6, "--ep-size 1 instead of 2")]),
     ],
     ids=["ep", "pp"],
 )
@@ -50,7 +50,7 @@ def test_goes_on_with_fewer_and_more_ranks(runs: Runs, flags: str, lives: list[t
 def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert recorded_sequences_per_step("auto", tmp_path) is None
     (tmp_path / "environment.json").write_text("{")
-    with pytest.raises(ExpertMeshError, match="give it, by --global-batch-size"):
+    with pytest.raises(ExpertMeshError, match="give --global-batch-size"):
         recorded_sequences_per_step("auto", tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
     assert recorded_sequences_per_step("auto", tmp_path) == 24
@@ -72,7 +72,7 @@ def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.M
         found, changes = fit(world_size)
         assert (found.ep_size, found.sequences_per_step(world_size)) == (ep_size, 8)
         assert found.micro_batches(world_size) == forwards
-        assert any("for a global batch of 8 sequences as before" in line for line in changes) == (forwards == 2)
+        assert any("for the same global batch of 8 sequences" in line for line in changes) == (forwards == 2)
     config.global_batch_size = 12
     assert fit(2)[0].global_batch_size == 12
 

@@ -201,7 +201,7 @@ def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
         pytest.skip(f"transformers' own expert parallelism fails: {BROKEN[family]}")
     save(tmp_path, family)
     if not has_plan(tmp_path):
-        pytest.skip(f"transformers has no plan for {family}")
+        pytest.skip(f"transformers has no tensor-parallel plan (base_model_tp_plan) for {family}")
     case = Case({"fsdp_size": 2, "ep_size": 2}, steps=2)
     ((ours, theirs), *_) = ranks.run(trained_with_each, 2, tmp_path, case, NAME, THEIRS)
     assert_same(ours, theirs, 5 * TOLERANCE)

@@ -50,14 +50,14 @@ def test_a_finished_run_started_again_does_nothing(runs: Runs, more: str) -> Non
     assert not saves or ended.saved == [2]
     for steps, beyond in ((2, ""), (1, ", more than the 1")):
         said = changes_nothing(out, lambda: runs(1, f"{flags} --max-steps {steps}"))  # noqa: B023
-        assert f"finished already, at step 2{beyond}" in said
+        assert f"already finished at step 2{beyond}" in said
     assert "that run had seed 42, this one has 7" in changes_nothing(out, lambda: runs.refuses(1, f"{flags} --seed 7"))
     if more == "--save-steps 0":
         said = changes_nothing(out, lambda: runs.refuses(1, f"{flags} --max-steps 3"))
         assert "finished at step 2 and left no training checkpoint" in said
     else:
         assert runs(1, f"{flags} --max-steps 3").values("step") == [1, 2, 3]
-        assert "finished already, at step 3" in runs(1, f"{flags} --max-steps 3").printed
+        assert "already finished at step 3" in runs(1, f"{flags} --max-steps 3").printed
 
 
 def without_a_record(argv: list[str]) -> Told:
@@ -81,12 +81,12 @@ def test_killed_between_export_and_record_a_run_without_checkpoints_has_finished
     assert "finished.json was not written: No space left on device" in ended.printed
     out, before = ended.out, tree(ended.out)
     (out / exported).rename(out / f".{exported}-new.part")  # or a moment earlier
-    assert "finished already, at step 1; nothing is trained or written" in runs(1, flags).printed
+    assert "already finished at step 1; nothing is trained or written" in runs(1, flags).printed
     assert tree(out) == before
     told = changes_nothing(out, lambda: runs.refuses(1, f"{flags} {other}"))
     assert said.format(model=runs.model, out=out) in told
     shutil.rmtree(out / exported)
-    assert "finished already" not in runs(1, flags).printed, "what it has announced and is not there is made anew"
+    assert "already finished" not in runs(1, flags).printed, "what it has announced and is not there is made anew"
     assert (out / "finished.json").exists()
     assert not list(out.glob("finished.json?*"))
 
@@ -106,7 +106,7 @@ def test_killed_before_its_report_a_finished_run_gets_it_when_started_again(runs
         report.write_text("running")
         os.utime(report, ns=(0, (out / "finished.json").stat().st_mtime_ns - 1))
     said = runs(1, ONE_STEP).printed
-    assert "finished already, at step 1" in said
+    assert "already finished at step 1" in said
     assert "report.html is written now" in said
     assert '"state":"finished"' in report.read_text()
     assert "report.html" not in changes_nothing(out, lambda: runs(1, ONE_STEP))
@@ -118,7 +118,7 @@ def test_a_record_of_another_release(runs: Runs) -> None:
     record = json.loads((out / "finished.json").read_text())
     del record["settings"]["max_shard_size"]
     for content, told in (
-        (json.dumps(record), "finished at step 1 and left no training checkpoint to go on from"),
+        (json.dumps(record), "finished at step 1 and left no training checkpoint to resume from"),
         (json.dumps({**record, "order": None}), "already contains hf"),
         ("{", "already contains hf"),
     ):
@@ -132,6 +132,6 @@ def test_an_export_that_is_gone_is_made_again(runs: Runs) -> None:
     expected = ended.weights
     shutil.rmtree(ended.out / "hf")
     said = runs(1, flags).printed
-    assert "finished already" not in said
-    assert "all 2 steps of --max-steps are done already" in said
+    assert "already finished" not in said
+    assert "all 2 steps of --max-steps are already done" in said
     assert_same_bits(ended.weights, expected)

@@ -313,10 +313,10 @@ def given_other_batches(model: Path, size: str) -> list[str]:
 def test_ranks_that_work_on_the_same_sequences(ranks: RankPool, models: dict[str, Path], size: str) -> None:
     for *said, by_trainer in ranks.run(given_other_batches, 2, models["mixtral"], size):
         assert len(said) == 6
-        assert all("ranks 0 and 1 are given different batches" in line for line in said)
+        assert all("ranks 0 and 1 get different batches" in line for line in said)
         assert all("engine.data_rank of engine.data_size" in line for line in said)
-        assert f"{size}: Trainer gives every rank other sequences" in by_trainer
-        assert "take the engine's step in a loop of your own, or train_ep.py" in by_trainer
+        assert f"{size}: Trainer gives each rank other sequences" in by_trainer
+        assert "use the engine's step in your own loop, or train_ep.py" in by_trainer
 
 
 def refused(model: Path) -> list[str]:

@@ -81,7 +81,7 @@ def test_the_first_line_tells_what_has_no_effect(runs: Runs) -> None:
 def test_a_preview_needs_no_ranks(runs: Runs) -> None:
     ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
     said = " ".join(ended.printed.split())
-    assert said.startswith("note: a preview by one process goes without --ep-size 8 --tp-size 2 --pp-size 2: figures")
+    assert said.startswith("note: a preview in one process ignores --ep-size 8 --tp-size 2 --pp-size 2: figures")
     assert "1 ranks: dp 1 x ep 1, 8 experts per rank" in said
     assert "an epoch" in said
 
@@ -99,7 +99,7 @@ def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], lis
         engine.save(path / "checkpoints")
         engine.export(path / "export")
         expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings, resume="auto", output_dir=str(path))
-    return read, [str(each.message) for each in caught if "without effect" in str(each.message)]
+    return read, [str(each.message) for each in caught if "has no effect" in str(each.message)]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -109,7 +109,7 @@ def test_settings_of_the_loop_are_warned_of_from_python(
     """And only they: what an engine heeds is read by it, or it is told what it lacks."""
     given: dict[str, Any] = {"adapter": adapter, "save_steps": 5, "max_steps": 4}
     ((read, told),) = ranks.run(use_recorded, 1, str(tiny_model), tmp_path, **given)
-    assert told == ["save_steps: of train_ep.py's loop, without effect in a loop of your own or Trainer's"] * 2
+    assert told == ["save_steps: only train_ep.py reads this; it has no effect in your own loop or Trainer"] * 2
     assert sorted(read & OF_THE_LOOP) == []
     config = make_config({"model": str(tiny_model), **given})
     for setting in fields(TrainConfig):
@@ -147,7 +147,7 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     assert not dropped
 
 
-IS_A_FILE = "is for directories and hub datasets"
+IS_A_FILE = "only directories and hub datasets have it"
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ IS_A_FILE = "is for directories and hub datasets"
     [
         ("--dataset-split validation", 2, f"--dataset-split validation: {IS_A_FILE}"),
         ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE}, and {{data}} is a file"),
-        ("--eval-dataset {data} --eval-dataset-split dev", 2, "--eval-dataset-split dev: is for directories"),
+        ("--eval-dataset {data} --eval-dataset-split dev", 2, "--eval-dataset-split dev: only directories"),
         ("--sample-by document", 0, "note: --sample-by document has no effect without a .txt file"),
         (
             "--text-column response --train-on last",
             0,
-            "note: --train-on last has no effect: the data are plain text",
+            "note: --train-on last has no effect on plain text",
         ),
         ("--text-column response --prompt-template 'Q {{prompt}}'", 0, "note: --prompt-template has no effect"),
     ],

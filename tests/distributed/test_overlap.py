@@ -108,8 +108,8 @@ def test_more_parts_than_experts(ranks: RankPool, tmp_path: Path) -> None:
     hf_model(CASE).save_pretrained(tmp_path)
     for errors in ranks.run(_refused, 2, tmp_path):
         assert errors == [
-            "--overlap-chunks 4: at --ep-size 2 a rank has 3 of 6 experts, and a chunk has the tokens of one "
-            "expert at least; use at most 3",
+            "--overlap-chunks 4: at --ep-size 2 a rank has 3 of 6 experts, and a chunk needs one expert or "
+            "more; use at most 3",
             "--keep-expert-products 9: this model has 2 MoE layers; use at most 2",
         ]
 

@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_pipeline(runs: Runs, tmp_path: Path) -> None:
     flags = f"{LEARNING} --pp-size 2 --save-steps 1 --no-export --max-steps"
     out = runs(2, f"{flags} 1 --pipeline-layers 1,3 --pipeline-schedule 1f1b").out
     ended = runs(2, f"{flags} 2 --resume auto")
-    assert "2 stages of 1 and 3 layers (as before it was resumed); 1f1b (as before it was resumed)" in ended.printed
+    assert "2 stages of 1 and 3 layers (as in the resumed run); 1f1b (as in the resumed run)" in ended.printed
     other = f"--config {out}/config.yaml --resume '' --output-dir {tmp_path}/other"
     ended = runs(4, f"{other} --pp-size 4 --max-steps 1")
     assert "pipeline: 4 stages of 1, 1, 1 and 1 layers (balanced by forecast seconds)" in ended.printed

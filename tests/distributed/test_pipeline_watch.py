@@ -48,7 +48,7 @@ def test_the_first_is_found_over_all_stages(ranks: RankPool, tmp_path: Path, nam
     case = Case(samples, accumulation=4, changes={"num_hidden_layers": 4}, **settings)
     hf_model(case, seed=1).save_pretrained(tmp_path)
     expected = [f"{FOUND[what].replace('layers.1', f'layers.{layer}')}, on rank {rank}" for what, layer, rank in spoilt]
-    finite = "every tensor is finite: the gradients are, but not the sum of their squares"
+    finite = "every gradient is finite, but not the sum of their squares"
     told = ranks.run(_firsts, TOPOLOGY.world_size, tmp_path, case, spoilt)
     assert told == [[finite, *(f"first non-finite tensor: {said}" for said in expected)]] * 4
 

@@ -108,8 +108,8 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
     assert names_in(tmp_path) == files_of("rank-0.steps-2-3", "rank-1.steps-2-3")
     assert "profiling steps 2-3 on all ranks\n" in said
     assert "profiled steps 2-3: rank 0 " in said
-    kinds = "trace.json.gz and json; torch takes memory snapshots of GPUs alone"
-    assert f", in {tmp_path}/profile/rank-0.steps-2-3.* ({kinds}); beside it those of other ranks, 2 in all\n" in said
+    kinds = "trace.json.gz and json; torch takes memory snapshots only on GPUs"
+    assert f", in {tmp_path}/profile/rank-0.steps-2-3.* ({kinds}); one more per profiled rank, 2 in all\n" in said
 
     for rank in (0, 1):
         name = f"rank-{rank}.steps-2-3"
@@ -206,7 +206,7 @@ def test_a_profile_that_cannot_be_written_stops_nothing(
 def test_steps_and_ranks_that_are_not_there(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
     for flags, told in (
-        (["--max-steps", "3", "--profile", "3-4"], "--profile 3-4: there will be no step 4: the run has 3"),
+        (["--max-steps", "3", "--profile", "3-4"], "--profile 3-4: there is no step 4: the run has 3"),
         (["--profile", "1", "--profile-ranks", "2"], "--profile-ranks 2: the ranks are 0 to 1"),
     ):
         for code, _, errors in ranks.run(run_telling, 2, [*argv, *flags], join_group=False):

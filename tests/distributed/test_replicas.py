@@ -136,8 +136,11 @@ def _told(model_dir: Path, topology: Topology) -> str:
     ("topology", "told"),
     [
         (Topology(2, 1, "hybrid"), ""),
-        (Topology(2, 2, "hybrid"), "no parameter has a copy with --dense-shard hybrid and dp 1 (with hybrid and dp 2"),
-        (Topology(2, 1), "no parameter has a copy with --dense-shard full and dp 2 (with hybrid and dp 2"),
+        (
+            Topology(2, 2, "hybrid"),
+            "no parameter is replicated with --dense-shard hybrid and dp 1 (with hybrid and dp 2",
+        ),
+        (Topology(2, 1), "no parameter is replicated with --dense-shard full and dp 2 (with hybrid and dp 2"),
         (Topology(1, 1), "has no effect on 1 rank"),
     ],
 )

@@ -308,12 +308,12 @@ def other_row(there: Path, model: Path, data: Path) -> str:
     [
         ("--seed 7", "that run had seed 42, this one has 7", ""),
         ("--resume /no/such", "/no/such", ""),
-        (other_size, "is of another model", ""),
-        (other_weights, "is of another model", "model"),
+        (other_size, "belongs to another model", ""),
+        (other_weights, "belongs to another model", "model"),
         (other_form, "which may contain the same weights in another form", "model"),
         (other_order, "the same samples in another order", ""),
         (other_row, "is of other data", "data"),
-        ("--train-on all", "of which others are trained on", ""),
+        ("--train-on all", "but other trained tokens", ""),
     ],
 )
 def test_another_run_is_not_resumed(
@@ -344,7 +344,7 @@ def test_a_checkpoint_with_matrices_the_other_way_round(runs: Runs, tmp_path: Pa
     assert checkpoints_main(["verify", str(saved), str(ended.out / "hf")]) == 0
     shutil.rmtree(ended.out / "hf")
     name = "model.layers.0.self_attn.o_proj.weight"
-    said = (str(saved), f"for which {name} is held the other way round", "`expertmesh-checkpoints export`")
+    said = (str(saved), f"which stores {name} transposed", "`expertmesh-checkpoints export`")
     runs.refuses(1, f"{batch_of_12(1)} --max-steps 3 --resume auto", *said)
 
 
@@ -535,13 +535,13 @@ def test_going_back_gives_up_what_came_later(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("steps", "told"),
     [
-        (3, "the run is at step 4 already, beyond the 3 of --max-steps"),
-        (4, "all 4 steps of --max-steps are done already: nothing is trained"),
+        (3, "the run is already at step 4, beyond the 3 of --max-steps"),
+        (4, "all 4 steps of --max-steps are already done: nothing is trained"),
     ],
 )
 def test_a_run_beyond_its_steps_says_so(runs: Runs, finished: Path, tmp_path: Path, steps: int, told: str) -> None:
     stop_at_checkpoint(finished, tmp_path / "run")
     ended = runs(1, f"{SIX_STEPS} {batch_of_12(1)} --resume auto --max-steps {steps}")
     assert told in ended.printed
-    assert "what is exported is the model of step 4" in ended.printed
+    assert "the export has the model of step 4" in ended.printed
     assert (ended.out / "hf" / "model.safetensors").exists()

@@ -93,16 +93,16 @@ def test_of_improvements_the_best_is_kept(chats: Runs) -> None:
     assert losses == sorted(losses, reverse=True)
     assert ended.saved == [4, 7]
     hf, saved = ended.out / "hf", ended.out / "checkpoints"
-    assert f"{hf} holds the weights of the last step, 7, and of the best evaluation (step 7, loss" in ended.printed
+    assert f"{hf} has the weights of the last step, 7, and of the best evaluation (step 7, loss" in ended.printed
     # spoilt: the best is no longer the last, and is told how to be had
     flags += " --max-steps 9 --resume auto --learning-rate 2.0 --max-grad-norm 0"
     ended = chats(1, flags)
     assert ended.saved == [4, 7, 8, 9]
-    assert "hf holds the weights of the last step, 9, not those of the best evaluation (step 7, loss" in ended.printed
+    assert "hf has the weights of the last step, 9, not those of the best evaluation (step 7, loss" in ended.printed
     assert f"`expertmesh-checkpoints export {saved}/best DIR` exports them" in ended.printed
     assert "--load-best-model-at-end exports them" in ended.printed
     ended = chats(1, f"{flags} --load-best-model-at-end")
-    assert "holds the weights of the best evaluation (step 7" in ended.printed
+    assert "has the weights of the best evaluation (step 7" in ended.printed
     assert f"export {saved}/step-00000009 DIR` exports them" in ended.printed
 
 

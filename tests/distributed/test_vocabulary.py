@@ -362,7 +362,7 @@ def _logits(path: Path) -> None:
         complete_logits(torch.ones(1, 2, WIDTH, requires_grad=True), torch.ones(5, WIDTH), None, tp_group())
 
 
-INDIVISIBLE = "its 320 tokens are no multiple of --tp-size 3"
+INDIVISIBLE = "its 320 tokens are not a multiple of --tp-size 3"
 LIGER = "--cross-entropy liger computes with all of it; chunked computes with parts"
 
 

@@ -278,7 +278,7 @@ def test_broken_adapters_are_named(runs: Runs, models: dict[str, Path], tmp_path
 
     beyond = {name.replace("experts.3", "experts.99"): tensors[name].clone() for name in (expert, twin)}
     halved: dict[str, Any] = {"r": RANK // 2, "rank_pattern": {k: v // 2 for k, v in config["rank_pattern"].items()}}
-    given = f"--lora-rank {RANK} --lora-alpha {ALPHA:g}: give the former"
+    given = f"--lora-rank {RANK} --lora-alpha {ALPHA:g}; give "
     table: list[tuple[str, dict[str, Tensor], dict[str, Any]]] = [
         (f"tensor {twin} is missing", without(twin), {}),
         ("expert 3 of model.layers.0.mlp.experts.mlp", without(twin, expert), {}),
@@ -293,17 +293,17 @@ def test_broken_adapters_are_named(runs: Runs, models: dict[str, Path], tmp_path
             "model.layers.0.mlp.experts.gate_up_proj has rank 4 there, and its LoRA delta is scaled by 1",
             *(tensors, {"lora_alpha": 2 * RANK, "alpha_pattern": {}}),
         ),
-        ("one rank and one scale for all", tensors, {"lora_alpha": 2 * RANK, "alpha_pattern": {}}),
+        ("one rank and one scale", tensors, {"lora_alpha": 2 * RANK, "alpha_pattern": {}}),
         (
-            f"was trained with --lora-rank 2 --lora-alpha {ALPHA:g}, and this run has {given}",
+            f"was trained with --lora-rank 2 --lora-alpha {ALPHA:g}; this run has {given}",
             *({name: half(name, part) for name, part in tensors.items()}, halved),
         ),
         (
-            "has nothing for model.layers.0.mlp.experts.gate_up_proj, which is among the targets",
+            "has no tensor for model.layers.0.mlp.experts.gate_up_proj, a target",
             without(".experts."),
             {},
         ),
-        ("has no adapter there; --lora-targets must name the same", without(".experts."), {"target_parameters": []}),
+        ("has no adapter there; give the same --lora-targets", without(".experts."), {"target_parameters": []}),
     ]
     for number, (words, changed, settings) in enumerate(table):
         bad = tmp_path / str(number)
@@ -337,12 +337,12 @@ def test_another_adapter_is_refused_before_weights_are_read(
     runs: Runs, models: dict[str, Path], tmp_path: Path
 ) -> None:
     weights = runs.train(1, models["mixtral"], tmp_path, "--max-steps", 0) / "adapter_model.safetensors"
-    theirs = f"was trained with --lora-rank {RANK} --lora-alpha {ALPHA:g}, and this run has "
+    theirs = f"was trained with --lora-rank {RANK} --lora-alpha {ALPHA:g}; this run has "
     refused: dict[str, dict[str, Any]] = {
-        f"{theirs}--lora-rank 2 --lora-alpha {ALPHA:g}: give the former": {"lora_rank": 2},
-        f"{theirs}--lora-rank {RANK} --lora-alpha 8: give the former": {"lora_alpha": 8},
-        "--use-rslora: give the former, without --use-rslora": {"use_rslora": True},
-        "has one there; --lora-targets must name the same": {"lora_targets": ["attention"]},
+        f"{theirs}--lora-rank 2 --lora-alpha {ALPHA:g}; give ": {"lora_rank": 2},
+        f"{theirs}--lora-rank {RANK} --lora-alpha 8; give": {"lora_alpha": 8},
+        "--use-rslora; give , without --use-rslora": {"use_rslora": True},
+        "has one there; give the same --lora-targets": {"lora_targets": ["attention"]},
     }
     for number, (words, more) in enumerate(refused.items()):
         by_command = number % 2 == 0
@@ -433,7 +433,7 @@ def test_resumed_runs_end_alike(runs: Runs, models: dict[str, Path], tmp_path: P
     hf_model(Case([]), seed=2).save_pretrained(other)
     save_tokenizer(other)
     said = refused(model=other)
-    assert "is of another model" in said
+    assert "belongs to another model" in said
     assert "--allow-changed model" in said
     assert str(models[name]) in said
     assert f"had --lora-rank {RANK}, this one has 8" in refused("--lora-rank", 8)

@@ -81,7 +81,7 @@ def test_what_is_complete_is_said_with_its_cost(family: str, mixer: str) -> None
     model = _build(family, False, {})
     apply_context_parallel(model, 2, packing=False)
     said = str(complete_sequences_line(model, 2, 1))
-    assert f"{mixer} with complete sequences, 1 of 1 per rank: 2 ranks compute the same one" in said
+    assert f"{mixer} with complete sequences, 1 of 1 per rank: 2 ranks compute the same sequence" in said
     assert str(complete_sequences_line(model, 2, 4)).endswith(f"{mixer} with complete sequences, 2 of 4 per rank")
 
 

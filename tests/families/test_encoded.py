@@ -104,7 +104,7 @@ def test_exported_as_it_came(
     of the last layer, which was frozen, the source's. transformers reads what they stand for."""
     how = ["--save-steps", 2, *layout, "--export-encoding", "source", "--freeze", r"layers\.2\."]
     told = train(ranks, 4, models[family], tiny_data, tmp_path, *how)
-    assert "is quantized: " in told
+    assert "exported with the quantization of " in told
     assert "blocks quantized anew: error at most" in told
     hf, saved = tmp_path / "hf", tmp_path / "checkpoints" / "step-00000002"
     for out, flags in {"again": ["--export-encoding", "source"], "wide": []}.items():
@@ -174,6 +174,6 @@ def test_refused_before_training(ranks: RankPool, models: dict[str, Path], tiny_
     results = ranks.run(run_main, 2, argv, join_group=False)
     assert [code for code, _ in results] == [2, 2]
     said = " ".join(results[0][1].split())
-    assert f"has {name} as float8_e5m2 with scales per block of 8 x 8, for which no encoder is published" in said
+    assert f"has {name} as float8_e5m2 with scales per block of 8 x 8, which has no public encoder" in said
     assert not (tmp_path / "out" / "hf").exists()
     assert " 1/1 " not in said

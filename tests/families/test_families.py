@@ -254,7 +254,7 @@ def compare_adapters(ranks: RankPool, path: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["minimax_m3_vl_text", "jamba"])
 def test_tensor_parallelism_is_refused_without_a_plan(family: str) -> None:
-    said = "the attention of .* cannot be divided" if family in UNDIVIDED else "transformers has no plan"
+    said = "cannot shard the attention of .*" if family in UNDIVIDED else "transformers has no tensor-parallel plan"
     with pytest.raises(ExpertMeshError, match=f"--tp-size 2: {said}"):
         apply_tensor_parallel(build_model(tiny_config(family)), 2)
 

@@ -101,7 +101,7 @@ def test_a_towers_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (
         checkpoints_main(["convert", str(tmp_path), str(tmp_path / "out"), "--ep-size", "2", "--drop-untrained"]) == 2
     )
-    said = "--drop-untrained: transformers has no class for the language model of a qwen3_vl_moe alone"
+    said = "--drop-untrained: transformers has no class for just the language model of a qwen3_vl_moe"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert checkpoints_main(["inspect", str(tmp_path), "--check"]) == 0

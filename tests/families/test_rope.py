@@ -199,14 +199,12 @@ def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> N
         found: str = ranks.run(first_lines, 1, [*flags, "--preview", *more], join_group=False)[0]
         return found
 
-    assert "tokens, and the model knows 32 positions; --rope-scaling yarn:3 extends them" in told()
+    assert "tokens, but the model has 32 positions; --rope-scaling yarn:3 extends them" in told()
     assert "knows 64 positions; --rope-scaling yarn:3 extends them, --max-seq-length 64 truncates it" in told(
         "--rope-scaling", "linear:2"
     )
     stretched = told("--rope-scaling", "yarn:4", "--adapter", "lora")
-    assert (
-        "rope: yarn by 4 of 32 positions, in place of default; max_position_embeddings becomes 128, of 32" in stretched
-    )
+    assert "rope: yarn by 4 of 32 positions instead of default; max_position_embeddings becomes 128, of 32" in stretched
     assert '"max_position_embeddings": 128' in stretched
     for quiet in (stretched, told("--rope-scaling", "dynamic:2"), told("--max-seq-length", "32")):
         assert "warning" not in quiet

@@ -382,11 +382,11 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         (b"[" * 200_000, "cannot be read as JSON: maximum recursion depth exceeded"),
         (b'{"hidden_size": 1' + b"0" * 5000 + b"}", r"cannot be read as JSON: Exceeds the limit \(4300 digits\)"),
         (b"[1, 2]", "contains a list, not an object"),
-        ({"model_type": "x"}, "has no models of type x; but its architectures name MixtralForCausalLM"),
+        ({"model_type": "x"}, "has no models of type x; its architectures name MixtralForCausalLM"),
         ({"hidden_size": 10**30}, r"hidden_size is 10\^30; it must be an integer from 1 to 1,048,576"),
         ({"hidden_size": "x"}, "transformers cannot read it: Validation error for field 'hidden_size'"),
         ({"num_experts_per_tok": 3}, f"MixtralForCausalLM {NO_RUN}: k not in range"),
-        ({"num_local_experts": 4}, r"gate.weight has shape \[2, 8\]; the config asks for \[4, 8\]"),
+        ({"num_local_experts": 4}, r"gate.weight has shape \[2, 8\]; config.json needs \[4, 8\]"),
         ({"num_hidden_layers": 2}, "tensor model.layers.1.self_attn.q_proj.weight is missing"),
     ],
     "qwen3_moe": [
@@ -414,7 +414,7 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         ]
         for family in ("gpt_oss", "qwen3_next")
     },
-    "index": [(b"{}", f"{INDEX}: weight_map is no table"), ({"weight_map": {"lm_head.weight": 3}}, "is no table from")],
+    "index": [(b"{}", f"{INDEX}: weight_map must"), ({"weight_map": {"lm_head.weight": 3}}, "must be a table from")],
     "weights": [
         (0, "model.safetensors: not a complete safetensors file: .*header too small"),
         (600, "not a complete safetensors file: .*invalid header length"),
@@ -429,10 +429,10 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         (lambda t: t.update({EXPERT: t[EXPERT].float()}), f"{SCALE} .* has scales of a tensor .*, or not quantized"),
         *((lambda t, shape=shape: t.update({SCALE: torch.ones(shape)}), rf"{SCALE} .* has shape \{shape}, which is not")
           for shape in ([5, 7], [1, 3, 4], [0, 4])),
-        (lambda t: t.update({SCALE: t[SCALE].long()}), f"{SCALE} .* has dtype I64; scales have one of F32, BF16"),
-        (lambda t: t.update({SCALE: t[SCALE] > 0}), f"{SCALE} .* has dtype BOOL; scales have one of F32, BF16"),
+        (lambda t: t.update({SCALE: t[SCALE].long()}), f"{SCALE} .* has dtype I64; scales must have one of F32, BF16"),
+        (lambda t: t.update({SCALE: t[SCALE] > 0}), f"{SCALE} .* has dtype BOOL; scales must have one of F32, BF16"),
         (lambda t: t[EXPERT].view(torch.uint8)[3, 3].fill_(0x7F), f"tensor {EXPERT} has values that are not finite"),
-        (lambda t: t.update({EXPERT: t[EXPERT].flatten()}), rf"{EXPERT} .* and shape \[768\]: no matrix"),
+        (lambda t: t.update({EXPERT: t[EXPERT].flatten()}), rf"{EXPERT} .* and shape \[768\]: not a matrix"),
     ],
     "fp8 config": [
         (b'{"model_type": "deepseek_v3", "quantization_config": %b}' % said, "quantization_config .* fp8 or mxfp4")
@@ -442,14 +442,14 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         (lambda t: t[SCALES].view(-1)[5].fill_(255), f"{WEIGHTS}: tensor {SCALES} has scales that are not finite"),
         (lambda t: t.pop(SCALES), f"{BLOCKS} .* has dtype U8, but its scales {SCALES} are missing"),
         (lambda t: t.pop(BLOCKS), f"{SCALES} .* has scales of a tensor that is missing"),
-        (lambda t: t.update({SCALES: t[SCALES][:, :-1]}), rf"{SCALES} .* has shape \[8, 31, 1\]; its blocks ask for"),
+        (lambda t: t.update({SCALES: t[SCALES][:, :-1]}), rf"{SCALES} .* has shape \[8, 31, 1\]; its blocks need"),
         (lambda t: t.update({SCALES: t[SCALES].float()}), f"{SCALES} .* has dtype F32; scales have"),
         (lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} .*; of MXFP4 the last size is 16"),
-        (lambda t: t.update({BLOCKS: t[BLOCKS][:-1]}), rf"{SCALES} .* its blocks ask for \[7, 32, 1\]"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS][:-1]}), rf"{SCALES} .* its blocks need \[7, 32, 1\]"),
     ],
     "manifest": [
         (100, "manifest.json: cannot be read as JSON: Unterminated string"),
-        ({"version": 3}, "version 3 is unknown; this version reads 'expertmesh-ep-shards' version 4"),
+        ({"version": 3}, "version 3 is unknown; this release reads 'expertmesh-ep-shards' version 4"),
         # of a square matrix the shape does not tell
         *((transposed(said), rf"{MANIFEST}: .*o_proj.weight: transposed is {said!r}, ") for said in ("F32", 0, None)),
         (lambda t: next(e for e in t["tensors"] if "o_proj" in e["name"]).pop("transposed"), "transposed is None"),
@@ -461,26 +461,26 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
     "adapter config": [
         ({"peft_type": "IA3"}, "adapter_config.json: peft_type is 'IA3'; only LORA is read"),
         ({"r": 0}, "adapter_config.json: r is 0; it must be a positive number"),
-        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no pattern: missing \)"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', not a valid pattern: missing \)"),
     ],
     "adapter": [(50, "adapter_model.safetensors: not a complete safetensors file: .*invalid header length")],
     "settings": [
         (b"max_steps: x", "config.yaml: argument --max-steps: invalid int value: 'x'"),
-        (b"of_another: 1", "unknown key of_another; --help lists what there is"),
+        (b"of_another: 1", "unknown key of_another; --help lists all flags"),
     ],
     "planned config": [({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be an integer from 1 to 1,024")],
     "rates": [(b"{}", "--calibrate .*rates.json: is not what `python -m expertmesh.sharding mesh --check --json` or")],
     "lines": [(b"", "--dataset .*data.jsonl: is empty")],
-    "rows": [(b'{"x": 1}\n', "line 1 has the columns x, but one of these is needed: messages; conversations;")],
+    "rows": [(b'{"x": 1}\n', "line 1 has the columns x; it needs messages; conversations;")],
     "list": [(b"[null, null]", "data.json: record 1 is no JSON object: None")],
     "parquet": [(4, "data.parquet: cannot be read as Parquet after record 0: Parquet file size is 4 bytes")],
-    "tokenizer": [(b"{}", "tokenizer: no tokenizer there; name one with --tokenizer")],
-    "tokenizer config": [(b"", r"no tokenizer there; name one with --tokenizer \(Expecting value")],
+    "tokenizer": [(b"{}", "tokenizer: has no tokenizer; give one with --tokenizer")],
+    "tokenizer config": [(b"", r"has no tokenizer; give one with --tokenizer \(Expecting value")],
 }  # fmt: skip
 TENSORS: list[tuple[Callable[[Tensors, str], Any], str]] = [
     (lambda t, name: t.pop(name), "(is|are) missing"),
-    (lambda t, name: t.update({name: torch.cat([t[name], t[name][:1]])}), "has shape .*; the config asks for"),
-    (lambda t, name: t.update({name: t[name].flatten()[None, None]}), "has shape .*; the config asks for"),
+    (lambda t, name: t.update({name: torch.cat([t[name], t[name][:1]])}), "has shape .*; config.json needs"),
+    (lambda t, name: t.update({name: t[name].flatten()[None, None]}), "has shape .*; config.json needs"),
     (lambda t, name: t.update({name: t[name].to(torch.complex64)}), "has dtype C64; it must be one of F32, BF16"),
     (lambda t, name: t[name].fill_(torch.nan), "has values that are not finite"),
     (lambda t, name: t.update({f"{name}_": t[name].clone()}), "has no place in this model"),

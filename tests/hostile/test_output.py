@@ -63,7 +63,7 @@ IN_THE_WAY: list[tuple[str, str, list[str], str]] = [
     # results are cleared once the new run has read all it needs
     ("out/hf/config.json", "out", [OVER, "--dataset", "/no/such.jsonl"], "/no/such.jsonl"),
     # what is to be read is not cleared
-    *(("out/hf/chat.jinja", "out", [OVER, flag, f"{{out}}/{name}"], f"{flag} {{out}}/{name}: this run is to read it")
+    *(("out/hf/chat.jinja", "out", [OVER, flag, f"{{out}}/{name}"], f"{flag} {{out}}/{name}: this run reads it")
       for flag, name in {"--model": "hf", "--tokenizer": "hf", "--dataset": "hf/data.jsonl",
                          "--eval-dataset": "hf/data.jsonl", "--chat-template": "hf/chat.jinja"}.items()),
 ]  # fmt: skip
@@ -251,7 +251,7 @@ def test_two_runs_in_one_directory(ranks: RankPool, tmp_path: Path, arguments: l
     argv = [*arguments, str(tmp_path), *flags]
     ((code, errors),) = ranks.run(run_while, 1, argv, _beside_another, join_group=False)
     assert code == 2
-    assert f"--output-dir {tmp_path}: another run writes there: process" in errors
+    assert f"--output-dir {tmp_path}: another run writes to it: process" in errors
     assert tree(tmp_path) == {}
 
 

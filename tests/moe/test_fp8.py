@@ -302,7 +302,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8: .* add --bf16"):
         of("cpu", "auto", torch.float32)
     for width in (24, 2 * WIDEST):
-        with pytest.raises(ExpertMeshError, match=f"multiples of 16 up to {WIDEST}, and this model has {width}"):
+        with pytest.raises(ExpertMeshError, match=f"multiples of 16 up to {WIDEST}; this model has {width}"):
             of("cpu", "auto", torch.bfloat16, width)
 
 
@@ -310,7 +310,9 @@ def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertmesh.moe.kernels.grouped.computes_on_cpu", lambda tensor: False)
     rows, weight = torch.empty(2**16, 2**15, device="meta"), torch.empty(16, 2**15, device="meta")
     assert FP8.fused is not None
-    with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8 cannot take 2\^31 elements.*--max-seq-length$"):
+    with pytest.raises(
+        ExpertMeshError, match=r"--expert-precision fp8 takes fewer than 2\^31 elements.*--max-seq-length$"
+    ):
         FP8.fused(rows, torch.tensor([2**16]), weight, weight, weight)
 
 

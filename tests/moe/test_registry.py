@@ -37,10 +37,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        (Fruit("pear", "another", 0), "--fruit pear is there already"),
-        (Fruit("auto", "another", 0), "--fruit auto is there already"),
-        (Fruit("two words", "no value of a flag", 0), "--fruit 'two words': a name is letters"),
-        (Fruit("--pear", "no value of a flag", 0), "--fruit '--pear': a name is letters"),
+        (Fruit("pear", "another", 0), "--fruit pear is already registered"),
+        (Fruit("auto", "another", 0), "--fruit auto is already registered"),
+        (Fruit("two words", "no value of a flag", 0), "--fruit 'two words': a name may have letters"),
+        (Fruit("--pear", "no value of a flag", 0), "--fruit '--pear': a name may have letters"),
         (Fruit("plum", "", 1), "--fruit plum: has no help"),
     ],
 )

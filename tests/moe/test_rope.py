@@ -79,7 +79,7 @@ def test_what_is_scaled_already_is_scaled_anew() -> None:
     model = tiny_config("gpt_oss", max_position_embeddings=131072)
     change = rope_change(model, read_rope_scaling("yarn:64"))
     assert change.lines == (
-        "rope: yarn by 64 of 4,096 positions, in place of yarn by 32 of 4,096 positions; "
+        "rope: yarn by 64 of 4,096 positions instead of yarn by 32 of 4,096 positions; "
         "max_position_embeddings becomes 262,144, of 131,072",
     )
     assert change.parameters == {**model.rope_parameters, "factor": 64.0}
@@ -150,7 +150,7 @@ def test_kinds_of_layers() -> None:
     [
         ("jamba", "yarn:4", "--rope-scaling: jamba has no rotary embedding to scale"),
         ("gemma4", "yarn:4", "of full_attention of this model is of type proportional, .*; use proportional:N"),
-        ("mixtral", "proportional:4", "of type default, which is not to be made proportional"),
+        ("mixtral", "proportional:4", "of type default, which cannot become proportional"),
         ("beam", "yarn:4", "several kinds|layers of kind full_attention of this model have no rotary embedding"),
         ("deepseek_v4", "yarn:4", "several kinds, main, compress; give JSON with a table for each"),
         ("mellum", '{"other": {"rope_type": "yarn", "factor": 4}}', "no layers of kind other; it has full_attention"),

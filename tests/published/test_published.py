@@ -87,7 +87,7 @@ def test_experts_that_transformers_does_not_mark_are_no_missing_experts() -> Non
     ("setting", "said"),
     [
         ({"model_type": "nothing", "architectures": None}, "has no models of type nothing; a later release"),
-        ({"model_type": "nothing", "auto_map": {}}, r"code of a model's own \(auto_map\) is not run"),
+        ({"model_type": "nothing", "auto_map": {}}, r"a model's own code \(auto_map\) is never run"),
         ({"hidden_size": 4096.0}, "'hidden_size' expected int, got float"),
         ({"num_local_experts": 2.5}, "'num_local_experts' expected int, got float"),
         ({"num_hidden_layers": True}, "'num_hidden_layers' expected int, got bool"),

@@ -60,7 +60,7 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
 
     chosen, why = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2))
     assert chosen.setting.schedule == name
-    assert why == "none fits by forecast, and this one holds the least"
+    assert why == "none fits by forecast, and this one needs the least memory"
 
     # what was asked for is not argued with
     chosen, why = choose_schedule(run, Cluster(SLOW, 8, held[0] / 2), asked="zero-bubble")

@@ -182,7 +182,7 @@ def test_sizes_that_cannot_be_measured_are_left_out(
         assert {plan["tp"] for plan in json.loads(said.out)} == {2}
         left_out, note = said.err.splitlines()
         assert left_out == f"left out: --tp-size 1: {tiny}: too long"
-        assert note.startswith("note: in what `launch` says, set ")
+        assert note.startswith("note: in `launch`, set ")
     assert main([*common, "--tp-size", "1"]) == 2
     assert "too long" in capsys.readouterr().err
 
@@ -194,7 +194,7 @@ def test_advice_has_been_tried(shallow: Path, capsys: pytest.CaptureFixture[str]
     (smallest, *_) = told(capsys, *common, "--gpus", "1")
     common += ["--gpu-memory", str(int(0.6 * smallest["memory"]["total"]))]
     assert main(["plan", *common, "--gpus", "1"]) == 1
-    advice = " ".join(capsys.readouterr().out.split()).split("these fit: ")[1]
+    advice = " ".join(capsys.readouterr().out.split()).split("more GPUs: ")[1]
     named = [found.split() for found in re.findall(r"((?:--[\w-]+ \w+ ?)+): [\d.]+ GiB per GPU", advice)]
     assert [words[0] for words in named][-1] == "--gpus"
     assert ["--optim", "adamw_bf16"] in named
@@ -210,8 +210,8 @@ def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> 
     card = ["--gpus", "1", "--gpu-memory", "1MiB", "--gradient-checkpointing", "full"]
     assert main(["plan", *card, "--model", str(tiny), "--seq-length", "64", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "these fit" not in out
-    assert "nor does it fit with any of: --optim adamw_torch_8bit, --optim adamw_bf16, --adapter lora" in out
+    assert "more GPUs:" not in out
+    assert "none of these makes it fit: --optim adamw_torch_8bit, --optim adamw_bf16, --adapter lora" in out
 
 
 @pytest.mark.release
@@ -236,7 +236,7 @@ def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out
-    assert "tried, one at a time, in the smallest layout or on more GPUs; these fit: --adapter lora: " in out
+    assert "tried, one at a time, in the smallest layout or on more GPUs; more GPUs: --adapter lora: " in out
     assert "--adapter lora --base-dtype nf4: " in out
     assert "--gpus 32: " in out
     assert "--optim" not in out.split("nothing fits")[1], "which takes more than 40 GiB all the same"
@@ -358,7 +358,7 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     def told(*flags: str) -> list[dict[str, Any]]:
         assert main([*common, *flags]) in (0, 1)
         said = capsys.readouterr()
-        assert said.err.startswith("note: in what `launch` says, set ")
+        assert said.err.startswith("note: in `launch`, set ")
         assert said.err.count("\n") == 1
         return list(json.loads(said.out))
 
@@ -400,7 +400,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("expertmesh.training.planning.rehearsal.building.build_rehearsed", None)
     assert main([*common, "--tp-size", "2"]) == 2
-    said = "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to divide the attention of deepseek_v3"
+    said = "--tp-size 2: transformers has no tensor-parallel plan (base_model_tp_plan) for the attention of deepseek_v3"
     assert said in capsys.readouterr().err
 
 
@@ -413,7 +413,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
             "--cp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8",
         ),
         (["--model", "CONFIG", "--cp-size", "0"], "--cp-size 0: must be 1 or more"),
-        (["--model", "CONFIG", "--sweep"], "--sweep is gone: plan each number of GPUs by itself: --gpus 64"),
+        (["--model", "CONFIG", "--sweep"], "--sweep was removed: give one number of GPUs, as in --gpus 64"),
         (["--model", "CONFIG", "--plot", "x.svg"], "--plot is gone: draw what --json prints"),
         (["--model", "CONFIG", "--ep-size", "3"], "--ep-size 3 does not divide the 8 experts of this model"),
         (["--model", "CONFIG", "--ep-size", "8", "--pp-size", "2"], "--ep-size 8 does not divide the 4 ranks"),
@@ -455,7 +455,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
             ["--model", "CONFIG", "--cp-size", "4", "--tp-size", "4"],
             "--cp-size 4 and --tp-size 4 make groups of 16 ranks, which do not divide the 8 ranks",
         ),
-        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no fp8 matmul rate is known"),
+        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "the fp8 matmul rate of"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
@@ -463,12 +463,12 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
         (
             ["--model", "CONFIG", "--tf32"],
-            "--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --bf16 false",
+            "--tf32 is for fp32 matmuls, but this plan is for bf16; add --bf16 false",
         ),
         (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
         (["--model", "CONFIG", "--gpu-memory", "80"], "--gpu-memory 80: are 80 bytes; write it like 80GiB"),
-        (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
+        (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: must be 1 \(the mean\) or more"),
         (
             ["--model", "CONFIG", "--calibrate", "CONFIG"],
             "is not what `python -m expertmesh.sharding mesh --check --json` or `python -m "
@@ -488,7 +488,7 @@ def test_mistakes(config_file: Path, capsys: pytest.CaptureFixture[str], argumen
 def test_measured_rates_and_presets(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """What a file of rates has is no preset's: such a flag is refused, but --gpu where only it says the memory."""
+    """What a file of rates has is no preset's: such a flag is refused, but --gpu where only it only sets the memory."""
     card, host, bare = (tmp_path / f"{name}.json" for name in ("card", "host", "bare"))
     measured = preset("H100", "infiniband-ndr")
     save_measured(measured, card)
@@ -499,7 +499,11 @@ def test_measured_rates_and_presets(
         (card, ["--network", "pcie4"], f"--network pcie4: --calibrate {card} has the rates of the links; leave out"),
         (host, ["--network", "pcie4"], f"--network pcie4: --calibrate {host} has the rates of the links; leave out"),
         (card, ["--gpu", "A100"], f"--gpu A100: --calibrate {card} has a GPU's rates and memory; leave out"),
-        (host, ["--gpu", "A100", "--gpu-memory", "1GiB"], f"--gpu A100: beside --calibrate {host} it says the memory"),
+        (
+            host,
+            ["--gpu", "A100", "--gpu-memory", "1GiB"],
+            f"--gpu A100: with --calibrate {host} it only sets the memory",
+        ),
         (bare, ["--flash-attention", "3"], f"--flash-attention 3: --calibrate {bare} has no rates of it"),
     ):
         assert main([*common, "--calibrate", str(file), *flags]) == 2

@@ -209,7 +209,9 @@ def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_too_few_layers_for_the_stages() -> None:
-    with pytest.raises(ExpertMeshError, match="--pp-size 4 --pipeline-chunks 4: 16 stages need as many decoder layers"):
+    with pytest.raises(
+        ExpertMeshError, match="--pp-size 4 --pipeline-chunks 4: 16 stages need 16 decoder layers or more"
+    ):
         tiny_search(Tried((1,), pp_size=4, chunks=4), between=1e12)
 
 
@@ -223,7 +225,7 @@ def test_a_picture_says_which_ranks_hold_which_layers(capsys: pytest.CaptureFixt
     assert "pp 0: layers 0-2, 5-7 on ranks 0 to 7" in out or "pp 0: layers 0-1, " in out
     assert "dense: 2 groups of 8" in out
     assert main([*mesh, "--num-layers", "1"]) == 2
-    assert "--pp-size 2: 2 stages need as many decoder layers, and the model has 1" in capsys.readouterr().err
+    assert "--pp-size 2: 2 stages need 2 decoder layers or more; the model has 1" in capsys.readouterr().err
     assert main(["mesh", "--world-size", "16", "--ep-size", "2", "--pp-size", "3"]) == 2
     assert "--pp-size 3 does not divide the 16 ranks" in capsys.readouterr().err
 
@@ -233,9 +235,12 @@ def test_a_picture_says_which_ranks_hold_which_layers(capsys: pytest.CaptureFixt
     [
         (["--pp-size", "3"], "--pp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8"),
         (["--pp-size", "0"], "--pp-size 0: must be 1 or more"),
-        (["--pipeline-layers", "4,4"], "--pipeline-layers 4,4: there is no pipeline at --pp-size 1; give --pp-size"),
+        (["--pipeline-layers", "4,4"], "--pipeline-layers 4,4: --pp-size 1 has no pipeline; give --pp-size"),
         (["--global-batch-size", "0"], "--global-batch-size 0: must be 1 or more"),
-        (["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"], "interleaves the stages"),
+        (
+            ["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"],
+            "needs several stages per rank",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -267,7 +272,7 @@ def test_what_a_run_says_of_its_stages() -> None:
     line, warning = pipeline_lines(engine_of(4, 2), known)
     assert f"2 layers ({balance}); 1f1b ({why}), bubble " in line
     assert warning == (
-        "warning: --pp-size 4 with 2 micro-batches: ranks wait for one another 60% of the time (the bubble); raise "
+        "warning: --pp-size 4 with 2 micro-batches: ranks wait for each other 60% of the time (the bubble); raise "
         "--gradient-accumulation-steps"
     )
     whole: Any = SimpleNamespace(model=object(), config=None)

@@ -43,5 +43,5 @@ def test_every_attempt_gets_a_prefix_of_its_own(late: dict[int, float]) -> None:
 def test_no_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ExpertMeshError, match=r"rank 1 does not reach the store at 127\.0\.0\.1:9 .* within 1 s"):
+    with pytest.raises(ExpertMeshError, match=r"rank 1 cannot reach the store at 127\.0\.0\.1:9 .* within 1 s"):
         torchrun_store(1, 2, timedelta(seconds=1))

@@ -41,10 +41,15 @@ def test_a_layer_that_uses_an_earlier_one(skipping: Survey) -> None:
 @pytest.mark.parametrize(
     ("pp_size", "chunks", "counts", "said"),
     [
-        (2, 1, [2, 2], "--pipeline-layers 2,2: no stage can end with layer 1: what layer 0 gives is used in layer 2"),
-        (4, 1, None, "--pp-size 4: {} can be cut into 3 stages at most: what layer 0 gives is used in layer 2, "),
-        (2, 2, None, "--pp-size 2 --pipeline-chunks 2: {} can be cut into 3 stages at most: "),
-        (5, 1, None, "--pp-size 5: 5 stages need as many decoder layers, and {} has 4; use at most"),
+        (
+            2,
+            1,
+            [2, 2],
+            "--pipeline-layers 2,2: no stage can end with layer 1: the output of layer 0 is used in layer 2",
+        ),
+        (4, 1, None, "--pp-size 4: {} can have at most 3 stages: the output of layer 0 is used in layer 2, "),
+        (2, 2, None, "--pp-size 2 --pipeline-chunks 2: {} can have at most 3 stages: "),
+        (5, 1, None, "--pp-size 5: 5 stages need 5 decoder layers or more; {} has 4; use at most"),
     ],
 )
 def test_refused(skipping: Survey, pp_size: int, chunks: int, counts: list[int] | None, said: str) -> None:

@@ -115,10 +115,10 @@ def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"balance": 0.0}, "; switch the balancing loss on, by --router-aux-loss-coef 0.02"),
-        ({}, "; balance each layer separately, by --router-aux-loss-per-layer, raise --router-aux-loss-coef"),
+        ({"balance": 0.0}, "; turn the balancing loss on, for example with --router-aux-loss-coef 0.02"),
+        ({}, "; balance each layer separately with --router-aux-loss-per-layer, raise --router-aux-loss-coef"),
         ({"per_layer": True}, "; raise --router-aux-loss-coef"),
-        ({"balance": 0.0, "bias_rate": 0.0}, "; update the router's bias, by --router-bias-update-rate 0.001, or"),
+        ({"balance": 0.0, "bias_rate": 0.0}, "; update the router's bias with --router-bias-update-rate 0.001, or"),
         ({"balance": 0.0, "bias_rate": 1e-4}, "; raise --router-bias-update-rate (now 0.0001), or"),
     ],
 )

@@ -170,7 +170,7 @@ def test_what_is_chosen(config: Any, choices: dict[str, tuple[str, str]]) -> Non
 
 
 def test_flash_attention_is_not_packed() -> None:
-    with pytest.raises(ExpertMeshError, match="--attn-implementation flash_attention_2: does not keep packed samples"):
+    with pytest.raises(ExpertMeshError, match="--attn-implementation flash_attention_2: cannot keep packed samples"):
         choose_attention("flash_attention_2", True, tiny_config())
     assert choose_attention("flash_attention_2", False, tiny_config()) == "flash_attention_2"
 

@@ -61,7 +61,7 @@ def test_first_line(family: str, changes: dict[str, Any], settings: dict[str, An
         (
             "mixtral",
             {"router_bias_update_rate": 0.001},
-            "no correction bias; --router-aux-loss-coef balances by a loss",
+            "no correction bias; use --router-aux-loss-coef instead",
         ),
         ("zaya", {"router_z_loss_coef": 0.01}, "--router-z-loss-coef: the routers of zaya give no logit"),
         ("mixtral", {"router_bias_update_rate": -1.0}, r"--router-bias-update-rate -1\.0: must be 0 or more"),

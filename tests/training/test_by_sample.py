@@ -127,8 +127,14 @@ def test_a_trial_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("mixing", "says"),
     [
-        (MixtralDecoderLayer, r"layers of MixtralForCausalLM \(MixtralDecoderLayer\) give others for packed samples"),
-        (MixtralSparseMoeBlock, r"layers of MixtralForCausalLM \(MixtralSparseMoeBlock\) mix tokens beside experts"),
+        (
+            MixtralDecoderLayer,
+            r"layers of MixtralForCausalLM \(MixtralDecoderLayer\) compute different outputs for packed samples",
+        ),
+        (
+            MixtralSparseMoeBlock,
+            r"layers of MixtralForCausalLM \(MixtralSparseMoeBlock\) mix tokens outside of attention",
+        ),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, mixing: Any, says: str) -> None:
@@ -144,5 +150,5 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, mixing: Any, says: str) -> Non
     forward = of_layer if mixing is MixtralDecoderLayer else of_block
     monkeypatch.setattr(mixing, "forward", forward)
     model = build_model(tiny_config(), OWN)
-    with pytest.raises(ExpertMeshError, match=f"--packing: {says}.*; leave it out, --group-by-length saves padding"):
+    with pytest.raises(ExpertMeshError, match=f"--packing: {says}.*; leave --packing out"):
         apply_packing(model)

@@ -415,7 +415,7 @@ def test_what_is_trained_on(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_asks_for_an_answer_comes_before_it(tmp_path: Path, name: str) -> None:
-    """As the built-in templates write it when text is generated, and when the answer is there already."""
+    """As the built-in templates write it when text is generated, and when the answer is already registered."""
     tokenizer = with_template(tmp_path, name)
     for conversation in CONVERSATIONS:
         expected = EXPECTED[name, conversation]
@@ -559,9 +559,7 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
         assert shown(*rendered(tokenizer, row, "assistant")) == "a!</s>«b!</s>»"
     for name in ("chat_template", "continue_final_message", "tokenize"):
         row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ messages }}"}}
-        with pytest.raises(
-            ValueError, match=f"chat_template_kwargs has {name}, which is no variable of a chat template"
-        ):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, not a variable of a chat template"):
             rendered(tokenizer, row, "assistant")
 
 
@@ -577,7 +575,7 @@ def test_names_of_reasoning(tmp_path: Path) -> None:
     twice = {"role": "assistant", "content": "yo", "reasoning": "hm", "thinking": "hm"}
     assert "<think>\nhm\n" in rendered(tokenizer, {"messages": [user("yo"), twice]}, "last")[0]
     for changes, said in (
-        ({"reasoning": "so"}, "message 2 has reasoning under thinking and reasoning, not the same"),
+        ({"reasoning": "so"}, "message 2 has reasoning under thinking and reasoning, and they differ"),
         ({"thinking": 3}, "message 2: thinking is 3, not text"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -714,12 +712,12 @@ def test_texts(tmp_path: Path, which: str, turns: list[dict[str, Any]], train_on
         (LAST_THOUGHT, [user("1?"), INLINE], "leaves out the reasoning of message 2"),
         (PLAIN.replace("m.content", "''"), [user("1?"), assistant("2")], "leaves out message 1, whose role is 'user'"),
         (PLAIN, [user("1?"), assistant("1")], "leaves out the tools of this conversation"),
-        (LEAVES_OUT_EMPTY, [user("a"), assistant(""), user("b"), assistant("c")], "of message 2, which has no words"),
-        (REASONING_LAST, [user("a"), assistant("b", "hm")], "cannot be told where the reasoning of message 2 ends"),
+        (LEAVES_OUT_EMPTY, [user("a"), assistant(""), user("b"), assistant("c")], "cannot find message 2 in the chat"),
+        (REASONING_LAST, [user("a"), assistant("b", "hm")], "cannot find where the reasoning of message 2 ends"),
         # a template that refuses results without a call, and writes no special token behind it
         (
             NO_MARKS, [user("1?"), assistant("", None, call(a=1)), result("1"), assistant("1"), user("1")],
-            "cannot be told where the tool calls of message 2 end",
+            "cannot find where the tool calls of message 2 end",
         ),
     ],
 )  # fmt: skip
@@ -823,7 +821,7 @@ def test_which_is_taken_by_the_vocabulary(tmp_path: Path) -> None:
         assert set_chat_template(tokenizer, "") == f"built-in {name} (the tokenizer has none)"
         assert tokenizer.chat_template == built_in_template(name)
         assert set_chat_template(tokenizer, "") == "the tokenizer's own"
-    names = r"neither a built-in one \(mistral, chatml, olmoe\) nor a readable file"
+    names = r"neither a built-in template \(mistral, chatml, olmoe\) nor a readable file"
     (tmp_path / "bad.jinja").write_text("{% for")
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert set_chat_template(tokenizer, str(tmp_path / "own.jinja")) == str(tmp_path / "own.jinja")

@@ -39,7 +39,7 @@ def test_what_was_read(name: str, change: dict[str, str] | None) -> None:
     with pytest.raises(ExpertMeshError, match=f"--resume {PATH}: is of .*--allow-changed {which}"):
         compare(config, config, {**FACTS, name: facts})
     (line,) = compare(config, replace(config, allow_changed=[which]), {**FACTS, name: facts})
-    assert line.startswith(f"warning: resuming with a different {name}, as --allow-changed permits: ")
+    assert line.startswith(f"warning: resuming with a different {name} (--allow-changed): ")
 
 
 @pytest.mark.parametrize(

@@ -92,5 +92,5 @@ def test_says_what_is_compiled(attention: str, tp_size: int, said: str) -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-    with pytest.raises(ExpertMeshError, match=r"--compile needs a C\+\+ compiler, and .*no-such-compiler"):
+    with pytest.raises(ExpertMeshError, match=r"--compile needs a C\+\+ compiler, but .*no-such-compiler"):
         built("sdpa", compiled=True)

@@ -145,40 +145,43 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
         ("--adam-beta2 1", r"--adam-beta2 1.0: must be in \[0, 1\)"),
         ("--max-shard-size big", "--max-shard-size big: write it like 5GB"),
-        ("--prompt-template x", "--prompt-template 'x' has no {prompt}"),
+        ("--prompt-template x", "--prompt-template 'x' must contain {prompt}"),
         ("--bf16 maybe", "bf16"),
         ("--lr-scheduler-type cosin", "--lr-scheduler-type: unknown schedule cosin; did you mean cosine?"),
         ("--warmup-ratio 0.1 --warmup-steps 5", "--warmup-ratio 0.1 and --warmup-steps 5 are both given"),
-        ("--warmup-ratio 5", "--warmup-ratio 5.0: is a fraction of all steps"),
+        ("--warmup-ratio 5", "--warmup-ratio 5.0: must be a fraction of all steps"),
         ("--optim adam", "invalid choice: 'adam'"),
         ("--gradient-checkpointing some", "invalid choice: 'some'.*selective"),
         ("--expert-precision fp16", "invalid choice: 'fp16'.*fp8"),
-        ("--expert-precision fp8", "--expert-precision fp8: everything else is computed in bf16; add --bf16"),
-        ("--expert-precision fp8 --bf16 --expert-kernel loop", "fp8: .* leave out --expert-kernel loop"),
-        ("--expert-precision fp8 --bf16 --adapter lora --base-dtype nf4", "round twice what --base-dtype nf4"),
-        ("--dense-precision fp8 --bf16 --adapter lora --base-dtype fp8", "round twice what --base-dtype fp8"),
-        ("--dense-precision fp8 --bf16 --tp-size 2 --async-tp", "fp8: --async-tp multiplies .* in bf16 alone"),
+        ("--expert-precision fp8", "--expert-precision fp8 needs bf16 for everything else; add --bf16"),
+        ("--expert-precision fp8 --bf16 --expert-kernel loop", "fp8 brings .* leave out --expert-kernel loop"),
+        (
+            "--expert-precision fp8 --bf16 --adapter lora --base-dtype nf4",
+            "round weights twice, after --base-dtype nf4",
+        ),
+        ("--dense-precision fp8 --bf16 --adapter lora --base-dtype fp8", "round weights twice, after --base-dtype fp8"),
+        ("--dense-precision fp8 --bf16 --tp-size 2 --async-tp", "fp8: does not work with --async-tp"),
         ("--offload-activations", "--offload-activations: .*; add --gradient-checkpointing full or selective"),
-        ("--freeze ,", "--freeze: names nothing"),
+        ("--freeze ,", "--freeze has no names"),
         ("--no-export true", "--no-export: takes no value"),
-        ("--lora-targets ''", "--lora-targets: what is to have adapters?"),
+        ("--lora-targets ''", "--lora-targets has no names"),
         ("--rope-scaling yarn", "--rope-scaling yarn: the factor must be a number of at least 1, as in yarn:4"),
-        ("--profile 5-", "--profile 5-: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9"),
-        ("--profile 0", "--profile 0: give steps, counted from 1"),
+        ("--profile 5-", "--profile 5-: give steps counted from 1, as in 5, 5-7 or 5,9"),
+        ("--profile 0", "--profile 0: give steps counted from 1"),
         ("--profile 3 9-5", "--profile 3,9-5: 9-5 ends before it begins"),
-        ("--profile 1-1000", "--profile 1-1000: are 1,000 steps; more than 32"),
-        (f"--profile 1-{'9' * 18}", "steps; more than 32"),
-        ("--profile 5 --compile", "--profile: does not see into what --compile compiles"),
-        ("--pipeline-layers 2,2", "--pipeline-layers 2,2: there is no pipeline at --pp-size 1"),
+        ("--profile 1-1000", "--profile 1-1000: names 1,000 steps; give at most 32"),
+        (f"--profile 1-{'9' * 18}", "steps; give at most 32"),
+        ("--profile 5 --compile", "--profile cannot look inside layers that --compile compiles"),
+        ("--pipeline-layers 2,2", "--pipeline-layers 2,2: --pp-size 1 has no pipeline"),
         ("--pp-size 2 --pipeline-schedule interleaved --pipeline-chunks 1", "--pipeline-chunks 2"),
-        ("--init-adapter d", "--init-adapter: there is no adapter; give --adapter lora"),
-        ("--base-dtype nf4", "--base-dtype nf4: everything is trained; give --adapter lora"),
+        ("--init-adapter d", "--init-adapter needs --adapter lora"),
+        ("--base-dtype nf4", "--base-dtype nf4: needs frozen weights; give --adapter lora"),
         *[
-            (f"--text-column text --{beside}-column x", "--text-column: give no prompt, response or system column")
+            (f"--text-column text --{beside}-column x", "--text-column: leave out prompt, response and system columns")
             for beside in ("prompt", "response", "system")
         ],
-        ("--load-best-model-at-end", "--load-best-model-at-end: there is nothing to evaluate on"),
-        ("--gradient-checkpointing --keep-expert-products 2", "--gradient-checkpointing full keeps none of them"),
+        ("--load-best-model-at-end", "--load-best-model-at-end: needs evaluation data"),
+        ("--gradient-checkpointing --keep-expert-products 2", "--gradient-checkpointing full stores no outputs"),
         ("--profile 5 --profile-ranks -1", "--profile-ranks -1: give numbers of ranks, or all"),
         ("--profile 5 --profile-ranks all 1", "--profile-ranks all 1: give numbers"),
     ],
@@ -302,7 +305,7 @@ def test_other_names(alias: str, tmp_path: Path) -> None:
         assert parse_config([*needed, f"{flag}={value}"]) == expected
         file.write_text(f"{flag[2:]}: {value}\n")
         assert parse_config([*needed, "--config", str(file)]) == expected
-        said = f"{flag} is another name of --{name}: give one of them"
+        said = f"{flag} is another name of --{name}; give one of them"
         with pytest.raises(ExpertMeshError, match=said):
             parse_config([*needed, flag, value, f"--{name}", value])
         file.write_text(f"{name}: {value}\n{flag[2:]}: {value}\n")

@@ -505,7 +505,9 @@ def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent
     for split in splits:
         expected = [split] * sum(text == split for text in LAYOUTS[name].values())
         assert texts(tokenizer, load(tokenizer, directory, split=split)) == expected
-    with pytest.raises(ExpertMeshError, match=r"has no split 'nothing'; found: .*--dataset-split names one") as raised:
+    with pytest.raises(
+        ExpertMeshError, match=r"has no split 'nothing'; found: .*choose one with --dataset-split"
+    ) as raised:
         load(tokenizer, directory, split="nothing")
     assert all(split in str(raised.value) for split in splits)
 
@@ -513,9 +515,13 @@ def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent
 def test_a_card_names_configs(tmp_path: Path, tokenizer: Any) -> None:
     lay_out(tmp_path, LAYOUTS["a card"] | {"two/README.md": CARD.replace("  default: true\n", "")})
     assert texts(tokenizer, load(tokenizer, tmp_path, hub_config="other")) == ["other"]
-    with pytest.raises(ExpertMeshError, match=r"README\.md has the configs main, other, not 'third'; --dataset-config"):
+    with pytest.raises(
+        ExpertMeshError, match=r"README\.md has the configs main, other, not 'third'; choose one with --dataset-config"
+    ):
         load(tokenizer, tmp_path, hub_config="third")
-    with pytest.raises(ExpertMeshError, match=r"README\.md has the configs main, other; --dataset-config names one"):
+    with pytest.raises(
+        ExpertMeshError, match=r"README\.md has the configs main, other; choose one with --dataset-config"
+    ):
         load(tokenizer, tmp_path / "two")
 
 
@@ -571,7 +577,7 @@ def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None)
     [
         ({"prompt_template": "{prompt} "}, ""),
         ({"prompt_template": "{prompt} ", "train_on": "last"}, "--train-on last has no effect without a chat template"),
-        ({"text_column": "response", "prompt_template": "{prompt} "}, "--prompt-template has no effect: the data are"),
+        ({"text_column": "response", "prompt_template": "{prompt} "}, "--prompt-template has no effect on plain"),
     ],
 )
 def test_flags_without_effect_on_the_data(
@@ -589,7 +595,7 @@ def test_files_that_are_not_read_are_told(tmp_path: Path, tokenizer: Any) -> Non
     """Of no split, compressed, and a text beside tables, which is about them, though it is data where it is alone."""
     lay_out(tmp_path / "more", {"train.jsonl": "train", "more.jsonl": "more"})
     (origin,) = load(tokenizer, tmp_path / "more").origins
-    assert origin.name == f"{tmp_path / 'more'}, split train of train; in none: more.jsonl"
+    assert origin.name == f"{tmp_path / 'more'}, split train of train; in no split: more.jsonl"
     samples = load(tokenizer, lay_out(tmp_path / "text", {"LICENCE.txt": "all rights"}))
     assert (len(samples), told_of(samples, tokenizer)) == (1, [])
     for number, (data, beside) in enumerate(
@@ -602,8 +608,8 @@ def test_files_that_are_not_read_are_told(tmp_path: Path, tokenizer: Any) -> Non
         samples = load(tokenizer, directory)
         assert texts(tokenizer, samples) == ["yes"]
         (line,) = told_of(samples, tokenizer)
-        assert "1 file beside those that are read is not (a text is, where it is named;" in line
-        assert line.endswith(f"what is compressed must be unpacked); the first: {directory / beside}")
+        assert "1 file in the directory is not read (name text files directly," in line
+        assert line.endswith(f"and unpack compressed files); the first: {directory / beside}")
 
 
 def answers(content: str, **more: Any) -> dict[str, Any]:
@@ -616,8 +622,8 @@ ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfo
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "x" * 600, "response": "b"}, "left out, as nothing of their answers is within --max-seq-length"),
-        (chat(HELLO[0]), "left out, as nothing in them is trained on"),
+        ({"prompt": "x" * 600, "response": "b"}, "left out, because their answers begin beyond --max-seq-length"),
+        (chat(HELLO[0]), "left out, because they have no trained token"),
         ({"prompt": "a", "response": " "}, "have an empty answer"),
         ({"prompt": "a", "completion": ""}, "have an empty answer"),
         (answers(""), "have an empty answer"),
@@ -664,7 +670,7 @@ def test_answers_that_never_end_are_counted(
     assert [origin.endless for origin in samples.origins] == [endless]
     told = told_of(samples, tokenizer)
     assert len(told) == bool(endless)
-    assert all("no special token ends what is trained on" in line for line in told)
+    assert all("no special token ends the trained text" in line for line in told)
 
 
 def test_what_answers_end_with(tmp_path: Path, tokenizer: Any) -> None:
@@ -744,7 +750,7 @@ def test_a_template_without_bos_is_told_of(tmp_path: Path, tokenizer: Any, bos: 
     """It is used as it stands, as those do who serve the model."""
     (tmp_path / "own.jinja").write_text(bos + "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     said = set_chat_template(adding(tokenizer, "<s> $A" if adds else "$A"), str(tmp_path / "own.jinja"))
-    assert ("writes no <s>, which the tokenizer puts before plain text" in said) == told
+    assert ("without the <s> that the tokenizer puts before plain text" in said) == told
 
 
 # What cannot be used
@@ -779,17 +785,17 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
         # formats
-        ({}, r"line 1 has the columns \(none\), but one of these is needed: messages; conversations; prompt"),
-        ({"q": 1, "a": 2}, "line 1 has the columns q, a, but .*--prompt-column and --response-column"),
+        ({}, r"line 1 has the columns \(none\); it needs messages; conversations; prompt"),
+        ({"q": 1, "a": 2}, "line 1 has the columns q, a; .*--prompt-column and --response-column"),
         (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "record 2 has no column 'response'.*found: prompt"),
-        ([ENDED, {"prompt": [say(TURNS[0])], "completion": [say(TURNS[1])]}], "line 2 has messages, and those before"),
+        ([ENDED, {"prompt": [say(TURNS[0])], "completion": [say(TURNS[1])]}], "line 2 has messages, but the records"),
         ({"prompt": "a", "response": 3}, "line 1 response is 3, not text"),
-        ({"instruction": "a", "output": "b", "history": [1]}, "history has 1 for a pair"),
+        ({"instruction": "a", "output": "b", "history": [1]}, "history has 1, not a pair"),
         (PAIR | {"history": [["c", "d"]]}, "has history beside prompt and response"),
         ({"question": "a", "answer": "b", "context": "c"}, "has context beside question and answer, where it"),
-        (ENDED | {"system": "c"}, "line 1 has system beside a prompt and completion of plain text"),
-        (ENDED | {"images": ["a.png"]}, "has images beside a prompt and completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has the column rejected: preference data, and this"),
+        (ENDED | {"system": "c"}, "line 1 has system, which a plain-text prompt and completion"),
+        (ENDED | {"images": ["a.png"]}, "has images, which a plain-text prompt and completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has the column rejected: preference data, but this"),
         (ENDED | {"label": False}, "has the column label: preference data"),
         (ENDED | {"label": "False"}, "has the column label: preference data"),
         (
@@ -805,54 +811,54 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (call_of({}, **{"from": "user"}), "message 1 has role and from; leave one of them out"),
         (call_of({}, content="a", value="b"), "message 1 has content and value"),
         (call_of({}, function_call={"name": "g"}), "message 1 has tool_calls and function_call"),
-        (call_of(None, train=True, weight=0), "message 1 has train and weight, which do not say the same"),
+        (call_of(None, train=True, weight=0), "message 1 has train and weight, which contradict each other"),
         (one({"content": 3}), "message 1: content is 3, not text"),
         (one({"content": "a", "weight": 0.5}), "weight is 0.5; expected true or false"),
         (one({"content": "a", "loss_weight": 0.5}), "message 1: loss_weight is 0.5; expected true or false"),
-        (one({"content": "a", "train_detail": [{}]}), "message 1: train_detail: parts of"),
+        (one({"content": "a", "train_detail": [{}]}), "message 1: train_detail is not supported"),
         (chat("judge: a"), "line 1: the chat template refuses .*not judge"),
         (chat("user: a"), "no record has a trained token"),
         (chat("system: b", system="a"), "has a system prompt in system and another"),
-        (chat("user: a", images=["a.png"]), "has images, and only text is"),
-        (one({"content": "a", "images": ["a.png"]}), "message 1 has images, and only text"),
-        (one({"content": "", "refusal": "no"}), "message 1 has refusal: give what it"),
+        (chat("user: a", images=["a.png"]), "has images; expertmesh trains"),
+        (one({"content": "a", "images": ["a.png"]}), "message 1 has images; expertmesh trains"),
+        (one({"content": "", "refusal": "no"}), "message 1 has refusal; give its text"),
         # parts and reasoning
-        (one({"content": [{"type": "image_url", "value": "x"}]}), "none of text, reasoning, tool_call.*image"),
-        (one({"content": [{"type": "text", "value": 3}]}), "part that is none of text"),
-        (one({"content": parts(tool_call="add(1)")}), "its tool_call is no JSON"),
+        (one({"content": [{"type": "image_url", "value": "x"}]}), "not one of text, reasoning, tool_call.*image"),
+        (one({"content": [{"type": "text", "value": 3}]}), "part that is not one of text"),
+        (one({"content": parts(tool_call="add(1)")}), "its tool_call is not JSON"),
         (one({"content": parts(tool_call='{"name": "add"}')}), "expected an object with name and arguments"),
-        (one({"content": TOOL_PART, "tool_calls": [CALL]}), "tool calls among the parts of its content and beside it"),
+        (one({"content": TOOL_PART, "tool_calls": [CALL]}), "tool calls inside and outside of its content"),
         (
             one({"content": parts(reasoning="hm"), "reasoning_content": "hm"}),
-            "reasoning among the parts of its content and beside it",
+            "reasoning inside and outside of its content",
         ),
         (one({"content": "b", "reasoning_content": "hm"}), "line 1: the chat template leaves out the reasoning of"),
         (one({"content": parts(reasoning="hm", text="b")}), "the chat template leaves out the reasoning of message 1"),
         (
             one({"content": "a", "reasoning_details": [{"text": "b"}]}),
-            "message 1 has reasoning_details, whose text would be left out; give it as reasoning_content",
+            "message 1 has reasoning_details, which would be lost; give it as reasoning_content",
         ),
         # calls and tools
         (one({"tool_calls": "add"}), "tool_calls is 'add', not a list of them"),
         (one({"tool_calls": ["add"]}), "has the tool call 'add'; expected an object with name and arguments"),
         (one({"tool_calls": [{"function": {"arguments": {}}}]}), "expected an object with name and arguments"),
-        (shared("add(1)"), "function_call is no JSON .*'add.1.'"),
+        (shared("add(1)"), "function_call is not JSON .*'add.1.'"),
         (shared("[]"), "function_call has no call; expected an object"),
         (shared("[3]"), "has the tool call 3; expected an object with name"),
-        (call_of("add 1"), "line 1 messages, message 1: the arguments of its call of f are 'add 1', neither an"),
-        (call_of("[1]"), r"arguments of its call of f are '\[1\]', not an object"),
-        (call_of('"{}"'), "arguments of its call of f are '\"{}\"', not an object"),
-        (call_of([1]), r"arguments of its call of f are \[1\], not an object or the JSON of one"),
-        (call_of(3), "arguments of its call of f are 3, not an object"),
-        (chat(calls({"name": "f", "args": {"a": 1}})), "its call of f has args and no arguments; name what"),
-        (chat(calls({"function": {"name": "f"}, "input": "{}"})), "its call of f has input and no arguments"),
-        (chat(calls({"function": {"name": "f", "arguments": {}}, "arguments": {"a": 1}})), "two different arguments"),
-        (chat(calls({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}})), "has two different arguments"),
-        (call_of({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses: give each result as a"),
+        (call_of("add 1"), "line 1 messages, message 1: the arguments of its call to f are 'add 1', neither an"),
+        (call_of("[1]"), r"arguments of its call to f are '\[1\]', not an object"),
+        (call_of('"{}"'), "arguments of its call to f are '\"{}\"', not an object"),
+        (call_of([1]), r"arguments of its call to f are \[1\], not an object or the JSON of one"),
+        (call_of(3), "arguments of its call to f are 3, not an object"),
+        (chat(calls({"name": "f", "args": {"a": 1}})), "its call to f has args but no arguments; name"),
+        (chat(calls({"function": {"name": "f"}, "input": "{}"})), "its call to f has input but no arguments"),
+        (chat(calls({"function": {"name": "f", "arguments": {}}, "arguments": {"a": 1}})), "two different sets of"),
+        (chat(calls({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}})), "two different sets of"),
+        (call_of({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses; give each result as its"),
         (PAIR | {"tools": "hammer"}, "tools is 'hammer', neither a list nor the JSON of one"),
         (PAIR | {"tools": '{"a": 1}'}, "tools is .*, not a list"),
         (PAIR | {"tools": [None]}, "tools has an entry that is None, not an object"),
-        (PAIR | {"tools": [{"name": "f"}], "functions": [{"name": "g"}]}, "tools and functions, not the same; leave"),
+        (PAIR | {"tools": [{"name": "f"}], "functions": [{"name": "g"}]}, "different tools and functions; leave"),
     ],
 )  # fmt: skip
 def test_records_that_cannot_be_used(tmp_path: Path, tokenizer: Any, content: Any, said: str) -> None:
@@ -869,9 +875,9 @@ def test_records_that_cannot_be_used(tmp_path: Path, tokenizer: Any, content: An
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (chat(*TURNS), "line 1: --prompt-template is for one prompt and its response"),
-        (one({"content": "b", "reasoning_content": "hm"}), "--prompt-template is for one prompt and its response"),
-        (chat(*HELLO, tools=[{"name": "add"}]), "line 1: --prompt-template .* tools, which only a chat template can"),
+        (chat(*TURNS), "line 1: --prompt-template takes one prompt and its response"),
+        (one({"content": "b", "reasoning_content": "hm"}), "--prompt-template takes one prompt and its response"),
+        (chat(*HELLO, tools=[{"name": "add"}]), "line 1: --prompt-template .* tools, which need a chat template"),
     ],
 )
 def test_what_has_no_place_in_a_prompt_template(tmp_path: Path, tokenizer: Any, row: Any, said: str) -> None:
@@ -887,7 +893,7 @@ def test_what_has_no_place_in_a_prompt_template(tmp_path: Path, tokenizer: Any, 
         ("photos", {"a.png": ""}, r"photos: has no data file \(\.jsonl, .*found: a\.png"),
         ("a.parquet", b"PAR1 and no more", r"a\.parquet: cannot be read as Parquet"),
         ("a.csv", b"prompt,response\na,b\nc\n", r"a\.csv: line 3 has 1 cells, the first line names 2 columns"),
-        ("a.docx", b"x", r"a\.docx: unknown kind of file '\.docx'; known: \.jsonl"),
+        ("a.docx", b"x", r"a\.docx: unknown file type '\.docx'; known: \.jsonl"),
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\r\n\n", "has no records"),
         ("a.txt", b"good\nbad \xff\n", "line 2 is not UTF-8 text"),
@@ -981,7 +987,7 @@ def test_a_full_disk(
         patch.setattr(
             f"expertmesh.training.data.samples.{writing}", fails if writing == "_records" else lambda *_: fails
         )
-        with pytest.raises(ExpertMeshError, match="cannot be written there: No space left on device; the environment"):
+        with pytest.raises(ExpertMeshError, match="cannot be written there: No space left on device; choose"):
             load(tokenizer, file, num_workers=workers)
     assert len(load(tokenizer, file)) == 4
 
@@ -1048,5 +1054,5 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
     assert (len(train), len(held_out)) == (18, 2)
     assert sorted(shown(tokenizer, train) + shown(tokenizer, held_out)) == sorted(shown(tokenizer, samples))
     assert list(hold_out(samples, 0.1, seed=3)[1]) == list(held_out)
-    with pytest.raises(ExpertMeshError, match=r"--eval-ratio 0\.99: takes all 20 samples"):
+    with pytest.raises(ExpertMeshError, match=r"--eval-ratio 0\.99 takes all 20 samples"):
         hold_out(samples, 0.99, seed=3)

@@ -81,10 +81,10 @@ def test_torchs_operators_are_replaced(installed: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "settings", "capability", "said"),
     [
-        ({}, {}, (8, 0), r"Hopper\), and this one has 8\.0"),
-        ({}, {}, (10, 0), r"Hopper\), and this one has 10\.0"),
-        ({"attention_dropout": 0.1}, {}, (9, 0), r"no dropout, and this model's attention_dropout is 0\.1"),
-        ({}, {"deterministic": True}, (9, 0), "--deterministic takes torch's own"),
+        ({}, {}, (8, 0), r"Hopper\); this one has 8\.0"),
+        ({}, {}, (10, 0), r"Hopper\); this one has 10\.0"),
+        ({"attention_dropout": 0.1}, {}, (9, 0), r"no dropout; this model's attention_dropout is 0\.1"),
+        ({}, {"deterministic": True}, (9, 0), "--deterministic uses torch's own"),
     ],
 )
 def test_what_keeps_it_out_is_told(

@@ -353,9 +353,9 @@ def test_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with computed_by_torch():
         line = use_liger(model, torch.float32)
     assert line.startswith("norms and rotary positions by liger-kernel: Ernie4_5_MoeRMSNorm")
-    assert line.endswith("as liger's differ or do not run: modeling_ernie4_5_moe.apply_rotary_pos_emb")
+    assert line.endswith("because liger's differ or do not run: modeling_ernie4_5_moe.apply_rotary_pos_emb")
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    assert use_liger(model, torch.float32).endswith("pip install 'expertmesh[gpu]' brings faster ones")
+    assert use_liger(model, torch.float32).endswith("faster ones: pip install 'expertmesh[gpu]'")
 
 
 def test_compiler_keeps_what_it_has() -> None:

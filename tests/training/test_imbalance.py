@@ -36,9 +36,9 @@ def test_what_a_run_has_logged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("0.9", "--imbalance 0.9: the busiest expert has at least the mean, 1"),
-        ("nan", "--imbalance nan: the busiest expert has at least the mean, 1"),
-        ("/nonexistent", "--imbalance /nonexistent: is no metrics.jsonl that can be read"),
+        ("0.9", "--imbalance 0.9: must be 1 \(the mean\) or more"),
+        ("nan", "--imbalance nan: must be 1 \(the mean\) or more"),
+        ("/nonexistent", "--imbalance /nonexistent: is not a readable metrics.jsonl"),
     ],
 )
 def test_what_will_not_do(given: str, said: str) -> None:

@@ -40,7 +40,7 @@ def test_held_until_its_process_ends(tmp_path: Path, has_children: bool) -> None
     holder.start()
     assert is_held.wait(60)
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-    with pytest.raises(ExpertMeshError, match=f"another run writes there: process {holder.pid} on host .*, since 20"):
+    with pytest.raises(ExpertMeshError, match=f"another run writes to it: process {holder.pid} on host .*, since 20"):
         DirectoryLock(tmp_path).acquire()
     holder.kill()
     holder.join()
@@ -58,7 +58,7 @@ def test_released_and_taken_again(tmp_path: Path) -> None:
     for _ in range(2):
         held = DirectoryLock(tmp_path)
         held.acquire()
-        with pytest.raises(ExpertMeshError, match="another run writes there"):
+        with pytest.raises(ExpertMeshError, match="another run writes to it"):
             DirectoryLock(tmp_path).acquire()
         held.release()
         held.release()
@@ -94,7 +94,7 @@ def test_a_holder_that_is_not_known_is_left_out(tmp_path: Path, record: str | No
     held = DirectoryLock(tmp_path)
     held.acquire()
     held.holder.unlink() if record is None else held.holder.write_text(record)
-    with pytest.raises(ExpertMeshError, match="another run writes there; wait for it"):
+    with pytest.raises(ExpertMeshError, match="another run writes to it; wait for that run"):
         DirectoryLock(tmp_path).acquire()
     held.release()
 
@@ -106,7 +106,7 @@ def test_a_lock_that_is_anothers_by_now_stays(tmp_path: Path) -> None:
     first.path.unlink()
     second.acquire()
     first.release()
-    with pytest.raises(ExpertMeshError, match="another run writes there"):
+    with pytest.raises(ExpertMeshError, match="another run writes to it"):
         DirectoryLock(tmp_path).acquire()
     second.release()
     assert list(tmp_path.iterdir()) == []

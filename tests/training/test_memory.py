@@ -34,7 +34,7 @@ def test_what_no_batch_fits_is_refused() -> None:
         ExpertMeshError, match=r"parameters 10\.0 \+ the process itself 1\.0 = 11\.0 GiB per rank"
     ) as raised:
         forecast_of(10, 1, 9).check(4, config)
-    assert "may need less (none of them was tried)" in str(raised.value)
+    assert "may need less memory" in str(raised.value)
     forecast_of(10, 1, 9 + 2).check(4, config)
 
 
@@ -54,7 +54,7 @@ def test_what_would_fit_is_tried_by_a_plan(
     tiny_config("mixtral").save_pretrained(tmp_path)
     given = ["--model", str(tmp_path), "--dataset", "d", "--max-seq-length", "64", "--resume", "auto"]
     config = parse_config([*given, *flags.split()])
-    with pytest.raises(ExpertMeshError, match="what would fit is tried by `") as raised:
+    with pytest.raises(ExpertMeshError, match="to find settings that fit, run `") as raised:
         replace(forecast_of(10, 1, 0.8), before=0.0).check(4, config)
     command = shlex.split(str(raised.value).split("`")[1])
     assert command[:4] == ["python", "-m", "expertmesh.sharding", "plan"]
@@ -107,7 +107,7 @@ def test_a_run_that_cannot_fit(ranks: RankPool, tiny_model: Path, tiny_data: Pat
     code, errors = ranks.run(run_with_little_memory, 2, argv, join_group=False)[0]
     assert code == 2
     assert "--model does not fit: " in errors
-    assert "--force tries anyway" in errors
+    assert "--force starts anyway" in errors
     for code, errors in ranks.run(
         run_with_little_memory, 2, [*argv, "--force", "--overwrite-output-dir"], join_group=False
     ):

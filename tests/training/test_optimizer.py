@@ -370,9 +370,9 @@ def test_warm_up() -> None:
         ("warmup_stable_decay", '{"num_decay_steps": 5, "decay_type": "steep"}', "Unknown decay type: steep"),
         ("warmup_stable_decay", "", "missing 1 required positional argument: 'num_decay_steps'"),
         ("linear", "{min_lr", "--lr-scheduler-kwargs {min_lr: is not JSON"),
-        ("linear", "3", "is no JSON object; write it like"),
-        ("reduce_lr_on_plateau", None, "follows the evaluation loss, and this run evaluates nothing"),
-        ("greedy", None, "follows the evaluation loss, and this run evaluates nothing"),
+        ("linear", "3", "is not a JSON object; write it like"),
+        ("reduce_lr_on_plateau", None, "follows the evaluation loss, but this run does not evaluate"),
+        ("greedy", None, "follows the evaluation loss, but this run does not evaluate"),
     ],
 )
 def test_bad_schedules(name: str, arguments: str | None, said: str) -> None:

@@ -69,13 +69,13 @@ def test_optimizers_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--fsdp", "full_shard auto_wrap"], "unknown flag --fsdp: .* always sharded"),
-        (["--deepspeed=zero3.json"], "unknown flag --deepspeed: .* always sharded"),
+        (["--fsdp", "full_shard auto_wrap"], "unknown flag --fsdp: .* always shards"),
+        (["--deepspeed=zero3.json"], "unknown flag --deepspeed: .* always shards"),
         (["--load_in_4bit"], "unknown flag --load_in_4bit: give --adapter lora --base-dtype nf4"),
         (["--load-in-4bit", "true"], "unknown flag --load-in-4bit: give --adapter lora --base-dtype nf4"),
         (["--max_length", "2048"], "unknown flag --max_length: give --max-seq-length"),
         (["--lora_target_modules", "q_proj", "v_proj", "--use_peft"], "targets: .*; unknown flag --use_peft: give"),
-        (["--fsdp_offload_params", "true"], "unknown flag --fsdp_offload_params: .* always sharded"),
+        (["--fsdp_offload_params", "true"], "unknown flag --fsdp_offload_params: .* always shards"),
         (["--fp16"], "unknown flag --fp16: float16 is not supported; give --bf16"),
         (["--fp16", "false", "stray"], "unknown flag --fp16"),
         (["--optim", "paged_adamw_8bit"], "invalid choice: 'paged_adamw_8bit' .*; give --optim adamw_torch_8bit"),

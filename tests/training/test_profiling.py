@@ -195,7 +195,7 @@ def test_steps_and_ranks_that_will_not_be() -> None:
     check_profile(config("5-7"), num_steps=7, world_size=1)
     check_profile(config("5", profile_ranks=["all"]), num_steps=7, world_size=4)
     check_profile(config(), num_steps=0, world_size=1)
-    with pytest.raises(ExpertMeshError, match="--profile 2,5-8: there will be no step 8: the run has 7"):
+    with pytest.raises(ExpertMeshError, match="--profile 2,5-8: there is no step 8: the run has 7"):
         check_profile(config("2", "5-8"), num_steps=7, world_size=1)
     with pytest.raises(ExpertMeshError, match="--profile-ranks 0 4: the ranks are 0 to 3"):
         check_profile(config("5", profile_ranks=["0", "4"]), num_steps=7, world_size=4)

@@ -234,8 +234,8 @@ def test_what_fails_is_told_with_its_layer(
     ("flags", "said"),
     [
         (["--rank", "16"], "--rank 16: of 16 GPUs the ranks are 0 to 15"),
-        (["--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
-        (["--imbalance", "/nonexistent"], "--imbalance /nonexistent: is no metrics.jsonl"),
+        (["--imbalance", "0.5"], "--imbalance 0.5: must be 1 \(the mean\) or more"),
+        (["--imbalance", "/nonexistent"], "--imbalance /nonexistent: is not a readable metrics.jsonl"),
         (["--routing", "m"], "--routing is gone: --imbalance RUN/metrics.jsonl takes the load"),
         (["--every-layer"], "--every-layer is gone: all layers are run"),
         (["--timeline", "step.svg"], "--timeline is gone: --json has the memory at every layer and phase"),
@@ -255,7 +255,7 @@ def test_what_fails_is_told_with_its_layer(
         (["--pp-size", "3"], "--pp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16"),
         (["--pp-size", "4"], "--ep-size 8 does not divide the 4 ranks; use 1, 2 or 4"),
         (["--tp-size", "3"], "--tp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16"),
-        (["--pp-size", "8", "--ep-size", "2"], "--pp-size 8: 8 stages need as many decoder layers"),
+        (["--pp-size", "8", "--ep-size", "2"], "--pp-size 8: 8 stages need 8 decoder layers or more"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

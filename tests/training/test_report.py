@@ -365,8 +365,8 @@ def test_several_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert content["refresh_seconds"] is None
     for wrong, said in (
         ([runs[0], runs[0] / ".." / "a"], "a run is given twice"),
-        ([tmp_path] * 9, "9 runs are too many for one page, which shows up to 8"),
-        ([runs[0], "--output", "x.html"], "--output is the page of several runs"),
+        ([tmp_path] * 9, "9 runs are too many; a page shows up to 8"),
+        ([runs[0], "--output", "x.html"], "--output is for several runs"),
     ):
         assert main(list(map(str, wrong))) == 2
         assert said in capsys.readouterr().err

@@ -94,7 +94,7 @@ class BySample:
         forward = current_forward()
         if forward is None or forward.segments is None:
             return self.forward(*args, **kwargs)
-        assert forward.split is None, "it is given complete sequences"
+        assert forward.split is None, "it gets complete sequences"
         # each sequence is a sample now
         kwargs.pop("segments", None)
         leaves, structure = tree_flatten((args, kwargs))
@@ -137,8 +137,8 @@ def _cut_mask(mask: Tensor, shape: torch.Size, layout: SampleLayout) -> Sequence
     if mask.shape[-2:] != (length, length):
         if not tells_window(mask):
             raise ExpertMeshError(
-                f"--packing: a mask of shape {tuple(mask.shape)}, in sequences of {tuple(shape)}, cannot be cut into "
-                "samples; leave it out"
+                f"--packing: a mask of shape {tuple(mask.shape)}, in sequences of {tuple(shape)}, cannot "
+                "be split into samples; leave --packing out"
             )
         return [mask if mask.shape[-1] < longest else None for _, longest in layout.sizes]
     mask_BHQK = mask.expand(rows, *mask.shape[1:])
@@ -208,7 +208,7 @@ def apply_packing(model: Any) -> None:
         same = {place for place, form in enumerate(forms) if form == [*forms, None][unlike]}
         if not [_run_by_sample(model, layers[place]) for place in same].count(True):
             name = type([*layers, model][unlike]).__name__
-            raise _refused(model, f"({name}) give others for packed samples than for each alone")
+            raise _refused(model, f"({name}) compute different outputs for packed samples than for each alone")
         tried |= same
     if key is not None:
         keep_trial(key, _TRIAL, sorted(tried))
@@ -219,14 +219,14 @@ def _run_by_sample(model: Any, layer: nn.Module) -> bool:
     found = [part for part in mixers_of(layer) if not isinstance(part.forward, BySample)]
     for part in found:
         if any(isinstance(module, DMoE) for module in part.modules()):
-            raise _refused(model, f"({type(part).__name__}) mix tokens beside experts")
+            raise _refused(model, f"({type(part).__name__}) mix tokens outside of attention")
         part.forward = BySample(part.forward)
     return bool(found)
 
 
 def _refused(model: Any, why: str) -> ExpertMeshError:
     return ExpertMeshError(
-        f"--packing: layers of {type(model).__name__} {why}; leave it out, --group-by-length saves padding"
+        f"--packing: layers of {type(model).__name__} {why}; leave --packing out (--group-by-length also saves padding)"
     )
 
 

@@ -74,7 +74,7 @@ def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | N
     line = f"context parallelism: {mixers} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
     if sequences < cp_size:
         ranks = cp_size // sequences
-        line += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
+        line += f": {ranks} ranks compute the same sequence, and each stores all its activations in these layers"
     return line
 
 
@@ -144,9 +144,9 @@ def _place(mixer: nn.Module, name: str | None, x: Tensor, split: SplitSequences)
     is_mask = x.dim() == 4 and shape[-1] == full_length
     if length in shape and not is_mask:
         raise ExpertMeshError(
-            f"--cp-size {group.size}: {type(mixer).__name__} is given a tensor of shape {shape} where there are "
-            f"{number} sequences of {full_length} positions, and it is not known which part of it belongs to which "
-            "rank; leave --cp-size out"
+            f"--cp-size {group.size}: {type(mixer).__name__} gets a tensor of shape {shape} for "
+            f"{number} sequences of {full_length} positions; which part belongs to which rank is "
+            "unknown; leave --cp-size out"
         )
     return "sequences" if shape[:1] == (number,) else "all"
 

@@ -100,8 +100,9 @@ def _mix_complete(model: Any, inner: str, layer: nn.Module, which: str) -> None:
     rest -= {layer, *(module for mixer in mixers for module in mixer.modules())}
     if not mixers or rest:
         raise ExpertMeshError(
-            f"--cp-size: layers of {type(model).__name__} ({which}) see other tokens otherwise than by attention or a "
-            "module that takes a cache, and a sequence's tokens are on several ranks; leave it out"
+            f"--cp-size: layers of {type(model).__name__} ({which}) read other tokens by something "
+            "else than attention or a module with a cache, which cannot be split over ranks; leave "
+            "--cp-size out"
         )
     for mixer in mixers:
         mixer.forward = CompleteSequences(mixer)
@@ -179,16 +180,16 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
             raise
         except Exception as error:
             raise ExpertMeshError(
-                f"{flag}: {type(model).__name__} does not run with sequences that several ranks share: "
+                f"{flag}: {type(model).__name__} does not run with sequences split over ranks: "
                 f"{type(error).__name__}: {error}; leave it out"
             ) from error
         finally:
             AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if heads % cp_size:
-        left = "" if cp_group.tp is None else f" that --tp-size {cp_group.tp.size} leaves to a rank"
+        left = "" if cp_group.tp is None else f" that a rank has at --tp-size {cp_group.tp.size}"
         raise ExpertMeshError(
-            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers{left}, which a CP "
-            f"group divides; use {either(divisors(heads))}"
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers{left}; "
+            f"use {either(divisors(heads))}"
         )
     return [
         layer
@@ -310,8 +311,8 @@ def _of_heads(module: Any, name: str, value: Any, num_heads: int, group: CPGroup
     if isinstance(value, Tensor) and value.shape == (num_heads,):
         return _mine(value, group)
     raise ExpertMeshError(
-        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, and it is not known how "
-        "to split that over a CP group; leave --cp-size out"
+        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, which "
+        "expertmesh cannot split over a CP group; leave --cp-size out"
     )
 
 
@@ -320,9 +321,9 @@ def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: C
         return mask
     if mask.shape[-1] not in (1, length):
         raise ExpertMeshError(
-            f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of {mask.shape[-1]} "
-            "positions, made otherwise than by transformers' mask functions, where complete sequences have "
-            f"{length}; leave --cp-size out"
+            f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of "
+            f"{mask.shape[-1]} positions, not made by transformers' mask functions; complete "
+            f"sequences have {length}; leave --cp-size out"
         )
     return _mine(mask.transpose(0, 1), group).transpose(0, 1) if mask.shape[1] == num_heads > 1 else mask
 

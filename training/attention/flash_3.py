@@ -54,11 +54,11 @@ def _obstacle(model: Any, config: TrainConfig) -> str:
         return _NOT_INSTALLED
     major, minor = torch.cuda.get_device_capability()
     if major != _HOPPER:
-        return f"it is for GPUs of compute capability {_HOPPER}.0 (Hopper), and this one has {major}.{minor}"
+        return f"it needs a GPU of compute capability {_HOPPER}.0 (Hopper); this one has {major}.{minor}"
     if dropout := getattr(model.config.get_text_config(), "attention_dropout", 0):
-        return f"it has no dropout, and this model's attention_dropout is {dropout:g}"
+        return f"it has no dropout; this model's attention_dropout is {dropout:g}"
     if config.deterministic:
-        return "--deterministic takes torch's own, which has been verified to be"
+        return "--deterministic uses torch's own, which is known to be deterministic"
     try:
         importlib.import_module(_MODULE)
     except Exception as error:  # built for another torch or CUDA it fails in many ways
@@ -66,7 +66,7 @@ def _obstacle(model: Any, config: TrainConfig) -> str:
     if missing := [name for name in ("fwd", "bwd") if not hasattr(torch.ops.flash_attn_3, name)]:
         return f"{_MODULE} has no operator flash_attn_3::{missing[0]}, which torch calls"
     if _NAME not in torch.nn.attention.list_flash_attention_impls():
-        return f"torch {torch.__version__} does not know it (expertmesh was tested with torch {SUPPORTED})"
+        return f"torch {torch.__version__} does not support it (expertmesh was tested with torch {SUPPORTED})"
     return ""
 
 

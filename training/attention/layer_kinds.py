@@ -100,10 +100,10 @@ def register_layer_kind(added: LayerKind) -> None:
         ValueError: its name is taken, or a field is not of its type.
     """
     if not added.name:
-        raise ValueError("register_layer_kind: it has no name")
+        raise ValueError("register_layer_kind: the layer kind has no name")
     check_fields(f"register_layer_kind: layers {added.name!r}", added)
     if added.name in LAYER_KINDS:
-        raise ValueError(f"register_layer_kind: there are layers {added.name!r} already")
+        raise ValueError(f"register_layer_kind: {added.name!r} is already registered")
     LAYER_KINDS[added.name] = added
 
 

@@ -53,8 +53,8 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
     """
     if packing and "flash" in attn_implementation:
         raise ExpertMeshError(
-            f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
-            "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
+            f"--attn-implementation {attn_implementation}: cannot keep packed samples apart; with "
+            "--packing use sdpa, which runs a flash-attention kernel per sample on a GPU in bf16"
         )
     settled = settled_attention(config, attn_implementation)
     text_config = config.get_text_config()
@@ -206,8 +206,8 @@ def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:
     unknown = [name for name, value in arguments.items() if value is not None and name not in _NOT_FOR_ATTENTION]
     if unknown:
         raise ExpertMeshError(
-            f"--attn-implementation: {type(module).__name__} gives its attention {', '.join(unknown)}, which attention "
-            "without a mask would leave out; use --attn-implementation eager"
+            f"--attn-implementation: {type(module).__name__} gives its attention {', '.join(unknown)}, "
+            "which attention without a mask would ignore; use --attn-implementation eager"
         )
 
 

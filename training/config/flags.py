@@ -62,7 +62,7 @@ class FlagParser(Parser):
             first = given.setdefault(self.names.get(name, name), flag)
             if first[2:].replace("-", "_") != name:
                 alias, other = (first, flag) if name in self.names.values() else (flag, first)
-                raise ExpertMeshError(f"{alias} is another name of {other}: give one of them")
+                raise ExpertMeshError(f"{alias} is another name of {other}; give one of them")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)

@@ -16,22 +16,22 @@ from ...moe.util.parser import truth_of
 from .optimizers import OPTIMIZERS
 
 _SHARDED = (
-    "parameters, gradients and optimizer state are always sharded by FSDP2; leave it out (see --dense-shard, "
-    "--reshard-after-forward and --offload)"
+    "FSDP2 always shards parameters, gradients and optimizer state; leave it out (see "
+    "--dense-shard, --reshard-after-forward and --offload)"
 )
 _NEVER = "has no equivalent here; leave it out"
 _ADAPTER = "give --adapter lora (leave it out for full fine-tuning)"
 _QLORA = "give --adapter lora --base-dtype nf4 (fp8 for 8 bits)"
 _EVALUATION = (
-    "evaluation runs where --eval-dataset or --eval-ratio is given: every --eval-steps N, or after every epoch; leave "
-    "it out"
+    "evaluation runs if --eval-dataset or --eval-ratio is given, every --eval-steps N, or "
+    "after every epoch; leave it out"
 )
 _LOADING = "batches are made without a data loader's workers; leave it out"
 _HUB = "upload OUTPUT_DIR/hf yourself (`hf upload`); leave it out"
 _SFT = "runs here are supervised fine-tuning; leave it out"
-TORCHRUN = "how many processes run, and where, is torchrun's --nproc-per-node and --nnodes"
-_DEFAULT_TOKENS = "special tokens are the tokenizer's: change them there and give its directory as --tokenizer"
-_TRACKERS = "give --report-to and --run-name; everything else is set by the tracker's own environment variables"
+TORCHRUN = "set the number of processes and nodes with torchrun's --nproc-per-node and --nnodes"
+_DEFAULT_TOKENS = "change special tokens in the tokenizer and give its directory as --tokenizer"
+_TRACKERS = "give --report-to and --run-name; set everything else with the tracker's environment variables"
 
 _ROWS: tuple[tuple[str, str, str], ...] = (
     # names, what to do, values that ask for nothing else than what is done anyway
@@ -43,42 +43,43 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         "download that revision (`hf download --revision`) and give its directory as --model",
         "main",
     ),
-    ("trust_remote_code", "code of a checkpoint is never run; leave it out", "false"),
+    ("trust_remote_code", "expertmesh never runs a checkpoint's code; leave it out", "false"),
     (
         "dtype torch_dtype model_dtype mixed_precision",
         "give --bf16 to compute in bfloat16; without it, in float32 (see --base-dtype for frozen weights)",
         "",
     ),
     ("fp16 float16 half", "float16 is not supported; give --bf16", "false no"),
-    ("fp32 float32", "is how a run computes without --bf16; leave both out", ""),
+    ("fp32 float32", "runs compute so without --bf16; leave both out", ""),
     ("bfloat16", "give --bf16", "false"),
     ("fp8 fp8_format fp8_recipe", "give --bf16 --expert-precision fp8 --dense-precision fp8", "false"),
-    ("bf16_full_eval fp16_full_eval", "an evaluation computes as training does (--bf16); leave it out", "false"),
+    ("bf16_full_eval fp16_full_eval", "evaluation uses the precision of training (--bf16); leave it out", "false"),
     ("model_type base_model_config config_name processor_type tokenizer_type *_derived_model", _NEVER, "null auto"),
     ("model_init_kwargs model_kwargs overrides_of_model_config config_overrides config_kwargs", _NEVER, "{}"),
-    ("use_cache low_cpu_mem_usage", "does not matter in training; leave it out", "true false"),
-    ("use_fast_tokenizer tokenizer_use_fast", "a checkpoint's fast tokenizer is used; leave it out", "true"),
+    ("use_cache low_cpu_mem_usage", "has no effect in training; leave it out", "true false"),
+    ("use_fast_tokenizer tokenizer_use_fast", "runs use the checkpoint's fast tokenizer; leave it out", "true"),
     (
         "resize_vocab resize_token_embeddings_to_32x new_special_tokens add_tokens added_tokens_overrides",
         _NEVER,
         "false",
     ),
     ("special_tokens tokens eos_token pad_token bos_token split_special_tokens", _DEFAULT_TOKENS, "{} [] false"),
-    ("token hf_token hf_hub_token hub_token use_auth_token", "log in by `hf auth login` or set HF_TOKEN", ""),
+    ("token hf_token hf_hub_token hub_token use_auth_token", "log in with `hf auth login` or set HF_TOKEN", ""),
     ("cache_dir hf_cache_dir", "set HF_HOME", ""),
     ("yarn rope_theta rope_factor", "give --rope-scaling yarn:4", ""),
     # ---- attention and kernels ----
     (
         "flash_attention flash_attn flash_attention_2 use_flash_attn use_flash_attention_2 attn_impl "
         "attention_backend sdp_attention sdpa_attention eager_attention flex_attention xformers_attention",
-        "give --attn-implementation, or leave it out: auto takes a flash-attention kernel where one fits",
+        ("give --attn-implementation, or leave it out: auto uses a flash-attention kernel if one fits"),
         "false auto",
     ),
     (
         "use_liger_kernel use_liger enable_liger_kernel liger_kernel_config liger_* cut_cross_entropy "
         "cross_entropy_loss_fusion cross_entropy_fusion_impl",
-        "leave it out: on a GPU liger-kernel's loss, norms and rotary positions are taken where they are installed and "
-        "compute the same (pip install 'expertmesh[gpu]'); --cross-entropy says what computes the loss",
+        "leave it out: on a GPU, runs use liger-kernel's loss, norms and rotary positions if it "
+        "is installed (pip install 'expertmesh[gpu]') and computes the same; --cross-entropy "
+        "chooses the loss",
         "",
     ),
     ("use_unsloth use_unsloth_gc unsloth_* lora_mlp_kernel lora_qkv_kernel lora_o_kernel shift_attn", _NEVER, "false"),
@@ -103,7 +104,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("dataset_test_split eval_split", "give --eval-dataset-split", "test"),
     (
         "dataset_processes preprocessing_num_workers dataset_map_num_proc",
-        "give --dataset-num-proc, or leave it out: it goes by the size of the data",
+        "give --dataset-num-proc, or leave it out: the default follows the size of the data",
         "",
     ),
     (
@@ -119,24 +120,24 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("excess_length_strategy", "samples are cut to --max-seq-length tokens; leave it out", "truncate"),
     (
         "sample_packing neat_packing packing_strategy padding_free group_sequences",
-        "give --packing; packed samples never see one another",
+        "give --packing; packed samples never attend to each other",
         "false",
     ),
-    ("eval_packing eval_sample_packing", "evaluation data are packed as --packing says; leave it out", ""),
+    ("eval_packing eval_sample_packing", "--packing also packs evaluation data; leave it out", ""),
     (
         "pad_to_sequence_len pad_to_multiple_of pad_to_max_length padding",
-        "is chosen by the layout; leave it out",
+        "expertmesh pads as its kernels need; leave it out",
         "false auto",
     ),
     (
         "train_sampling_strategy",
-        "samples come in random order by --seed; give --group-by-length to batch by length",
+        "--seed shuffles the samples; give --group-by-length to batch by length",
         "random",
     ),
     ("length_column_name dataset_batch_size num_of_sequences chars_per_token", _NEVER, "length"),
     (
         "shuffle_dataset shuffle_merged_datasets dataset_shuffle",
-        "samples are shuffled by --seed every epoch; leave it out",
+        "--seed shuffles the samples every epoch; leave it out",
         "true",
     ),
     ("data_seed sampling_seed dataset_seed", "give --seed, which also orders the data", ""),
@@ -171,7 +172,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         "give --ep-size",
         "",
     ),
-    ("expert_tensor_parallel_size", "experts are not divided by --tp-size; leave it out", "1"),
+    ("expert_tensor_parallel_size", "--tp-size does not divide experts; leave it out", "1"),
     ("tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp", "give --tp-size", ""),
     ("pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp", "give --pp-size", ""),
     (
@@ -180,7 +181,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         "give --cp-size",
         "",
     ),
-    ("sequence_parallel", "sequences are divided between the layers at --tp-size 2 and more; leave it out", "true"),
+    ("sequence_parallel", "--tp-size 2 or more always splits sequences between layers; leave it out", "true"),
     (
         "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
         "give --pipeline-chunks, the stages per pipeline rank",
@@ -189,18 +190,18 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "data_parallel_size dp_shard_size dp_replicate_size data_parallel_shard_degree data_parallel_replicate_degree "
         "parallelism_config ddp",
-        "data parallelism is what the other sizes leave of the ranks; --dense-shard hybrid replicates non-expert "
-        "parameters over it",
+        "the data-parallel size follows from the number of ranks and the other sizes; "
+        "--dense-shard hybrid replicates non-expert parameters over it",
         "",
     ),
     ("moe_token_dispatcher_type moe_enable_deepep", "give --dispatch, or leave it out", "alltoall"),
     ("moe_shared_expert_overlap overlap_*", "give --overlap-chunks to overlap experts with the all-to-all", "false"),
     ("moe_expert_capacity_factor moe_capacity_factor capacity_factor", "no token is ever dropped; leave it out", ""),
-    ("moe_permute_fusion use_distributed_optimizer gradient_accumulation_fusion", "is always so; leave it out", "true"),
+    ("moe_permute_fusion use_distributed_optimizer gradient_accumulation_fusion", "always on; leave it out", "true"),
     ("fsdp fsdp_* use_fsdp deepspeed deepspeed_* use_deepspeed zero_stage zero3_* zero_*", _SHARDED, "false []"),
     ("offload_optimizer_device offload_param_device cpu_offload optimizer_cpu_offload", "give --offload", "none false"),
     ("ddp_backend", "GPUs use NCCL, CPUs gloo; leave it out", ""),
-    ("ddp_*", "there is no DDP, the parameters are sharded; leave it out", "false"),
+    ("ddp_*", "parameters are sharded, not in DDP; leave it out", "false"),
     (
         "num_processes num_machines machine_rank main_process_* multi_gpu nproc_per_node num_gpus gpus gpu gpu_ids "
         "devices device local_rank node_rank nnodes master_addr master_port num_nodes",
@@ -219,7 +220,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant_gc",
-        "recomputation is never reentrant; leave it out",
+        "recomputation is always non-reentrant; leave it out",
         '{"use_reentrant":false} false',
     ),
     ("disable_gradient_checkpointing", "give --gradient-checkpointing none", ""),
@@ -275,7 +276,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("moe_z_loss_coeff moe_z_loss_coef z_loss_coef", "give --router-z-loss-coef", ""),
     ("moe_router_bias_update_rate", "give --router-bias-update-rate", ""),
     ("moe_router_load_balancing_type", "give --router-aux-loss-coef or --router-bias-update-rate", ""),
-    ("moe_router_*", "the router computes as the model's config says; leave it out", ""),
+    ("moe_router_*", "the model's config sets the router; leave it out", ""),
     ("ignore_bias_buffers", _NEVER, "false"),
     # ---- adapters ----
     (
@@ -291,7 +292,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("lora_target_parameters target_parameters", "give --lora-targets experts", ""),
     (
         "lora_modules_to_save modules_to_save additional_target",
-        "--adapter lora trains adapters alone; leave it out",
+        "--adapter lora trains only adapters; leave it out",
         "[]",
     ),
     ("lora_task_type task_type", _SFT, "causal_lm"),
@@ -317,12 +318,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "unfrozen_parameters freeze_* trainable_parameters unfreeze_* freeze_trainable_layers",
-        "give --freeze with what is not trained",
+        "give --freeze with the parameters that are not trained",
         "[] false",
     ),
     ("merge_lora merge_adapter merge_and_unload", "give --merge", "false"),
     # ---- evaluation ----
-    ("do_train", "training is what the command does (--max-steps 0: none); leave it out", "true"),
+    ("do_train", "the command always trains (--max-steps 0: does not); leave it out", "true"),
     (
         "do_eval do_predict eval_strategy evaluation_strategy evals_per_epoch eval_delay eval_on_start eval_interval "
         "eval_iters",
@@ -331,15 +332,15 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "metric_for_best_model",
-        "the best checkpoint is that of the lowest evaluation loss; leave it out",
+        "the best checkpoint has the lowest evaluation loss; leave it out",
         "loss eval_loss",
     ),
-    ("greater_is_better", "the best checkpoint is that of the lowest evaluation loss; leave it out", "false"),
+    ("greater_is_better", "the best checkpoint has the lowest evaluation loss; leave it out", "false"),
     (
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
         "include_for_metrics "
         "batch_eval_metrics label_names include_inputs_for_metrics compute_accuracy do_bench_eval",
-        "an evaluation computes the loss alone, without collecting logits; leave it out",
+        "an evaluation computes only the loss; leave it out",
         "false",
     ),
     (
@@ -355,19 +356,23 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         "checkpoints are saved every --save-steps N (0: never); leave it out",
         "steps",
     ),
-    ("save_only_model", "the model alone is exported at the end; give --save-steps 0 to save nothing before", "false"),
+    (
+        "save_only_model",
+        "the export at the end has only the model; give --save-steps 0 to save no checkpoints",
+        "false",
+    ),
     ("save_safetensors", "exports are always safetensors; leave it out", "true"),
     ("save_on_each_node", "all ranks write to one --output-dir; leave it out", "false"),
-    ("enable_jit_checkpoint", "a signal saves a checkpoint in any case; leave it out", "true"),
+    ("enable_jit_checkpoint", "a signal always saves a checkpoint; leave it out", "true"),
     ("async_checkpointing", "give --async-save", ""),
     (
         "auto_resume_from_checkpoints resume_checkpoint load_checkpoint ckpt_path",
         "give --resume auto, or a checkpoint's directory",
         "false",
     ),
-    ("trust_checkpoint_owner", "is gone: anybody's checkpoint is read, and can run no code; leave it out", "false"),
-    ("ignore_data_skip", "a resumed run goes on with the next batch; leave it out", "false"),
-    ("restore_callback_states_from_checkpoint", "all that counts improvements is resumed; leave it out", "true"),
+    ("trust_checkpoint_owner", "was removed: any checkpoint can be read, and none can run code; leave it out", "false"),
+    ("ignore_data_skip", "a resumed run continues with the next batch; leave it out", "false"),
+    ("restore_callback_states_from_checkpoint", "a resumed run keeps its count of evaluations; leave it out", "true"),
     ("push_to_hub* hub_*", _HUB, "false"),
     # ---- logging ----
     ("logging_strategy", "give --logging-steps", "steps"),
@@ -377,15 +382,15 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("use_tensorboard", "give --report-to tensorboard", "false"),
     ("use_wandb", "give --report-to wandb", "false"),
     ("wandb_* mlflow_* comet_* use_swanlab swanlab_* trackio_* use_mlflow use_comet project", _TRACKERS, "false"),
-    ("plot_loss", "the losses are drawn in OUTPUT_DIR/report.html; leave it out", "true"),
+    ("plot_loss", "OUTPUT_DIR/report.html shows the losses; leave it out", "true"),
     (
         "include_num_input_tokens_seen include_tokens_per_second include_effective_tokens_per_second",
-        "tokens are counted in OUTPUT_DIR/metrics.jsonl; leave it out",
+        "OUTPUT_DIR/metrics.jsonl counts tokens; leave it out",
         "true all",
     ),
     (
         "log_on_each_node log_level log_level_replica disable_tqdm logging_nan_inf_filter",
-        "what the log shows is set by --logging-steps alone; leave it out",
+        "--logging-steps and --verbose set what the log shows; leave it out",
         "",
     ),
     # ---- debugging ----
@@ -402,7 +407,7 @@ _VALUES = {
     ("bf16", "auto"): "give --bf16 true, or leave it out",
     ("tf32", "auto"): "give --tf32 true, or leave it out",
     ("adapter", "qlora"): _QLORA,
-    ("adapter", "full"): "is what a run does without --adapter",
+    ("adapter", "full"): "runs do so without --adapter",
     ("gradient_checkpointing", "unsloth"): "give --gradient-checkpointing full --offload-activations",
     ("gradient_checkpointing", "offload"): "give --gradient-checkpointing full --offload-activations",
     ("gradient_checkpointing", "offload_disk"): "give --gradient-checkpointing full --offload-activations",

@@ -220,17 +220,17 @@ class DataSettings:
 
     def check_data(self) -> None:
         if self.prompt_template and "{prompt}" not in self.prompt_template:
-            raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
+            raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} must contain {{prompt}}")
         if self.prompt_template and self.chat_template:
-            raise ExpertMeshError("--prompt-template and --chat-template: a sample is written in one or the other")
+            raise ExpertMeshError("--prompt-template and --chat-template: give one of them")
         if self.packing and self.group_by_length:
             raise ExpertMeshError(
                 "--packing and --group-by-length: packed sequences have one length already; choose one"
             )
         if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
-            raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
+            raise ExpertMeshError("--messages-column: leave out prompt, response and text columns")
         if self.text_column and (self.prompt_column or self.response_column or self.system_column):
-            raise ExpertMeshError("--text-column: give no prompt, response or system column beside it")
+            raise ExpertMeshError("--text-column: leave out prompt, response and system columns")
 
 
 @dataclass
@@ -264,47 +264,47 @@ class ParallelSettings:
     )
     cp_size: int = _flag(
         1,
-        "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
-        "heads. Layers that mix tokens otherwise than by attention are computed with complete sequences",
+        "Context-parallel ranks: each sequence is split over them; must divide the number of "
+        "ranks and of attention heads. Layers that mix tokens without attention compute complete "
+        "sequences",
         least=1,
     )
     tp_size: int = _flag(
         1,
-        "Tensor-parallel ranks, of one node: attention heads, dense MLPs and the vocabulary are divided by them, and "
-        "between these each sequence is split over them; must divide the number of ranks and of key and value heads",
+        "Tensor-parallel ranks, within a node: attention heads, dense MLPs and the vocabulary "
+        "are sharded over them, and sequences between these layers; must divide the number of "
+        "ranks and of key and value heads",
         least=1,
     )
     async_tp: bool = _flag(
         False,
-        "With --tp-size, on GPUs that NVLink connects: exchange positions in parts beside the GEMMs before and after",
+        ("With --tp-size, on GPUs with NVLink: overlap the exchange of positions with the GEMMs before and after it"),
         needs=_TP._replace(resets=True),
     )
     loss_parallel: bool = _flag(
-        True, "With --tp-size: divide the vocabulary too, so that no rank has all of a token's logits", needs=_TP
+        True, "With --tp-size: shard the vocabulary too, so that each rank has only part of the logits", needs=_TP
     )
     pp_size: int = _flag(
         1,
-        "Pipeline-parallel ranks: the decoder layers are distributed over them, each to world/N ranks; must divide the "
-        "number of ranks",
+        "Pipeline-parallel ranks: the decoder layers are divided over them; must divide the number of ranks",
         least=1,
     )
     pipeline_schedule: ScheduleName | None = _flag(
         None,
-        "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: zero-bubble, or "
-        "1f1b, with --pipeline-chunks interleaved)",
+        "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: "
+        "zero-bubble or 1f1b; interleaved with --pipeline-chunks)",
         needs=_PP,
     )
     pipeline_chunks: int = _flag(
         None,
-        "Stages per pipeline rank; more of them shorten the bubble (default: 1; 2 with --pipeline-schedule "
-        "interleaved)",
+        "Stages per pipeline rank; more stages shorten the bubble (default: 1; 2 with --pipeline-schedule interleaved)",
         needs=_PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
         least=1,
     )
     pipeline_layers: str | None = _flag(
         None,
-        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast such that the slowest is as fast as can "
-        "be, and all fit)",
+        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast, so that the "
+        "slowest stage is fastest and all fit)",
         metavar="N,N...",
     )
     dense_shard: DenseShard = _flag(
@@ -317,20 +317,20 @@ class ParallelSettings:
     dispatch_sums: DispatchSums = _flag(
         "same",
         lambda: (
-            f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a token's experts: as "
-            "everything else, or float32"
+            f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a "
+            "token's experts: that of the run, or float32"
         ),
         needs=_SUMS,
     )
     ranks_per_node: int | None = _flag(
         None,
-        "Ranks with fast links between them, for --dispatch and --tp-size (default: those on one host)",
+        ("Ranks that fast links connect, for --dispatch and --tp-size (default: the ranks of one host)"),
         needs=_NODES,
         least=1,
     )
     ddp_timeout: int = _flag(
         1800,
-        "Seconds after which a rank that makes no progress, or a collective that does not finish, ends the run",
+        "Seconds until a rank without progress, or an unfinished collective, ends the run",
         least=1,
     )
 
@@ -340,23 +340,21 @@ class ParallelSettings:
             self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" and self.pp_size > 1 else 1
         if self.pipeline_layers is not None and self.pp_size == 1:
             raise ExpertMeshError(
-                f"--pipeline-layers {self.pipeline_layers}: there is no pipeline at --pp-size 1; give --pp-size, or "
-                "leave it out"
+                f"--pipeline-layers {self.pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, "
+                "or leave --pipeline-layers out"
             )
         if self.pipeline_schedule == "1f1b" and self.pipeline_chunks > 1:
             raise ExpertMeshError(
-                f"--pipeline-schedule 1f1b: has one stage per rank, not --pipeline-chunks {self.pipeline_chunks}; use "
-                "interleaved"
+                "--pipeline-schedule 1f1b takes one stage per rank, not --pipeline-chunks "
+                f"{self.pipeline_chunks}; use interleaved"
             )
         if self.pipeline_schedule == "interleaved" and self.pipeline_chunks == 1 and self.pp_size > 1:
             raise ExpertMeshError(
-                "--pipeline-schedule interleaved: interleaves the stages of a rank; give it several by "
-                "--pipeline-chunks 2"
+                "--pipeline-schedule interleaved needs several stages per rank; give --pipeline-chunks 2"
             )
         if self.pipeline_layers is not None and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", self.pipeline_layers):
             raise ExpertMeshError(
-                f"--pipeline-layers {self.pipeline_layers}: must be numbers of layers, one for each stage, as in "
-                "10,12,12,11"
+                f"--pipeline-layers {self.pipeline_layers}: give the number of layers of each stage, as in 10,12,12,11"
             )
 
     @property
@@ -378,15 +376,18 @@ class MemorySettings:
 
     gradient_checkpointing: Checkpointing = _flag(
         "none",
-        "Recompute each layer in backward: all of it (full, also without a value), or all but routing, all-to-alls "
-        "and attention (selective)",
+        "Recompute each layer in backward: completely (full; also without a value), or except "
+        "routing, all-to-alls and attention (selective)",
         type=_checkpointing,
         choices=get_args(Checkpointing),
         nargs="?",
         const="full",
     )
     keep_expert_products: int = _flag(
-        0, "Layers whose first expert GEMMs' outputs selective checkpointing stores", needs=_SELECTIVE, least=0
+        0,
+        "Number of layers whose first expert GEMMs selective checkpointing does not recompute",
+        needs=_SELECTIVE,
+        least=0,
     )
     offload_activations: bool = _flag(
         False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
@@ -395,18 +396,18 @@ class MemorySettings:
     reshard_after_forward: bool = _flag(
         True, "Free each layer's gathered parameters after its forward; off: after its backward"
     )
-    force: bool = _flag(False, "Start even if the memory forecast says that the model does not fit")
+    force: bool = _flag(False, "Start even if the model does not fit by the memory forecast")
 
     def check_memory(self) -> None:
         if self.keep_expert_products and self.gradient_checkpointing == "full":
             raise ExpertMeshError(
-                f"--keep-expert-products {self.keep_expert_products}: --gradient-checkpointing full keeps none of "
-                "them; give --gradient-checkpointing selective"
+                f"--keep-expert-products {self.keep_expert_products}: --gradient-checkpointing full "
+                "stores no outputs; give --gradient-checkpointing selective"
             )
         if self.offload_activations and self.gradient_checkpointing == "none":
             raise ExpertMeshError(
-                "--offload-activations: without checkpointing, a layer stores far more than its input; add "
-                "--gradient-checkpointing full or selective"
+                "--offload-activations: needs checkpointing, or a layer stores far more than its input; "
+                "add --gradient-checkpointing full or selective"
             )
 
 
@@ -420,28 +421,29 @@ class PrecisionSettings:
     tf32: bool = _flag(False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on")
     expert_precision: Precision = _flag(
         "same",
-        "Expert GEMMs: as everything else, or in fp8 with row-wise scales, on GPUs of compute capability 9 (H100, "
-        "H200); emulated on CPUs",
+        "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
+        "capability 9 (H100, H200); emulated on CPUs",
     )
     dense_precision: Precision = _flag(
         "same",
-        "GEMMs of attention's projections, dense MLPs and shared experts: as everything else, or in fp8 with row-wise "
-        "scales, on GPUs of compute capability 9 and above; emulated on CPUs",
+        "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or "
+        "in fp8 with row-wise scales on GPUs of compute capability 9 and above; emulated on CPUs",
     )
     expert_kernel: str = _flag("auto", help_of_kernels, metavar="NAME")
     attn_implementation: str = _flag(
         "auto",
-        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a mask of length squared "
-        "or has no sinks; eager if neither works",
+        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a "
+        "mask of length squared or lacks sinks; eager if neither works",
         metavar="NAME",
     )
     cross_entropy: CrossEntropy = _flag(
         "auto",
-        "Logits of part of the sequence at a time (chunked; liger: by liger-kernel, on GPUs) or of all of it (full). "
-        "auto: liger on a GPU if installed and as exact, else chunked",
+        "Compute logits of part of the sequence at a time (chunked; liger: with liger-kernel, on "
+        "GPUs) or of the complete sequence (full). auto: liger on a GPU if installed and as "
+        "exact, else chunked",
     )
     cpu_matmul: CpuMatmul = _flag(
-        "auto", "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume"
+        "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume"
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"])
     use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU")
@@ -449,15 +451,13 @@ class PrecisionSettings:
     def check_precision(self) -> None:
         check_kernel_name(self.expert_kernel)
         if self.dense_precision == "fp8" and not self.bf16:
-            raise ExpertMeshError("--dense-precision fp8: everything else is computed in bf16; add --bf16")
+            raise ExpertMeshError("--dense-precision fp8 needs bf16 for everything else; add --bf16")
         if self.dense_precision == "fp8" and self.compile:
-            raise ExpertMeshError(
-                "--dense-precision fp8: --compile would compile its casts anew; leave out one of them"
-            )
+            raise ExpertMeshError("--dense-precision fp8: does not work with --compile; leave out one of them")
         if self.expert_precision != "fp8":
             return
         if not self.bf16:
-            raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
+            raise ExpertMeshError("--expert-precision fp8 needs bf16 for everything else; add --bf16")
         check_beside_fp8(self.expert_kernel)
 
 
@@ -489,7 +489,7 @@ class ScheduleSettings:
                 "--lr-scheduler-type: " + unknown_name("schedule", self.lr_scheduler_type, list(SCHEDULES))
             )
         if self.warmup_ratio > 1:
-            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a fraction of all steps: at most 1")
+            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: must be a fraction of all steps, at most 1")
         if self.warmup_ratio and self.warmup_steps:
             raise ExpertMeshError(
                 f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
@@ -552,30 +552,30 @@ class RoutingSettings:
 
     router_aux_loss_coef: float | None = _flag(
         None,
-        "Weight of the load-balancing loss, over the experts that were chosen (default: the model config's, if it sets "
-        "output_router_logits, else 0)",
+        "Weight of the load-balancing loss, over the chosen experts (default: the model "
+        "config's, if it sets output_router_logits, else 0)",
         least=0,
     )
     router_aux_loss_per_layer: bool = _flag(
         False,
-        "Balance every layer separately; off, as in transformers: their sum, in which one layer's excess on an expert "
-        "offsets another's shortage",
+        "Balance every layer separately. Off, as in transformers: balance the sum over layers, "
+        "where one layer's excess can offset another's shortage",
         needs=Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss", least=0)
     router_bias_update_rate: float = _flag(
         0.0,
-        "Auxiliary-loss-free balancing: change of the routers' correction biases per step, towards even load; for "
-        "families that have them",
+        "Auxiliary-loss-free balancing: change of the routers' correction biases per step, "
+        "towards even load; for model families with such biases",
         least=0,
     )
     router_warn_steps: int = _flag(
-        100, "Warn of experts that get no tokens, or most of them, within N steps; 0: never", least=0
+        100, "Warn of experts that get no tokens, or most tokens, within N steps; 0: never", least=0
     )
     router_warn_load: float | None = _flag(
         None,
-        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to the greatest possible, "
-        "experts / experts per token)",
+        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to "
+        "the maximum, experts / experts per token)",
         needs=Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
         least=1,
     )
@@ -587,13 +587,13 @@ class AdapterSettings:
 
     GROUP = "LoRA and freezing"
 
-    adapter: Adapter = _flag("none", "lora: train low-rank adapters beside the frozen weights")
+    adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights")
     lora_rank: int = _flag(16, "LoRA rank r", aliases=["lora_r"], needs=_LORA, least=1)
     lora_alpha: float = _flag(32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA, least=0)
     lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", needs=_LORA)
     lora_targets: list[str] = _list(
-        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
-        "searched for in names of linear layers; separated by commas or spaces",
+        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular "
+        "expressions for names of linear layers; separated by commas or spaces",
         *("attention", "experts"),
         metavar="NAME",
         needs=_LORA,
@@ -606,8 +606,8 @@ class AdapterSettings:
     )
     init_adapter: str = _flag(
         "",
-        "Start from the adapter in a directory, written by PEFT or an earlier run. Its rank, alpha and targets hold "
-        "where none are given",
+        "Start from the adapter in a directory, written by PEFT or an earlier run. Its rank, "
+        "alpha and targets are the defaults",
         scope="input",
         metavar="DIR",
     )
@@ -620,24 +620,24 @@ class AdapterSettings:
     )
     merge: bool = _flag(False, "Also export the model with the adapter merged into its weights", needs=_LORA)
     freeze: list[str] = _list(
-        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
-        "searched for in names of parameters; separated by commas or spaces",
+        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or "
+        "regular expressions for names of parameters; separated by commas or spaces",
         metavar="NAME",
     )
 
     def check_adapter(self) -> None:
         self.lora_targets = split_names(self.lora_targets)
         if self.freeze and not split_names(self.freeze):
-            raise ExpertMeshError("--freeze: names nothing; leave it out to train everything")
+            raise ExpertMeshError("--freeze has no names; leave it out to train everything")
         self.freeze = split_names(self.freeze)
         if self.adapter != "none" and self.freeze:
             raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
         if not self.lora_targets:
-            raise ExpertMeshError("--lora-targets: what is to have adapters?")
+            raise ExpertMeshError("--lora-targets has no names; give at least one, such as attention")
         if self.init_adapter and self.adapter == "none":
-            raise ExpertMeshError("--init-adapter: there is no adapter; give --adapter lora")
+            raise ExpertMeshError("--init-adapter needs --adapter lora")
         if self.base_dtype not in ("auto", "float32") and self.adapter == "none":
-            raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
+            raise ExpertMeshError(f"--base-dtype {self.base_dtype}: needs frozen weights; give --adapter lora")
         if not 0 <= self.lora_dropout < 1:
             raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
 
@@ -685,9 +685,7 @@ class EvaluationSettings:
             raise ExpertMeshError("--eval-dataset and --eval-ratio: give one of them")
         for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and not self.evaluates:
-                raise ExpertMeshError(
-                    f"{flag_of(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
-                )
+                raise ExpertMeshError(f"{flag_of(name)}: needs evaluation data; give --eval-dataset or --eval-ratio")
 
     @property
     def evaluates(self) -> bool:
@@ -715,19 +713,23 @@ class CheckpointSettings:
     on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", needs=_SAVES)
     resume: str = _flag(
         "",
-        "Resume from a training checkpoint: its path, or auto for the newest complete one in --output-dir, if any",
+        (
+            "Resume from a training checkpoint: its path, or auto for the newest complete one in "
+            "--output-dir (auto starts anew without one)"
+        ),
         aliases=["resume_from_checkpoint"],
         type=_resume,
         scope="input",
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: resume even if the model, or the data, differ from the run's own: model, data",
+        "With --resume: resume even if the model or the data have changed: model, data",
         metavar="NAME",
         needs=_RESUMES,
     )
     elastic: bool = _flag(
-        False, "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size"
+        False,
+        ("With --resume: choose the largest --ep-size that the number of ranks allows, and keep the global batch size"),
     )
     export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf")
     max_shard_size: str = _flag(
@@ -735,8 +737,8 @@ class CheckpointSettings:
     )
     export_encoding: ExportEncoding = _flag(
         "plain",
-        "Of tensors that --model has quantized: plain exports bfloat16; source quantizes them as they were, unchanged "
-        "blocks bit for bit",
+        "Tensors that are quantized in --model. plain: export bfloat16; source: quantize them "
+        "again the same way, unchanged blocks bit for bit",
         needs=_EXPORTS_MODEL,
         of_export=True,
     )
@@ -754,7 +756,7 @@ class CheckpointSettings:
             if name not in _MAY_CHANGE:
                 raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
         if self.elastic and not self.resume:
-            raise ExpertMeshError("--elastic: nothing is resumed; give --resume auto")
+            raise ExpertMeshError("--elastic needs --resume; give --resume auto")
 
     @property
     def shard_bytes(self) -> int:
@@ -768,7 +770,7 @@ class LogSettings:
     GROUP = "Logging and profiling"
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
-    verbose: bool = _flag(False, "Also print what a run decides before its first step, and its experts' load")
+    verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load")
     report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME")
     run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME")
     profile: list[str] = _list(
@@ -788,14 +790,14 @@ class LogSettings:
         self.profile_ranks = [part for entry in self.profile_ranks for part in entry.split(",") if part]
         flag = f"--profile {','.join(self.profile)}"
         if not all(re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})?", entry) for entry in self.profile):
-            raise ExpertMeshError(f"{flag}: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9")
+            raise ExpertMeshError(f"{flag}: give steps counted from 1, as in 5, 5-7 or 5,9")
         for entry in self.profile:
             first, _, last = entry.partition("-")
             if last and int(last) < int(first):
                 raise ExpertMeshError(f"{flag}: {entry} ends before it begins")
         if (number := sum(map(len, self.profiled_steps))) > MOST_PROFILED:
             raise ExpertMeshError(
-                f"{flag}: are {number:,} steps; more than {MOST_PROFILED} make traces that nothing can show; give fewer"
+                f"{flag}: names {number:,} steps; give at most {MOST_PROFILED}, or no program can show the trace"
             )
         is_list = all(re.fullmatch("[0-9]{1,9}", rank) for rank in self.profile_ranks)
         if self.profile_ranks != ["all"] and not (self.profile_ranks and is_list):
@@ -827,11 +829,11 @@ class DebugSettings:
     detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite, by checking every module's output")
     check_replicas: int = _flag(
         0,
-        "Every N steps, and before each save, compare what several ranks hold copies of: buffers and, with "
-        "--dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
+        "Every N steps, and before each save, compare what is replicated on several ranks: "
+        "buffers and, with --dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
         least=0,
     )
     deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs")
     debug_ranks: list[int] = _list(
-        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit", metavar="RANK"
+        ("Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit"), metavar="RANK"
     )

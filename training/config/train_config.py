@@ -126,33 +126,34 @@ class TrainConfig(
         """Check settings of several groups against one another."""
         if self.adapter != "none" and self.optimizer_entry.takes_matrices:
             raise ExpertMeshError(
-                f"--optim {self.optim}: treats weights as matrices, which LoRA's factors by themselves are not; "
-                "with --adapter lora take another"
+                f"--optim {self.optim}: works on weight matrices, not on LoRA factors; choose another one "
+                "for --adapter lora"
             )
         if self.adapter != "none" and self.router_bias_update_rate > 0:
             raise ExpertMeshError(
-                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
-                "leave it out with --adapter lora"
+                f"--router-bias-update-rate {self.router_bias_update_rate:g}: adapters have no router "
+                "bias; leave it out with --adapter lora"
             )
         for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
             if precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
                 raise ExpertMeshError(
-                    f"--{flag}-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
+                    f"--{flag}-precision fp8 would round weights twice, after --base-dtype {self.base_dtype}; "
                     "leave out one of them"
                 )
         if self.dense_precision == "fp8" and self.async_tp:
             raise ExpertMeshError(
-                "--dense-precision fp8: --async-tp multiplies in parts beside the exchange in bf16 alone, as scales "
-                "would wait for all parts; leave out one of them"
+                "--dense-precision fp8: does not work with --async-tp, which overlaps only bf16 GEMMs; "
+                "leave out one of them"
             )
         if self.detect_anomaly and self.compile:
-            raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
+            raise ExpertMeshError(
+                "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them"
+            )
         if self.profile and self.compile:
-            raise ExpertMeshError("--profile: does not see into what --compile compiles; leave out one of them")
+            raise ExpertMeshError("--profile cannot look inside layers that --compile compiles; leave out one of them")
         if self.task == "dpo" and self.train_on != "assistant":
             raise ExpertMeshError(
-                f"--train-on {self.train_on}: with --task dpo the answers are trained on, and the prompts are not; "
-                "leave it out"
+                f"--train-on {self.train_on}: --task dpo trains on answers only; leave it out"
             )
         if self.task == "dpo" and any(
             (self.prompt_column, self.response_column, self.messages_column, self.text_column)
@@ -162,9 +163,9 @@ class TrainConfig(
                 "--response-column, --messages-column or --text-column"
             )
         if self.task == "dpo" and self.prompt_template:
-            raise ExpertMeshError("--prompt-template: is for supervised fine-tuning; with --task dpo leave it out")
+            raise ExpertMeshError("--prompt-template is for supervised fine-tuning; leave it out with --task dpo")
         if self.load_best_model_at_end and self.save_steps == 0:
-            raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+            raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
 
     @property
     def sequences_per_row(self) -> int:
@@ -244,7 +245,7 @@ example:
   torchrun --nproc-per-node 8 -m expertmesh.train_ep --dataset data.jsonl \\
       --model mistralai/Mixtral-8x7B-v0.1 --ep-size 8 --bf16 --output-dir out
 
-Underscores may stand for dashes. A switch also takes true or false."""
+You can write underscores instead of dashes. A switch also takes true or false."""
 
 
 def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) -> TrainConfig:
@@ -260,7 +261,7 @@ def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) 
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = _parse(make_parser(beside), arguments)
     if not config.dataset and (config.max_steps != 0 or config.preview):
-        raise ExpertMeshError("--dataset is missing: files, directories or hub ids (only --max-steps 0 goes without)")
+        raise ExpertMeshError("--dataset is missing: files, directories or hub ids (required unless --max-steps 0)")
     return config
 
 
@@ -440,7 +441,7 @@ def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
         if not file.exists():
             raise ExpertMeshError(f"--config {file}: no such file")
         if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
-            raise ExpertMeshError(f"--config {file}: is no file of at most {_MOST_YAML_BYTES:,} bytes")
+            raise ExpertMeshError(f"--config {file}: must be a file of at most {_MOST_YAML_BYTES:,} bytes")
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
     except ExpertMeshError:
         raise
@@ -474,7 +475,7 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> li
             raise ExpertMeshError(f"{where}{given[name]} and {key} are one setting; give one of them")
         given[name] = str(key)
         if not _is_setting(value):
-            raise ExpertMeshError(f"{where}{name} is no text, number, list of these, or table of these")
+            raise ExpertMeshError(f"{where}{name} must be a string, a number, or a list or table of these")
         if isinstance(value, list) and not parser.takes_list(name):
             raise ExpertMeshError(f"{where}{key} is a list; give one value")
         if isinstance(value, list) and any(str(item).startswith("-") for item in value):

@@ -281,12 +281,12 @@ def batch_of(
     tokens_BS, labels_BS, mask_BS, positions_BS, shifted_BS = given.values()
     if tokens_BS is None or (labels_BS is None and shifted_BS is None):
         missing = "input_ids" if tokens_BS is None else "labels"
-        raise ExpertMeshError(f"a batch has no {missing}, but {', '.join(map(str, inputs)) or 'nothing'}")
+        raise ExpertMeshError(f"a batch has no {missing}; it has {', '.join(map(str, inputs)) or 'nothing'}")
     is_known = {*known, *_NEEDLESS, *["loss_inputs"] * for_loss}
     if others := [str(name) for name, value in inputs.items() if name not in is_known and value is not None]:
         raise ExpertMeshError(
-            f"a batch has {', '.join(others)}, which would be ignored; it may have input_ids, labels, attention_mask, "
-            "position_ids and shift_labels"
+            f"a batch has {', '.join(others)}, which would be ignored; give only input_ids, labels, "
+            "attention_mask, position_ids and shift_labels"
         )
     for name, value in given.items():
         if value is not None and value.shape != tokens_BS.shape:
@@ -296,8 +296,8 @@ def batch_of(
             )
     if mask_BS is not None and bool((other := (mask_BS != 0) & (mask_BS != 1)).any()):
         raise ExpertMeshError(
-            f"attention_mask of a batch has {mask_BS[other][0]}; it must be 1 for tokens and 0 for padding. Several "
-            "samples in a sequence are told by position_ids that begin anew at 0"
+            f"attention_mask of a batch has {mask_BS[other][0]}; it must be 1 for tokens and 0 for "
+            "padding. Mark several samples in a sequence by position_ids that start again at 0"
         )
     is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
     targets_BS = shifted_BS if labels_BS is None or shifted_BS is not None else _shifted(labels_BS)
@@ -318,8 +318,8 @@ def batch_of(
     lengths = _lengths(parts[3], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
     if not packing and any(len(samples) > 1 for samples in lengths):
         raise ExpertMeshError(
-            "position_ids of a batch begin anew within a sequence: it holds several samples, which only a model that "
-            "was loaded with packing keeps apart; give packing=True to expertmesh.load"
+            "position_ids of a batch start again within a sequence, so it has several samples, but "
+            "the model was loaded without packing; give packing=True to expertmesh.load"
         )
     longest = max(counts, default=1)
     padded = _length(longest, cp_group, padding)
@@ -387,7 +387,7 @@ def _tensor(inputs: Mapping[str, Any], name: str) -> Tensor | None:
     try:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ExpertMeshError(f"{name} of a batch is no tensor: {error}") from error
+        raise ExpertMeshError(f"{name} of a batch is not a tensor: {error}") from error
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     is_mask = tensor.dtype == torch.bool
     if tensor.dim() != 2 or tensor.numel() == 0 or not is_integer or (is_mask and name != "attention_mask"):
@@ -411,7 +411,9 @@ def _to_the_left(parts_BS: list[Tensor], is_token_BS: Tensor) -> list[Tensor]:
     """
     edges_BS = torch.nn.functional.pad(is_token_BS.int(), (1, 0)).diff(dim=1)
     if bool(((edges_BS == 1).sum(dim=1) > 1).any()):
-        raise ExpertMeshError("attention_mask of a batch hides tokens between others of a sequence; padding may not")
+        raise ExpertMeshError(
+            "attention_mask of a batch hides tokens in the middle of a sequence; padding must be at an end"
+        )
     if bool((is_token_BS[:, 1:] <= is_token_BS[:, :-1]).all()):
         return parts_BS
     order_BS = (~is_token_BS).int().argsort(dim=1, stable=True)
@@ -429,8 +431,9 @@ def _lengths(positions_BS: Tensor, counts: Sequence[int]) -> list[list[int]]:
         starts = [i for i in range(count) if i == 0 or positions[i] != positions[i - 1] + 1]
         if any(positions[start] != 0 for start in starts):
             raise ExpertMeshError(
-                f"position_ids of a batch go on at {next(positions[s] for s in starts if positions[s] != 0)} where a "
-                "sample begins; each sample's must begin at 0"
+                "position_ids of a batch continue at "
+                f"{next(positions[s] for s in starts if positions[s] != 0)} where a sample starts; each "
+                "sample must start at 0"
             )
         lengths.append([stop - start for start, stop in zip(starts, [*starts[1:], count], strict=True)])
     return lengths

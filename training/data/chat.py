@@ -67,7 +67,8 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         tokenizer.chat_template = Path(wanted).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ExpertMeshError(
-            f"--chat-template {wanted}: neither a built-in one ({', '.join(BUILT_IN)}) nor a readable file: {error}"
+            f"--chat-template {wanted}: neither a built-in template ({', '.join(BUILT_IN)}) nor a "
+            f"readable file: {error}"
         ) from error
     try:
         text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
@@ -75,7 +76,7 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
     bos = tokenizer.bos_token
     if bos and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id and not text.lstrip().startswith(bos):
-        return f"{wanted} (writes no {bos}, which the tokenizer puts before plain text)"
+        return f"{wanted} (without the {bos} that the tokenizer puts before plain text)"
     return wanted
 
 
@@ -98,7 +99,7 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
     """
     written = Written(tokenizer, conversation)
     if re.search("[\ud800-\udfff]", written.text):
-        raise ValueError("the chat template writes a lone surrogate, which is no character")
+        raise ValueError("the chat template writes a lone surrogate, not a character")
     written.check_complete()
     wanted = trained_messages(conversation, train_on)
     _check_reasoning(written, wanted)

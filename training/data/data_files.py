@@ -47,7 +47,9 @@ def parse_datasets(flag: str, entries: list[str]) -> list[DatasetSpec]:
     weighted = [spec for spec in specs if spec.weight is not None]
     if weighted and len(weighted) < len(specs):
         bare = next(spec.name for spec in specs if spec.weight is None)
-        raise ExpertMeshError(f"{flag}: {weighted[0].name} has a weight and {bare} has none; give all of them one")
+        raise ExpertMeshError(
+            f"{flag}: {weighted[0].name} has a weight and {bare} has none; give all a weight, or none"
+        )
     return specs
 
 
@@ -106,7 +108,7 @@ def _directory(flag: str, directory: Path, config: str, split: str, sample_by: S
 def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread: Sequence[Path] = ()) -> RowSource:
     for file in files:
         if file.suffix not in KINDS:
-            raise ExpertMeshError(f"{flag} {file}: unknown kind of file {file.suffix!r}; known: {', '.join(KINDS)}")
+            raise ExpertMeshError(f"{flag} {file}: unknown file type {file.suffix!r}; known: {', '.join(KINDS)}")
         if not os.access(file, os.R_OK):
             raise ExpertMeshError(f"{flag} {file}: cannot be read: permission denied")
         if file.stat().st_size == 0:
@@ -145,8 +147,8 @@ def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
         loaded = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         raise ExpertMeshError(
-            f"{flag} {name}: no such file or directory, and split {split!r} of a hub dataset of that name cannot be "
-            f"loaded: {type(error).__name__}: {error}"
+            f"{flag} {name}: no such file or directory, and split {split!r} of a hub dataset with "
+            f"that name cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     return _rows_of(f"{flag} {name}", name, loaded)
 
@@ -330,11 +332,11 @@ def split_files(
     if is_unsplit and split in ("train", "test"):
         return str(directory), named(files["train"]), unread
     others = sorted({*_of_kinds(find_read, ["**"], read)}.difference(*files.values()))
-    unnamed = "" if not others else f"; in none: {', '.join(file.name for file in others[:5])}"
+    unnamed = "" if not others else f"; in no split: {', '.join(file.name for file in others[:5])}"
     if not files.get(split):
         raise ExpertMeshError(
-            f"{flag} {directory}: has no split {split!r}; found: {', '.join(files)}{unnamed}; "
-            f"{flag}-split names one, or name files instead of the directory"
+            f"{flag} {directory}: has no split {split!r}; found: {', '.join(files)}{unnamed}; choose "
+            f"one with {flag}-split, or give files instead of the directory"
         )
     return f"{directory}, split {split} of {', '.join(files)}{unnamed}", named(files[split]), unread
 
@@ -363,7 +365,7 @@ def _card_patterns(flag: str, directory: Path, config: str) -> dict[str, list[st
         raise ExpertMeshError(
             f"{flag} {directory}: {card.name} has the configs {', '.join(map(str, configs))}"
             + (f", not {config!r}" if config else "")
-            + "; --dataset-config names one"
+            + "; choose one with --dataset-config"
         )
     if "data_files" not in configs[name]:
         return {}

@@ -32,7 +32,7 @@ def explain_samples(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     if _UNORDERED in alike:
         return "the same samples in another order"
     if _TOKENS in alike:
-        return "the same tokens, of which others are trained on"
+        return "the same tokens, but other trained tokens"
     return ""
 
 

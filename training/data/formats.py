@@ -137,8 +137,8 @@ def find_format(row: Any, columns: Columns) -> Format:
             return candidate
     known = "; ".join(" + ".join(f.columns) for f in wanted)
     raise RowError(
-        f"has the columns {', '.join(map(str, row)) or '(none)'}, but one of these is needed: {known}; name others "
-        "with --messages-column, --prompt-column and --response-column, or --text-column"
+        f"has the columns {', '.join(map(str, row)) or '(none)'}; it needs {known}; name other "
+        "columns with --messages-column, --prompt-column and --response-column, or --text-column"
     )
 
 
@@ -150,7 +150,7 @@ def _refuse_preferences(row: dict[str, Any]) -> None:
         found.append("label")
     if found:
         raise RowError(
-            f"has the column {found[0]}: preference data, and this is supervised fine-tuning; give --task dpo for "
+            f"has the column {found[0]}: preference data, but this is supervised fine-tuning; give --task dpo for "
             "pairs of a chosen and a rejected answer, leave the column out, or name those to train on with "
             "--prompt-column and --response-column, or --messages-column"
         )
@@ -185,12 +185,12 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     missing = [column for column in data_format.columns if column not in row]
     if missing:
         found = ", ".join(map(str, row)) or "(none)"
-        raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
+        raise RowError(f"has no column {missing[0]!r}, unlike the records before it; found: {found}")
     dropped = next((column for column in data_format.unread if row.get(column)), None)
     if dropped is not None:
         raise RowError(
-            f"has {dropped} beside {' and '.join(data_format.columns)}, where it is not read; put it into these, or "
-            "name what alone is to be read with --prompt-column and --response-column"
+            f"has {dropped} beside {' and '.join(data_format.columns)}, where it is ignored; merge it "
+            "into them, or name the columns to read with --prompt-column and --response-column"
         )
     return data_format.read(row, columns)
 
@@ -242,8 +242,8 @@ def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation |
     beside = next((key for key in named if row.get(key)), None)
     if beside is not None:
         raise RowError(
-            f"has {beside} beside a prompt and completion of plain text, which have no place for it; --prompt-column "
-            "prompt --response-column completion reads them as question and answer"
+            f"has {beside}, which a plain-text prompt and completion cannot use; to read these as "
+            "question and answer, give --prompt-column prompt --response-column completion"
         )
     return PlainText(_text(row, "completion"), _text(row, "prompt"))
 
@@ -287,7 +287,7 @@ def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for turn in _json(row.get("history"), "history", list, "a list") or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
-            raise RowError(f"history has {turn!r:.80} for a pair of question and answer")
+            raise RowError(f"history has {turn!r:.80}, not a pair of question and answer")
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     return messages
 
@@ -298,8 +298,8 @@ FORMATS = [
         ("messages",),
         _messages_in("messages"),
         unread=(),
-        written="`messages`: `role`, `content` (a text or a list of text parts), perhaps `tool_calls`; "
-        "a column `tools` (or `functions`)",
+        written="`messages`: `role`, `content` (a text or a list of text parts), optionally "
+        "`tool_calls`; optional column `tools` (or `functions`)",
         known_from="OpenAI, trl, axolotl, ms-swift",
     ),
     Format(
@@ -400,8 +400,8 @@ def register_format(added: Format, *, before: str, version: int) -> None:
     earlier = next((k.name for k in FORMATS[: names.index(before)] if set(k.columns) <= set(added.columns)), None)
     if earlier is not None:
         raise ValueError(
-            f"register_format: {added.name!r} would never be found behind {earlier!r}, all of whose columns it has; "
-            "let it come before that one"
+            f"register_format: {added.name!r} would never be found after {earlier!r}, as it has all "
+            "of its columns; register it before that one"
         )
     FORMATS.insert(names.index(before), added)
     _added[added.name] = version
@@ -438,15 +438,15 @@ def conversation(
         messages = [_message("system", system), *messages]
         is_trained = [None, *is_trained]
     elif system and messages[0]["content"].strip() != system.strip():
-        raise RowError(f"has a system prompt in {name} and another one in its first message; leave one of them out")
+        raise RowError(f"has a system prompt in {name} and another in its first message; leave one out")
     media = next((key for key in _MEDIA if row.get(key)), None)
     if media is not None:
-        raise RowError(f"has {media}, and only text is trained on")
+        raise RowError(f"has {media}; expertmesh trains on text only")
     arguments = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
     # functions is OpenAI's older name of tools
     tools, functions = _tools(row.get("tools")), _tools(row.get("functions"))
     if tools and functions and tools != functions:
-        raise RowError("has tools and functions, not the same; leave one of them out")
+        raise RowError("has different tools and functions; leave one out")
     return Conversation(messages, is_trained, tools or functions, arguments)
 
 
@@ -521,12 +521,12 @@ def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
         if turn.get(one) and turn.get(other) and turn[one] != turn[other]:
             raise RowError(f"{place} has {one} and {other}; leave one of them out")
     if turn.get("tool_responses"):
-        raise RowError(f"{place} has tool_responses: give each result as a message of its own, with the role tool")
+        raise RowError(f"{place} has tool_responses; give each result as its own message with the role tool")
     if turn.get("refusal"):
-        raise RowError(f"{place} has refusal: give what it says as content")
+        raise RowError(f"{place} has refusal; give its text as content")
     media = next((key for key in _MEDIA if turn.get(key)), None)
     if media is not None:
-        raise RowError(f"{place} has {media}, and only text is trained on")
+        raise RowError(f"{place} has {media}; expertmesh trains on text only")
 
 
 def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -542,10 +542,10 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     if role in _CALLERS and not calls and not said.calls:
         said = _read_caller(said.text, f"{place}: {role}")
     if said.calls and calls:
-        raise RowError(f"{place} has tool calls among the parts of its content and beside it; leave one of them out")
+        raise RowError(f"{place} has tool calls inside and outside of its content; leave one out")
     reasoning = _reasoning(turn, place)
     if said.reasoning and reasoning:
-        raise RowError(f"{place} has reasoning among the parts of its content and beside it; leave one of them out")
+        raise RowError(f"{place} has reasoning inside and outside of its content; leave one out")
     if content is None and not calls:
         raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
     taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_REASONING, *_OVERRIDES)
@@ -566,10 +566,10 @@ def _reasoning(turn: Mapping[str, Any], place: str) -> str:
         if not isinstance(reasoning, str):
             raise RowError(f"{place}: {key} is {reasoning!r:.80}, not text")
     if len(set(found.values())) > 1:
-        raise RowError(f"{place} has reasoning under {' and '.join(found)}, not the same; leave one of them out")
+        raise RowError(f"{place} has reasoning under {' and '.join(found)}, and they differ; leave one out")
     parts = next((key for key in _REASONING_PARTS if turn.get(key)), None)
     if parts is not None and not found:
-        raise RowError(f"{place} has {parts}, whose text would be left out; give it as {_REASONING[0]}")
+        raise RowError(f"{place} has {parts}, which would be lost; give it as {_REASONING[0]}")
     return next(iter(found.values()), "")
 
 
@@ -584,7 +584,7 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
         arguments = _find_arguments(call, function, place)
-        said = f"{place}: the arguments of its call of {function['name']} are {arguments!r:.80}"
+        said = f"{place}: the arguments of its call to {function['name']} are {arguments!r:.80}"
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
@@ -609,14 +609,14 @@ def _find_arguments(call: Mapping[str, Any], function: Mapping[str, Any], place:
     """
     given = [holder[key] for holder in (function, call) for key in _ARGUMENTS if holder.get(key) is not None]
     if any(one != given[0] for one in given[1:]):
-        raise RowError(f"{place}: its call of {function['name']} has two different arguments; leave one of them out")
+        raise RowError(f"{place}: its call to {function['name']} has two different sets of arguments; leave one out")
     if given:
         return given[0]
     others = [key for key, value in {**call, **function}.items() if value and key not in _ABOUT_A_CALL]
     if others:
         raise RowError(
-            f"{place}: its call of {function['name']} has {others[0]} and no arguments; name what it hands over "
-            "arguments, and give {} for nothing"
+            f"{place}: its call to {function['name']} has {others[0]} but no arguments; name that "
+            "field arguments, and give {} for nothing"
         )
     return None
 
@@ -645,7 +645,8 @@ def _read_content(content: Any, place: str) -> _Content:
             value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
         if not (isinstance(kind, str) and kind in said and isinstance(value, str)):
             raise RowError(
-                f"{place}: content has a part that is none of {', '.join(said)}, with text as its value: {part!r:.80}"
+                f"{place}: content has a part that is not one of {', '.join(said)}, with text as its "
+                f"value: {part!r:.80}"
             )
         said[kind].append(value)
     calls = tuple(_read_call(call, place) for call in said["tool_call"])
@@ -659,7 +660,7 @@ def _read_caller(text: str, place: str) -> _Content:
     try:
         calls = json.loads(written)
     except ValueError as error:
-        raise RowError(f"{place} is no JSON ({error}): {written!r:.80}") from error
+        raise RowError(f"{place} is not JSON ({error}): {written!r:.80}") from error
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
         raise RowError(f"{place} has no call; expected an object with name and arguments")
@@ -671,7 +672,7 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
     try:
         call = json.loads(text)
     except ValueError as error:
-        raise RowError(f"{place}: its tool_call is no JSON ({error}): {text!r:.80}") from error
+        raise RowError(f"{place}: its tool_call is not JSON ({error}): {text!r:.80}") from error
     if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
         raise RowError(f"{place}: its tool_call is {text!r:.80}; expected an object with name and arguments")
     return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
@@ -679,16 +680,15 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
 
 def _override(turn: Mapping[str, Any], place: str) -> bool | None:
     if turn.get("train_detail"):
-        raise RowError(f"{place}: train_detail: parts of a message are not trained on by themselves")
+        raise RowError(f"{place}: train_detail is not supported: a message is trained on completely or not at all")
     found = {key: turn[key] for key in _OVERRIDES if turn.get(key) is not None}
     for key, value in found.items():
         if value not in (0, 1):
             raise RowError(
-                f"{place}: {key} is {value!r:.80}; expected true or false (1 or 0): a message is trained on or not, "
-                "losses are not weighed"
+                f"{place}: {key} is {value!r:.80}; expected true or false (1 or 0): losses cannot be weighted"
             )
     if len({bool(value) for value in found.values()}) > 1:
-        raise RowError(f"{place} has {' and '.join(found)}, which do not say the same; leave one of them out")
+        raise RowError(f"{place} has {' and '.join(found)}, which contradict each other; leave one out")
     return next(map(bool, found.values()), None)
 
 

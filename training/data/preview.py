@@ -76,9 +76,9 @@ def describe(origin: Origin) -> str:
     without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
     parts = [f"{origin.format}{without}, {_count(origin.rows, 'row')}"]
     if origin.without_target:
-        parts.append(f"{origin.without_target:,} left out with nothing to learn")
+        parts.append(f"{origin.without_target:,} left out without a trained token")
     if origin.used < origin.rows - origin.without_target:
-        parts.append(f"{origin.used:,} used for its weight")
+        parts.append(f"{origin.used:,} used because of its weight")
     return ", ".join(parts)
 
 
@@ -89,17 +89,17 @@ def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
         for of, what in (
             (
                 origin.too_long,
-                f"are left out, as nothing of their answers is within --max-seq-length {max_seq_length}",
+                f"are left out, because their answers begin beyond --max-seq-length {max_seq_length}",
             ),
-            (origin.untrained, "are left out, as nothing in them is trained on"),
-            (origin.empty, "have an empty answer, of which the model learns to say nothing"),
+            (origin.untrained, "are left out, because they have no trained token"),
+            (origin.empty, "have an empty answer, so the model learns to answer nothing"),
         )
         if of is not None
     ]
     if (of := origin.unread) is not None:
         said.append(
-            f"{_count(of.number, 'file')} beside those that are read {'is' if of.number == 1 else 'are'} not (a text "
-            f"is, where it is named; what is compressed must be unpacked); the first: {of.first}"
+            f"{_count(of.number, 'file')} in the directory {'is' if of.number == 1 else 'are'} not "
+            f"read (name text files directly, and unpack compressed files); the first: {of.first}"
         )
     return [f"warning: {origin.name}: {line}" for line in said]
 

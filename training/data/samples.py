@@ -177,7 +177,7 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
             formats or does not fit the chat template, or nothing is left to learn.
     """
     if not tokenizer.is_fast:
-        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which gives no offsets of its tokens")
+        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, without token offsets; give a fast tokenizer")
     specs = parse_datasets(flag, entries)
     sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
     parts = [_tokenised(source, flag, tokenizer, options) for source in sources]
@@ -192,7 +192,7 @@ def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Sample
     """
     number = max(round(len(samples) * ratio), 1)
     if number >= len(samples):
-        raise ExpertMeshError(f"--eval-ratio {ratio}: takes all {len(samples)} samples; none is left to train on")
+        raise ExpertMeshError(f"--eval-ratio {ratio} takes all {len(samples)} samples and leaves none to train on")
     order = _shuffled(len(samples), seed)
     return samples.select(sorted(order[number:])), samples.select(sorted(order[:number]))
 
@@ -300,11 +300,11 @@ def _own_error(error: BaseException) -> BaseException:
     place = f"{cache_directory()}: tokenized samples cannot be"
     # what a generator met in the data is wrapped
     if isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError):
-        return ExpertMeshError(f"{place} read there: {error}; delete that directory, it is made again")
+        return ExpertMeshError(f"{place} read there: {error}; delete that directory, and it is made again")
     if isinstance(cause, OSError):
         return ExpertMeshError(
-            f"{place} written there: {cause.strerror or cause}; the environment variable HF_DATASETS_CACHE names "
-            "another directory"
+            f"{place} written there: {cause.strerror or cause}; choose another directory with the "
+            "environment variable HF_DATASETS_CACHE"
         )
     return cause or error
 
@@ -333,7 +333,7 @@ def _records(source: RowSource, flag: str, columns: Columns, pairs: bool) -> Ite
             is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
             if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
-                raise RowError(f"has {here}, and those before it {before}; put them into files of their own")
+                raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
             content = json.dumps([vars(each) for each in said])
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
@@ -341,7 +341,7 @@ def _records(source: RowSource, flag: str, columns: Columns, pairs: bool) -> Ite
             raise ExpertMeshError(f"{place} is nested too deeply") from error
         # JSON can write half of a surrogate pair, which is no character and has no token
         if _SURROGATE.search(content) and not _is_text(json.loads(content)):
-            raise ExpertMeshError(f"{place} has a lone surrogate, which is no character: its text was cut or damaged")
+            raise ExpertMeshError(f"{place} has a lone surrogate, so its text was cut or damaged")
         yield {"place": place, "format": found.name, "is_plain": is_plain, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
@@ -431,8 +431,8 @@ def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], op
     is_trained: list[bool | None] = [None, None] if is_plain else said["is_trained"]
     pair = (said["prompt"], said["text"]) if is_plain else Conversation(**said).as_prompt_and_response
     if pair is None:
-        beside = ": it has tools, which only a chat template can write" if said["tools"] else ""
-        raise ValueError(f"--prompt-template is for one prompt and its response; this record has more{beside}")
+        beside = ": it has tools, which need a chat template" if said["tools"] else ""
+        raise ValueError(f"--prompt-template takes one prompt and its response; this record has more{beside}")
     question, answer = (beginning(tokenizer, text, options.max_seq_length) for text in pair)
     prompt = prompt_tokens(tokenizer, options.prompt_template, question)
     response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])

@@ -145,8 +145,8 @@ class Written:
             return added
         if words.begin == words.end and not words.is_found:
             raise ValueError(
-                f"it cannot be told which tokens of the chat template's text are those of message {index + 1}, which "
-                "has no words of its own; use another --chat-template"
+                f"cannot find message {index + 1} in the chat template's text, because it has no text of "
+                "its own; use another --chat-template"
             )
         begin, end = self._opening(index, max(words.begin, answer.begin)), self._closing(index, words.end)
         return words.begin if begin is None else min(begin, end), end
@@ -167,8 +167,8 @@ class Written:
         changed = self._with_other_reasoning(index)
         if changed != self.text and begin < len(self.text) - _common_length(self.text[::-1], changed[::-1]):
             raise ValueError(
-                f"it cannot be told where the reasoning of message {index + 1} ends in the chat template's text; use "
-                "another --chat-template, or another --train-on"
+                f"cannot find where the reasoning of message {index + 1} ends in the chat template's "
+                "text; use another --chat-template, or another --train-on"
             )
         return begin, end
 
@@ -244,8 +244,8 @@ class Written:
             return self.write([*self.messages[:index], message, *between, *self.messages[following:]])
         except Exception as error:
             raise ValueError(
-                f"the chat template refuses this conversation with other words in message {index + 1}, so that it "
-                f"cannot be told where these stand: {error}"
+                f"the chat template refuses this conversation with other text in message {index + 1}, so "
+                f"the message cannot be found: {error}"
             ) from error
 
     def _with_other_reasoning(self, index: int) -> str:
@@ -319,8 +319,8 @@ class Written:
         token = self._special_token.search(self.text, end_of_arguments)
         if token is None:
             raise ValueError(
-                f"it cannot be told where the tool calls of message {index + 1} end in the chat template's text: no "
-                "special token follows; use another --chat-template"
+                f"cannot find where the tool calls of message {index + 1} end in the chat template's "
+                "text: no special token follows; use another --chat-template"
             )
         return token.start()
 
@@ -421,7 +421,7 @@ def _check_variables(tokenizer: Any, arguments: dict[str, Any]) -> None:
     """
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"} if arguments else set()
     if name := next((name for name in arguments if name in own), None):
-        raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a chat template; leave it out")
+        raise ValueError(f"chat_template_kwargs has {name}, not a variable of a chat template; leave it out")
 
 
 def with_reasoning(message: dict[str, Any], reasoning: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def use_liger(model: Any, dtype: torch.dtype) -> str:
         A line for a run's first ones: what is taken, and what is not.
     """
     if not is_installed():
-        return "norms and rotary positions: transformers' own; pip install 'expertmesh[gpu]' brings faster ones"
+        return "norms and rotary positions: transformers' own; faster ones: pip install 'expertmesh[gpu]'"
     # a dry run has no GPU
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     modules: dict[str, nn.Module] = dict(model.named_modules())
@@ -44,4 +44,4 @@ def use_liger(model: Any, dtype: torch.dtype) -> str:
             verdicts |= use_liger_rotary(name, dtype, device)
     taken, left = ([name for name, is_taken in verdicts.items() if is_taken is each] for each in (True, False))
     line = f"norms and rotary positions by liger-kernel: {', '.join(taken) or 'none'}"
-    return f"{line}; by transformers, as liger's differ or do not run: {', '.join(left)}" if left else line
+    return f"{line}; by transformers, because liger's differ or do not run: {', '.join(left)}" if left else line

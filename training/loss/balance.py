@@ -61,14 +61,14 @@ class Balance:
         """What to do about experts that are loaded unevenly."""
         if self.bias_rate is not None:
             if self.bias_rate == 0:
-                return f"update the router's bias, by --router-bias-update-rate {BIAS_RATE:g}"
+                return f"update the router's bias with --router-bias-update-rate {BIAS_RATE:g}"
             return f"raise --router-bias-update-rate (now {self.bias_rate:g})"
         if self.weights.balance == 0:
-            return "switch the balancing loss on, by --router-aux-loss-coef 0.02 say"
+            return "turn the balancing loss on, for example with --router-aux-loss-coef 0.02"
         raised = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
         # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
         per_layer = (
-            "" if self.weights.balance_per_layer else "balance each layer separately, by --router-aux-loss-per-layer, "
+            "" if self.weights.balance_per_layer else "balance each layer separately with --router-aux-loss-per-layer, "
         )
         return per_layer + raised
 
@@ -85,12 +85,12 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
     rate = config.router_bias_update_rate
     if rate > 0 and not biases:
         raise ExpertMeshError(
-            f"--router-bias-update-rate {rate:g}: the routers of {model_config.model_type} have no correction bias; "
-            "--router-aux-loss-coef balances by a loss"
+            f"--router-bias-update-rate {rate:g}: the routers of {model_config.model_type} have no "
+            "correction bias; use --router-aux-loss-coef instead"
         )
     coefficient, origin = _balancing_coefficient(config, model, model_config.get_text_config())
     if coefficient > 0 and not hasattr(model, _COEFFICIENT):
-        instead = f"--router-bias-update-rate {BIAS_RATE:g} balances without one" if biases else "leave it out"
+        instead = f"--router-bias-update-rate {BIAS_RATE:g} balances without a loss" if biases else "leave it out"
         raise ExpertMeshError(
             f"--router-aux-loss-coef {coefficient:g}: transformers' {type(model).__name__} has no balancing loss; "
             f"{instead}"
@@ -99,8 +99,8 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
     if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
         flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
         raise ExpertMeshError(
-            f"{flag}: the routers of {model_config.model_type} give no logit for each expert, so that there is nothing "
-            "to take the loss of; set it to 0"
+            f"{flag}: the routers of {model_config.model_type} give no logits per expert, so the loss "
+            "cannot be computed; set it to 0"
         )
     return Balance(weights, origin, rate if biases else None)
 

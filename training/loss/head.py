@@ -442,9 +442,8 @@ def complete_logits(x_BSD: Tensor, weight_vD: Tensor, bias_v: Tensor | None, gro
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_BSD, weight_vD, bias_v)):
         raise ExpertMeshError(
-            "--tp-size: where the vocabulary is divided, a model's logits have no gradient; take the loss from the "
-            "engine (forward_backward), call the model under torch.no_grad(), or keep the head complete by "
-            "--cross-entropy full"
+            "--tp-size: with a sharded vocabulary, logits have no gradient; use the engine's "
+            "forward_backward, call the model under torch.no_grad(), or give --cross-entropy full"
         )
     return group.all_gather(F.linear(x_BSD, weight_vD, bias_v), dim=-1)
 

@@ -35,8 +35,8 @@ def compile_layers(model: Any) -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ExpertMeshError(
-            f"--compile needs a C++ compiler, and {compiler} is not to be found; install it, name another in the "
-            "environment variable CXX, or leave --compile out"
+            f"--compile needs a C++ compiler, but {compiler} was not found; install it, set the "
+            "environment variable CXX to another one, or leave --compile out"
         )
     layer: Any
     attention = model.config._attn_implementation

@@ -51,14 +51,14 @@ def choose_matmul_libraries(config: TrainConfig, ranks: Ranks) -> MatmulLibrarie
 
 def _choose(config: TrainConfig) -> MatmulLibraries:
     if not has_onednn():
-        return MatmulLibraries(_all("blas"), "this torch has no oneDNN, or it is switched off")
+        return MatmulLibraries(_all("blas"), "this torch has no oneDNN, or it is turned off")
     if config.cpu_matmul != "auto":
         return MatmulLibraries(_all(config.cpu_matmul), "asked for")
     if config.deterministic:
         return MatmulLibraries(_all("onednn"), "auto: no probe with --deterministic")
     earlier = _earlier(config)
     if earlier is not None:
-        return MatmulLibraries(earlier, "auto: as before the resume")
+        return MatmulLibraries(earlier, "auto: as in the resumed run")
     ratios = probe_libraries()
     said = ", ".join(f"{product} {ratio:.2f}" for product, ratio in ratios.items())
     return MatmulLibraries(faster_libraries(ratios), f"auto: onednn's speed over blas's in a probe: {said}")

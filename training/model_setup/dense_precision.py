@@ -24,8 +24,8 @@ def multiply_in_fp8(model: Any, device_type: str) -> str:
     has_gpu = device_type == "cuda" and torch.cuda.is_available()  # a dry run has none
     if has_gpu and (found := torch.cuda.get_device_capability())[0] < 9:
         raise ExpertMeshError(
-            "--dense-precision fp8: torch multiplies with a scale per row from compute capability 9 on (H100), and "
-            f"this GPU has {'.'.join(map(str, found))}; leave it out"
+            "--dense-precision fp8: needs a GPU of compute capability 9 or more (H100); this one has "
+            f"{'.'.join(map(str, found))}; leave it out"
         )
     linear, left = layers_linear(model), set(unquantized(model))
     left |= {path for path, module in linear.items() if not suits_fp8(module.get_parameter("weight"))}
@@ -34,9 +34,9 @@ def multiply_in_fp8(model: Any, device_type: str) -> str:
             use_fp8(module)
     if len(left) == len(linear):
         raise ExpertMeshError(
-            "--dense-precision fp8: no linear layer of this model can multiply in fp8: other code reads their weights, "
-            "or their widths are no multiples of 16; leave it out"
+            "--dense-precision fp8: no linear layer of this model can use fp8: other code reads "
+            "their weights, or their widths are not multiples of 16; leave it out"
         )
     names = sorted({path.rpartition(".")[2] for path in left})
-    but = f"; in bf16: {len(left)} whose widths or code do not allow it ({', '.join(names)})" if left else ""
+    but = f"; in bf16, because of their widths or code: {len(left)} ({', '.join(names)})" if left else ""
     return f"dense GEMMs in fp8: {len(linear) - len(left)} linear layers of {len(linear)}{but}"

@@ -63,7 +63,7 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
     total = sum(p.numel() for p in parameters)
     if frozen == total:
-        raise ExpertMeshError(f"--freeze {' '.join(entries)}: leaves nothing to train")
+        raise ExpertMeshError(f"--freeze {' '.join(entries)} leaves nothing to train")
     return Frozen(tuple(entries), frozen, total)
 
 

@@ -87,8 +87,8 @@ def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:
         return []
     names = sorted({path.removeprefix(layer) for path in paths for layer in layer_prefixes(model)} - set(paths))
     return [
-        f"base in {config.base_dtype}, but for {len(paths)} linear layers, whose weights other code of the model reads "
-        f"or that it keeps in fp32: {', '.join(names)}"
+        f"base in {config.base_dtype}, except {len(paths)} linear layers whose weights other code "
+        f"reads or that stay fp32: {', '.join(names)}"
     ]
 
 

@@ -31,7 +31,7 @@ def select(
     if not found:
         near = difflib.get_close_matches(pattern, [*groups, *hints], n=3, cutoff=0.4)
         raise ExpertMeshError(
-            f"{flag} {pattern}: no {what} has that in its name; "
+            f"{flag} {pattern}: no {what} matches it; "
             + (f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(groups)}")
         )
     return found

@@ -15,11 +15,10 @@ def compute_in_tf32(device_type: str) -> None:
         ExpertMeshError: it has no TF32, as no CPU and no GPU before Ampere.
     """
     if device_type != "cuda":
-        raise ExpertMeshError(f"--tf32 needs a GPU, and this run is on {device_type}; leave it out")
+        raise ExpertMeshError(f"--tf32 needs a GPU; this run is on {device_type}; leave it out")
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         raise ExpertMeshError(
-            f"--tf32 needs a GPU of compute capability 8.0 (Ampere) or more, and this one has {major}.{minor}; "
-            "leave it out"
+            f"--tf32 needs a GPU of compute capability 8.0 (Ampere) or more; this one has {major}.{minor}; leave it out"
         )
     torch.set_float32_matmul_precision("high")

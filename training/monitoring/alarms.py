@@ -94,9 +94,9 @@ class LossAlarm:
             return None
         self.warned_at = step
         return (
-            f"loss spike: {loss:.4f}, after a mean of {mean:.4f} with a standard deviation of {deviation:.4f}; if it "
-            f"does not recover, resume from before it with a lower --learning-rate (now "
-            f"{self.learning_rate:g}), a lower --max-grad-norm, or other data"
+            f"loss spike: {loss:.4f}, after a mean of {mean:.4f} with a standard deviation of "
+            f"{deviation:.4f}; if it does not recover, resume from an earlier checkpoint with a lower "
+            f"--learning-rate (now {self.learning_rate:g}), a lower --max-grad-norm, or other data"
         )
 
 
@@ -162,7 +162,7 @@ class RouterAlarm:
         if not len(layers):
             return None
         first = layers[0]
-        more = f", and {len(layers) - 1} more layers are alike" if len(layers) > 1 else ""
+        more = f"; {len(layers) - 1} more layers collapsed too" if len(layers) > 1 else ""
         return (
             f"router collapse: in {steps} steps, {dead_L[first]} of the {num_experts} experts of layer {first} got no "
             f"token, and expert {tokens_LE[first].argmax()} got {load_L[first]:.2f} times the mean{more}"
@@ -208,6 +208,6 @@ class RouterAlarm:
     def _remedy(self) -> str:
         z = self.balance.weights.z
         return (
-            f"{self.balance.remedy()}, or --router-z-loss-coef (now {z:g}) where the router is too sure of itself, or "
-            f"lower --learning-rate (now {self.config.learning_rate:g})"
+            f"{self.balance.remedy()}, or --router-z-loss-coef (now {z:g}) if the router's scores are "
+            f"extreme, or lower --learning-rate (now {self.config.learning_rate:g})"
         )

@@ -92,7 +92,7 @@ class AnomalyDetector:
         dist.all_gather_object(found, min(here, default=None))
         firsts = [entry for entry in found if entry is not None]
         if not firsts:
-            return "every tensor is finite: the gradients are, but not the sum of their squares"
+            return "every gradient is finite, but not the sum of their squares"
         _, rank, what = min(firsts)
         return f"first non-finite tensor: {what}, on rank {rank}"
 

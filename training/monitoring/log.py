@@ -174,8 +174,8 @@ class RunLog:
                 is_there = False
             if not is_there:
                 raise ExpertMeshError(
-                    f"--output-dir {self.output_dir}: was deleted, moved or replaced during the run: "
-                    f"{self.path.name} is no longer the file that it began"
+                    f"--output-dir {self.output_dir} was deleted, moved or replaced during the run: "
+                    f"{self.path.name} is no longer the file of this run"
                 )
 
     def _write_report(self) -> None:

@@ -51,16 +51,17 @@ class NonFiniteGuard:
             where = self.detector.first_nonfinite()
         if self.config.on_nonfinite == "stop":
             raise ExpertMeshError(
-                f"step {step}: {what}: training has diverged; the optimizer step was skipped; {where}; try a lower "
-                "--learning-rate, more --warmup-steps, or --max-grad-norm 1; --on-nonfinite skip leaves such steps out"
+                f"step {step}: {what}: training has diverged; the optimizer step was skipped; {where}; "
+                "try a lower --learning-rate, more --warmup-steps, or --max-grad-norm 1; to skip such "
+                "steps, give --on-nonfinite skip"
             )
         self.skipped_in_a_row += 1
         self.tell(f"warning: step {step} is skipped: {what}; {where}")
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ExpertMeshError(
-                f"--on-nonfinite skip: steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as "
-                f"{what}: training has diverged; {where}; go back to an earlier checkpoint by --resume PATH, with a "
-                "lower --learning-rate, or with --max-grad-norm 1"
+                f"--on-nonfinite skip: steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all "
+                f"skipped, the last as {what}: training has diverged; {where}; resume an earlier "
+                "checkpoint with --resume PATH, and a lower --learning-rate, or with --max-grad-norm 1"
             )
 
     def _without_targets(self, step: int) -> None:
@@ -69,6 +70,6 @@ class NonFiniteGuard:
         self.tell(f"warning: step {step} is skipped: {NO_TARGETS}")
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ExpertMeshError(
-                f"steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as {NO_TARGETS}; check "
-                "the labels that the data have"
+                f"steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as "
+                f"{NO_TARGETS}; check the labels of the data"
             )

@@ -117,7 +117,7 @@ class StepProfiler:
             if problem:
                 self.say(f"warning: rank {rank} has no profile of {steps}: {problem}")
         if lines := [line for line, _ in told if line]:
-            more = f"; beside it those of other ranks, {len(lines)} in all" if len(lines) > 1 else ""
+            more = f"; one more per profiled rank, {len(lines)} in all" if len(lines) > 1 else ""
             self.say(f"profiled {steps}: {lines[0]}{more}")
         self.done, self.problem = [], ""
 
@@ -144,7 +144,7 @@ class StepProfiler:
             _write_trace(recording.profiler, partial)
         with whole(self.directory / f"{name}.json") as partial:
             partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        kinds = "trace.json.gz and json; torch takes memory snapshots of GPUs alone"
+        kinds = "trace.json.gz and json; torch takes memory snapshots only on GPUs"
         if self.device.type == "cuda":
             kinds = "trace.json.gz, memory.pickle and json"
         most = ", ".join(f"{part} {cost.seconds / wall:.0%}" for part, cost in list(costs.items())[:3])
@@ -160,7 +160,7 @@ def check_profile(config: TrainConfig, num_steps: int, world_size: int) -> None:
         return
     if (last := config.profiled_steps[-1][-1]) > num_steps:
         raise ExpertMeshError(
-            f"--profile {','.join(config.profile)}: there will be no step {last:,}: the run has {num_steps:,}"
+            f"--profile {','.join(config.profile)}: there is no step {last:,}: the run has {num_steps:,}"
         )
     # a run that came back with fewer ranks is to continue
     if config.profile_ranks != ["all"] and not config.elastic and max(_numbers(config)) >= world_size:

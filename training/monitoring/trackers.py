@@ -31,12 +31,12 @@ def check_trackers(config: TrainConfig) -> None:
     known = [str(kind) for kind in LoggerType]
     for name in _asked_for(config):
         if name not in known:
-            raise ExpertMeshError(f"--report-to {name}: is no tracker; there are {', '.join(known)}, or none")
+            raise ExpertMeshError(f"--report-to {name}: unknown tracker; use one of {', '.join(known)}, or none")
         if name != "all" and name not in map(str, get_available_trackers()):
             raise ExpertMeshError(f"--report-to {name}: not installed; pip install it first")
     if _asked_for(config) and (Path(config.run_name).is_absolute() or ".." in Path(config.run_name).parts):
         raise ExpertMeshError(
-            f"--run-name {config.run_name}: trackers name a directory so, which must be a relative one"
+            f"--run-name {config.run_name}: must be a relative path, because trackers make a directory of that name"
         )
 
 

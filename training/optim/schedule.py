@@ -44,13 +44,13 @@ def check_schedule(config: TrainConfig, num_steps: int, evaluates: bool) -> None
         follows_eval_loss(config) or config.lr_scheduler_type == SchedulerType.CONSTANT
     ):
         raise ExpertMeshError(
-            f"--lr-scheduler-type {config.lr_scheduler_type} knows no warm-up; leave out --warmup-steps and "
-            "--warmup-ratio, or take another schedule, such as constant_with_warmup"
+            f"--lr-scheduler-type {config.lr_scheduler_type} has no warm-up; leave out --warmup-steps "
+            "and --warmup-ratio, or use another schedule, such as constant_with_warmup"
         )
     if follows_eval_loss(config) and not evaluates:
         raise ExpertMeshError(
-            f"--lr-scheduler-type {config.lr_scheduler_type} follows the evaluation loss, and this run evaluates "
-            "nothing; give --eval-dataset or --eval-ratio, or take another schedule"
+            f"--lr-scheduler-type {config.lr_scheduler_type} follows the evaluation loss, but this "
+            "run does not evaluate; give --eval-dataset or --eval-ratio, or use another schedule"
         )
     build_scheduler(torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate), config, num_steps)
 
@@ -96,7 +96,9 @@ def scheduler_arguments(config: TrainConfig) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ExpertMeshError(f"--lr-scheduler-kwargs {text}: is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ExpertMeshError(f"--lr-scheduler-kwargs {text}: is no JSON object; write it like '{{\"min_lr\": 1e-6}}'")
+        raise ExpertMeshError(
+            f"--lr-scheduler-kwargs {text}: is not a JSON object; write it like '{{\"min_lr\": 1e-6}}'"
+        )
     takes = _arguments_of(SchedulerType(config.lr_scheduler_type))
     unknown = [key for key in arguments if key not in takes]
     if unknown:

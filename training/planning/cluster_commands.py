@@ -55,10 +55,10 @@ def build_parser() -> Parser:
     mesh.add_argument("--world-size", "--gpus", type=int, help="number of ranks (default: torchrun's)")
     mesh.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
     mesh.add_argument("--cp-size", type=int, default=1, help="ranks that each sequence is split over")
-    mesh.add_argument("--tp-size", type=int, default=1, help="ranks that heads and the vocabulary are divided by")
-    mesh.add_argument("--pp-size", type=int, default=1, help="ranks that the decoder layers are distributed over")
+    mesh.add_argument("--tp-size", type=int, default=1, help="ranks that heads and the vocabulary are sharded over")
+    mesh.add_argument("--pp-size", type=int, default=1, help="ranks that the decoder layers are divided over")
     mesh.add_argument("--pipeline-chunks", type=int, default=1, help="stages per pipeline rank")
-    mesh.add_argument("--num-layers", type=int, default=32, help="decoder layers, taken to be alike")
+    mesh.add_argument("--num-layers", type=int, default=32, help="number of decoder layers")
     mesh.add_argument(
         "--dense-shard",
         choices=["full", "hybrid"],

@@ -65,7 +65,10 @@ def print_table(console: Console, columns: Sequence[Column]) -> None:
     console.print(_table(kept))
     left_out = dict.fromkeys(c.called for c in columns if c not in kept and not c.is_constant)
     if left_out:
-        said = f"left out at {width} columns: {', '.join(left_out)}; a wider terminal, a pipe or a file has them"
+        said = (
+            f"left out at {width} columns: {', '.join(left_out)}; widen the terminal, or write to a "
+            "file or pipe, to see them"
+        )
         console.print(folded(said))
 
 

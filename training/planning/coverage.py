@@ -14,7 +14,7 @@ NOT_MODELLED = {
     "deterministic": "the forecast is of the faster kernels",
     "detect_anomaly": "its checks of every module's output are not in it",
     "check_replicas": "its comparisons are not in it",
-    "profile": "the forecast is of steps without it",
+    "profile": "the forecast is for steps without it",
     "debug_ranks": "the forecast is of a run without it",
     "eval_dataset": "the forecast is of training steps; evaluations are not in it",
     "eval_ratio": "the forecast is of training steps; evaluations are not in it",

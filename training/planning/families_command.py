@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_support(arguments.family or known, unknown)
     if unknown:
         print(
-            f"moe: error: {unknown[0]}: no causal mixture-of-experts model of transformers is called so; there are "
-            f"{', '.join(known)}",
+            f"moe: error: {unknown[0]}: transformers has no causal mixture-of-experts model of that "
+            f"name; known: {', '.join(known)}",
             file=sys.stderr,
         )
         return 2

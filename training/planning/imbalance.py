@@ -19,8 +19,8 @@ def add_imbalance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance",
         metavar="X|FILE",
-        help="load of the busiest expert over the mean, or a run's metrics.jsonl to take it from (default: what "
-        "natural routing was measured to have, by the number of experts; 1: even)",
+        help="load of the busiest expert over the mean, or a run's metrics.jsonl to read it from "
+        "(default: as measured for natural routing, by the number of experts; 1: even)",
     )
 
 
@@ -37,7 +37,7 @@ def read_imbalance(given: str | None) -> float | None:
     except ValueError:
         return _logged(Path(given))
     if not 1 <= busiest < float("inf"):
-        raise ExpertMeshError(f"--imbalance {given}: the busiest expert has at least the mean, 1")
+        raise ExpertMeshError(f"--imbalance {given}: must be 1 (the mean) or more")
     return busiest
 
 
@@ -53,7 +53,7 @@ def _logged(file: Path) -> float:
         with file.open(encoding="utf-8") as lines:
             records = [json.loads(line) for line in iter(partial(lines.readline, MOST_LINE), "")]
     except (OSError, ValueError, RecursionError) as error:
-        raise ExpertMeshError(f"--imbalance {file}: is no metrics.jsonl that can be read: {error}") from error
+        raise ExpertMeshError(f"--imbalance {file}: is not a readable metrics.jsonl: {error}") from error
     names = {metric.name for metric in sources}
     found = [record for record in records if isinstance(record, dict) and record.keys() & names]
     try:

@@ -50,7 +50,7 @@ def mesh(arguments: argparse.Namespace) -> int:
     if world < 1:
         raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
     if arguments.json is not None and not arguments.check:
-        raise ExpertMeshError(f"--json {arguments.json}: has the rates that --check measures; add --check")
+        raise ExpertMeshError(f"--json {arguments.json}: needs the rates that --check measures; add --check")
     if arguments.picture is not None and world > MOST_RANKS:
         raise ExpertMeshError(f"--picture: draws at most {MOST_RANKS} ranks; this layout has {world}")
     if rank == 0:

@@ -68,7 +68,7 @@ def plan(asked: Asked) -> int:
             print(folded(line), file=sys.stderr)
         reckon(plans)
         if to_set := to_be_set(launch(best)):
-            print(folded(f"note: in what `launch` says, {to_set}"), file=sys.stderr)
+            print(folded(f"note: in `launch`, {to_set}"), file=sys.stderr)
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
@@ -77,11 +77,9 @@ def plan(asked: Asked) -> int:
     for line in notes:
         console.print(Text(folded(line)))
     if asked.tried().pp_size == 1 and "pp_size" not in asked.given.all and asked.world_size > cluster.gpus_per_node:
-        console.print(Text(folded("pipelines are tried with --global-batch-size or --pp-size")))
+        console.print(Text(folded("to try pipelines, give --global-batch-size or --pp-size")))
     if not arguments.verbose:
-        console.print(
-            Text(folded("--verbose says what memory and time consist of, what is sent, and what was assumed"))
-        )
+        console.print(Text(folded("--verbose shows the parts of memory and time, what is sent, and the assumptions")))
     if best.fits:
         line = launch(best)
         console.print(Text("\nrecommended", "bold green"))
@@ -208,7 +206,7 @@ def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tri
     if not plans:
         kept = {name: value for name, value in asked.given.all.items() if name in _LAYOUT}
         said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
-        raise ExpertMeshError(f"no layout of {base.world_size} GPUs has {said or 'this model'}; leave some of it out")
+        raise ExpertMeshError(f"no layout of {base.world_size} GPUs has {said or 'this model'}; leave some flags out")
     return plans
 
 
@@ -281,10 +279,10 @@ def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[
             done.add(kind)
             fitting.append(f"  {flags}: {summary(plan, cluster.hardware)}")
     if fitting:
-        yield "tried, one at a time, in the smallest layout or on more GPUs; these fit:"
+        yield "changes that make it fit, tried one at a time in the smallest layout or on more GPUs:"
         yield from fitting
     else:
-        yield f"nor does it fit with any of: {', '.join(flags for flags, _, _ in tries)}"
+        yield f"none of these makes it fit: {', '.join((flags for flags, _, _ in tries))}"
 
 
 def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Setting, cluster: Cluster) -> Plan | None:

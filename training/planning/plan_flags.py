@@ -29,7 +29,7 @@ ALIASES = {
 }
 """Other names of train_ep.py's flags."""
 GONE = {
-    "--sweep": "plan each number of GPUs by itself: --gpus 64",
+    "--sweep": "give one number of GPUs, as in --gpus 64",
     "--plot": "draw what --json prints",
 }
 _EPILOG = """\
@@ -63,9 +63,9 @@ def build_parser() -> Parser:
     )
     add_imbalance_flags(parser)
     parser.add_argument("--top", type=int, default=12, help="lines of the table")
-    parser.add_argument("--verbose", action="store_true", help="what memory and time consist of, and what was assumed")
+    parser.add_argument("--verbose", action="store_true", help="show the parts of memory and time, and the assumptions")
     parser.add_argument("--json", action="store_true", help="print JSON: every layout, with the line that starts it")
-    parser.add_argument("--no-cache", action="store_true", help="measure again, and keep nothing of it")
+    parser.add_argument("--no-cache", action="store_true", help="measure again, without the cache")
     parser.add_argument("--seq-length", metavar="N", help="another name of --max-seq-length")
     parser.add_argument("--micro-batch", metavar="N", help="another name of --per-device-train-batch-size")
     parser.add_argument("--optimizer", metavar="NAME", help="another name of --optim")
@@ -106,7 +106,7 @@ class Asked:
         if settings.get("offload_activations") or settings.get("keep_expert_products"):
             settings.setdefault("gradient_checkpointing", "selective")
         if settings.get("tf32") and "bf16" not in self.given.all:
-            raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --bf16 false")
+            raise ExpertMeshError("--tf32 is for fp32 matmuls, but this plan is for bf16; add --bf16 false")
         config = TrainConfig(**with_init_adapter(settings))
         check_covered(config)
         return config if self.has_batch else replace(config, global_batch_size=self._batch(config))

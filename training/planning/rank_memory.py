@@ -109,12 +109,12 @@ class Forecast:
         said = " + ".join(f"{name} {n / 2**30:,.1f}" for name, n in terms.items() if n)
         if self.before:
             # plans are of GPUs
-            instead = "more ranks, another --optim, or --adapter lora may need less (none of them was tried)"
+            instead = "more ranks, another --optim, or --adapter lora may need less memory"
         else:
-            instead = f"what would fit is tried by `{_plan_line(config, world_size, self.available)}`"
+            instead = f"to find settings that fit, run `{_plan_line(config, world_size, self.available)}`"
         raise ExpertMeshError(
             f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
-            f"{self.available / 2**30:,.1f} GiB available; {instead}; --force tries anyway"
+            f"{self.available / 2**30:,.1f} GiB available; {instead}; --force starts anyway"
         )
 
 
@@ -244,7 +244,7 @@ def _choose(
     # whose matmuls are another package's cannot leave their weight gradients for later
     can_queue = kernel.kernel.product is not None
     held, chosen = choose_pipeline(run, cluster, replace(config, **recorded), can_queue)
-    why, balance = ("as before it was resumed" if recorded.get(f"pipeline_{name}") else "" for name in _CHOSEN)
+    why, balance = ("as in the resumed run" if recorded.get(f"pipeline_{name}") else "" for name in _CHOSEN)
     return held, replace(chosen, why=why or chosen.why, balance=balance or chosen.balance)
 
 

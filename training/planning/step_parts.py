@@ -204,8 +204,8 @@ def register_step_part(
     """
     if part is not None and part not in get_args(StepPart):
         raise ExpertMeshError(
-            f"{module} cannot be registered as part {part!r} of a step: the parts are {', '.join(get_args(StepPart))}; "
-            "None is that of whatever calls it"
+            f"{module} cannot be registered as part {part!r} of a step: the parts are "
+            f"{', '.join(get_args(StepPart))}; None is that of the caller"
         )
     code = StepModule(part, tuple(lasting), dict(kernels or {}))
     known = STEP_PARTS.setdefault(module, code)

@@ -151,7 +151,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     tensor_parallel = Column(
         "tensor\nparallel",
         [str(s.tp_size) for s in settings],
-        meaning="--tp-size: GPUs that divide heads and dense MLPs",
+        meaning="--tp-size: GPUs that heads and dense MLPs are sharded over",
     )
     return [
         *([fits] if len({plan.fits for plan in plans}) > 1 else []),
@@ -165,7 +165,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column(
             "expert\nparallel",
             [str(s.ep_size) for s in settings],
-            meaning="--ep-size: GPUs among which a layer's experts are divided",
+            meaning="--ep-size: GPUs that a layer's experts are sharded over",
         ),
         *([tensor_parallel] if any(s.tp_size > 1 for s in settings) else []),
         Column(
@@ -180,13 +180,13 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
             [s.checkpointing for s in settings],
             "checkpointing",
             is_text=True,
-            meaning="--gradient-checkpointing: what backward computes again instead of keeping it",
+            meaning="--gradient-checkpointing: what backward recomputes instead of storing it",
         ),
         Column(
             "micro-\nbatch",
             [str(s.micro_batch) for s in settings],
             "micro-batch",
-            meaning="--per-device-train-batch-size: sequences at once",
+            meaning="--per-device-train-batch-size: sequences per micro-batch",
         ),
         Column("state", gib(m.lasting for m in memories), spare=4),
         Column("activ.", gib(m.activations for m in memories), spare=3),
@@ -200,7 +200,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column(
             "tokens/s\nper GPU",
             [f"{plan.tokens_per_second:,.0f}" for plan in plans],
-            meaning="by the rates attained elsewhere",
+            meaning="by rates that others attained",
         ),
     ]
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(output_dirs) > 1:
             print(write_comparison(output_dirs, output or Path(COMPARISON)))
         elif output is not None:
-            raise ExpertMeshError("--output is the page of several runs: that of one is report.html in its directory")
+            raise ExpertMeshError("--output is for several runs; the report of one run is report.html in its directory")
         else:
             print(write_report(output_dirs[0]))
     except ExpertMeshError as error:

@@ -70,7 +70,7 @@ def write_comparison(output_dirs: Sequence[Path], page: Path) -> Path:
             or the page cannot be written.
     """
     if len(output_dirs) > MAX_RUNS:
-        raise ExpertMeshError(f"{len(output_dirs)} runs are too many for one page, which shows up to {MAX_RUNS}")
+        raise ExpertMeshError(f"{len(output_dirs)} runs are too many; a page shows up to {MAX_RUNS}")
     if len({output_dir.resolve() for output_dir in output_dirs}) < len(output_dirs):
         raise ExpertMeshError("a run is given twice")
     contents = [_read_run(output_dir) for output_dir in output_dirs]

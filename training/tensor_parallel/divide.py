@@ -52,13 +52,13 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
     model_type = model.config.model_type
     if model_type in UNDIVIDED:
         raise ExpertMeshError(
-            f"--tp-size {tp_size}: the attention of {model_type} cannot be divided: {UNDIVIDED[model_type]}; leave it "
-            "out, or use --cp-size"
+            f"--tp-size {tp_size}: cannot shard the attention of {model_type}: {UNDIVIDED[model_type]}; "
+            "leave it out, or use --cp-size"
         )
     if not any(plan.path in mixers for plan in plans):
         raise ExpertMeshError(
-            f"--tp-size {tp_size}: transformers has no plan (base_model_tp_plan) of how to divide the attention of "
-            f"{model_type}; leave it out, or use --cp-size. It has one for "
+            f"--tp-size {tp_size}: transformers has no tensor-parallel plan (base_model_tp_plan) for "
+            f"the attention of {model_type}; leave it out, or use --cp-size. It has one for "
             f"{', '.join(families_with_plan())}"
         )
     _check_heads(model, tp_size)
@@ -102,9 +102,9 @@ def _divide(model: Any, plan: Region, parallel: TensorParallel, is_attention: bo
             )
         if is_fp8(model.get_submodule(name.rpartition(".")[0])) and number // size % MULTIPLE:
             raise ExpertMeshError(
-                f"--dense-precision fp8: its matmuls take widths that are multiples of {MULTIPLE}, and --tp-size "
-                f"{size} leaves each rank {number // size} of the {number} rows of {name}; use a smaller one, or "
-                "leave out one of them"
+                f"--dense-precision fp8: needs widths that are multiples of {MULTIPLE}, but --tp-size "
+                f"{size} leaves each rank {number // size} of the {number} rows of {name}; use a smaller "
+                "--tp-size, or leave out one of them"
             )
     values = {name.rpartition(".")[2]: rows[name] // size for name in plan.values}
     region = (Attention if is_attention else ByToken)(parallel, plan, values)
@@ -166,7 +166,7 @@ def undivided_vocabulary(model: Any, tp_size: int, cross_entropy: str) -> dict[s
     why_not: dict[str, str | None] = {}
     for name, module in (("embedding", embedding), ("head", head)):
         number = len(module.weight)
-        why_not[name] = f"its {number:,} tokens are no multiple of --tp-size {tp_size}" if number % tp_size else None
+        why_not[name] = f"its {number:,} tokens are not a multiple of --tp-size {tp_size}" if number % tp_size else None
     if not isinstance(embedding, nn.Embedding):
         why_not["embedding"] = f"a {type(embedding).__name__} is no nn.Embedding"
     facts = facts_of(model)
@@ -201,8 +201,8 @@ class DividedEmbedding:
             return group.reduce_scatter(self._looked_up(group.all_gather(tokens_BL, dim=0)), dim=0)
         if torch.is_grad_enabled() and self.embedding.weight.requires_grad:
             raise ExpertMeshError(
-                "--tp-size: where the vocabulary is divided, a model that is called by itself gives no gradients; take "
-                "them from the engine (forward_backward), or call the model under torch.no_grad()"
+                "--tp-size: with a sharded vocabulary, calling the model gives no gradients; use the "
+                "engine's forward_backward, or call the model under torch.no_grad()"
             )
         x_BSD = self._looked_up(tokens_BL)
         if group.ranks is not None:

@@ -52,9 +52,9 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     dist.all_gather_object(gpus, visible[device.index], group=group.ranks)
     if hidden := [gpu for gpu in gpus if gpu not in visible]:
         raise ExpertMeshError(
-            f"--async-tp: this process does not see GPU {hidden[0]}, which is in its tensor-parallel group, and so "
-            "cannot write to its memory: let every process see all GPUs of its node (CUDA_VISIBLE_DEVICES), or leave "
-            "it out"
+            f"--async-tp: this process does not see GPU {hidden[0]} of its tensor-parallel group, so "
+            "it cannot write to its memory: let every process see all GPUs of its node "
+            "(CUDA_VISIBLE_DEVICES), or leave it out"
         )
     if len(set(gpus)) < len(gpus):
         raise ExpertMeshError(f"--async-tp: ranks of one tensor-parallel group share a GPU, of {gpus}; leave it out")
@@ -76,9 +76,7 @@ def check_async(device_type: str) -> None:
         ExpertMeshError: there is no GPU.
     """
     if device_type != "cuda" or not torch.cuda.is_available():
-        raise ExpertMeshError(
-            "--async-tp: exchanges beside GEMMs go by NVLink, between GPUs; there is none here: leave it out"
-        )
+        raise ExpertMeshError("--async-tp: needs GPUs connected by NVLink; this run has no GPU; leave it out")
 
 
 def gather_multiply(

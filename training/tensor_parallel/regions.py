@@ -59,7 +59,7 @@ class TensorParallel:
         """For a run's first lines."""
         kinds = Counter(region.plan.path.rpartition(".")[2] for region in self.regions)
         divided = ", ".join(f"{number} {name}" for name, number in kinds.items())
-        return f"tensor parallelism over {self.group.size} ranks divides {divided}"
+        return f"tensor parallelism over {self.group.size} ranks shards {divided}"
 
     def overlapped_line(self, quantized: Collection[nn.Module]) -> str:
         """Which exchanges --async-tp does in parts, for a run's first lines; of a model that has been tried with
@@ -78,14 +78,15 @@ class TensorParallel:
         number = len(self.regions)
         if not any(first + last):
             raise ExpertMeshError(
-                f"--async-tp: none of the {number} regions that --tp-size {self.group.size} divides begins or ends "
-                "with layers that only multiply, as those with adapters or quantized weights do not: leave it out"
+                f"--async-tp: none of the {number} regions that --tp-size {self.group.size} divides "
+                "begins or ends with plain linear layers (without adapters or quantized weights); leave "
+                "it out"
             )
         latent = sum(not region.first_layers for region in self.regions)
-        why = f"; {latent} begin with layers that are not divided" if latent else ""
+        why = f"; {latent} begin with layers that are not sharded" if latent else ""
         return (
-            f"exchanges in parts beside GEMMs (async): at the beginning of {sum(first)} of {number} regions, at the "
-            f"end of {sum(last)}{why}"
+            f"exchanges overlap with GEMMs (async): at the beginning of {sum(first)} of {number} "
+            f"regions, at the end of {sum(last)}{why}"
         )
 
     def place(self, group: TPGroup, here: Collection[str]) -> None:
@@ -226,9 +227,9 @@ class DividedRegion:
             return split
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given)):
             raise ExpertMeshError(
-                "--tp-size: gradients are computed of batches that the ranks of a tensor-parallel group split: call "
-                "the engine's step, or forward_backward, in place of the model; without gradients the model may be "
-                "called"
+                "--tp-size: calling the model gives no gradients, because the ranks of a tensor-parallel "
+                "group split batches; use the engine's step or forward_backward, or call the model under "
+                "torch.no_grad()"
             )
         return None
 
@@ -265,8 +266,8 @@ class DividedRegion:
 
     def unlike(self, module: nn.Module, how: str) -> ExpertMeshError:
         return ExpertMeshError(
-            f"--tp-size {self.parallel.group.size}: {type(module).__name__} {how}, and it is not known how to divide "
-            "it; leave --tp-size out"
+            f"--tp-size {self.parallel.group.size}: {type(module).__name__} {how}, which expertmesh "
+            "cannot shard; leave --tp-size out"
         )
 
 
@@ -278,7 +279,7 @@ class ByToken(DividedRegion):
             return None
         others = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
         if others or not isinstance(args[0], Tensor):
-            raise self.unlike(module, "is given other tensors than its tokens")
+            raise self.unlike(module, "gets other tensors than its tokens")
         return (self.gather("0", args[0], 0), *args[1:]), kwargs
 
 

@@ -148,7 +148,7 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
     device = hardware.device
     if fp8 and not device.fp8:
         raise ExpertMeshError(
-            f"--expert-precision and --dense-precision fp8: no fp8 matmul rate is known of {hardware.name}"
+            f"--expert-precision and --dense-precision fp8: the fp8 matmul rate of {hardware.name} is unknown"
         )
     matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
     return replace(hardware, device=replace(device, matrix=matrix, fp32=matrix if tf32 else device.fp32))
@@ -210,15 +210,15 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` measured, in place of "
-        "--gpu and --network",
+        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` "
+        "measured, instead of --gpu and --network",
     )
     parser.add_argument(
         "--flash-attention",
         type=int,
         choices=(2, 3),
         default=2,
-        help="version whose rates packed attention has: 3 where flash_attn_interface is installed (default: 2)",
+        help=("flash-attention version of packed attention: 3 if flash_attn_interface is installed (default: 2)"),
     )
 
 
@@ -245,7 +245,7 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
             )
         if arguments.gpu is not None and arguments.gpu_memory:
             raise ExpertMeshError(
-                f"--gpu {arguments.gpu}: beside --calibrate {file} it says the memory alone, as --gpu-memory "
+                f"--gpu {arguments.gpu}: with --calibrate {file} it only sets the memory, as --gpu-memory "
                 f"{arguments.gpu_memory} does; leave out one of them"
             )
         name = f"rates of {file}"

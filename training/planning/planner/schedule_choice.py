@@ -43,7 +43,7 @@ def choose_schedule(
         return planned(without_queue), "no expert weight gradients can wait for zero-bubble"
     plain, queued = planned(without_queue), planned("zero-bubble")
     if not plain.fits and not queued.fits:
-        return plain, "none fits by forecast, and this one holds the least"
+        return plain, "none fits by forecast, and this one needs the least memory"
     for best, other in ((plain, queued), (queued, plain)):
         if best.fits and not other.fits:
             name, size = other.setting.schedule, other.memory.total / 2**30

@@ -18,12 +18,12 @@ _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
 is a directory with config.json, that file, or a hub id. The real code of a
 training step runs. Prints whether it fits, what memory is for and when it
-peaks, what is sent, how long a step would take, and what would fail. Rates are
-those that others attained; what NCCL and CUDA take is assumed."""
+peaks, what is sent, how long a step takes, and what would fail. Rates are
+those that others attained; the memory of NCCL and CUDA is assumed."""
 
 _EPILOG = """\
 All options of train_ep.py are taken too; those that do not change a step have
-no effect, and what is not modelled is said.
+no effect, and the output lists what is not modelled.
 
 examples:
   python -m expertmesh.sharding rehearse --model DIR --gpus 256 --ep-size 64
