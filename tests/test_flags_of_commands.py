@@ -137,7 +137,7 @@ def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path
     [
         ("mesh --world-size 4 --ep-size 2 --num-layers 3", 0, "--num-layers has no effect at --pp-size 1"),
         ("mesh --world-size 4 --ep-size 2 --timeout 3", 0, "--timeout has no effect without --check"),
-        ("mesh --world-size 4 --ep-size 2 --json FILE", 2, "--json FILE: has the rates that --check measures"),
+        ("mesh --world-size 4 --ep-size 2 --json FILE", 2, "--json FILE: needs the rates that --check measures"),
         (
             "rehearse --model MODEL --max-seq-length 32 --samples-per-row 2",
             0,

@@ -532,7 +532,7 @@ def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFi
     assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in help_text(capsys)
     with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, per-row$"):
         parse_config([*flags[:-1], "per-rwo"])
-    with pytest.raises(ExpertMeshError, match="has its own GEMMs; leave out --expert-kernel per-row"):
+    with pytest.raises(ExpertMeshError, match="brings its own GEMMs; leave out --expert-kernel per-row"):
         parse_config([*flags, "--bf16", "--expert-precision", "fp8"])
     use_kernel(model, kernel)
     with pytest.raises(ExpertMeshError, match="--expert-kernel per-row recomputes them; use torch-grouped or loop"):

@@ -151,8 +151,8 @@ def forward_of_experts() -> Forward:
     forward = current_forward()
     if forward is None and _current_autograd_node() is not None:
         raise ExpertMeshError(
-            "experts are computed again in backward, and it is not known of which forward: their layers are "
-            "checkpointed otherwise than by --gradient-checkpointing (sharding.parallelize.recompute.checkpoint_layers)"
+            "experts are recomputed in backward for an unknown forward: their layers are checkpointed without "
+            "--gradient-checkpointing (sharding.parallelize.recompute.checkpoint_layers)"
         )
     return Forward() if forward is None else forward
 

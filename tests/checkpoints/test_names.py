@@ -270,7 +270,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
         f"has shape {[EXPERTS - 1, HIDDEN, WIDTH]}; config.json needs {[EXPERTS, HIDDEN, WIDTH]}",
     ),
     "a vector for a matrix": (lambda hub, _: {**hub, DOWN: torch.ones(3)}, DOWN, "has shape [3]; config.json needs"),
-    "a scalar for a vector": (lambda hub, _: {**hub, NORM: torch.ones(())}, NORM, "has shape []; the config"),
+    "a scalar for a vector": (lambda hub, _: {**hub, NORM: torch.ones(())}, NORM, "has shape []; config.json"),
     "a gate of another width": (lambda hub, _: {**hub, GATE: hub[GATE][1:]}, GATE,
                                 f"has shape [{WIDTH - 1}, {HIDDEN}]; config.json needs [{WIDTH}, {HIDDEN}]"),
     "fused and by themselves": (lambda hub, own: {**hub, FUSED_DOWN: own[FUSED_DOWN]}, "", "repeats dim-0 slices of"),

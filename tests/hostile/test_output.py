@@ -241,7 +241,7 @@ def test_goes_away(
     argv = [*arguments, str(out), "--save-steps", save_steps, "--async-save", "false"]
     ((code, errors),) = ranks.run(run_while, 1, argv, _gone, how, before_check, join_group=False)
     assert code == 2
-    assert f"--output-dir {out}: was deleted, moved or replaced" in errors
+    assert f"--output-dir {out} was deleted, moved or replaced" in errors
     assert tree(out) == ({"metrics.jsonl": b"precious"} if how == "replaced" else {})
     assert out.exists() == (how == "replaced"), "was made anew"
 

@@ -26,7 +26,7 @@ def parameters(config: PreTrainedConfig, text: str) -> tuple[dict[str, Any], int
         ("linear:0.5", "factor is 0.5; it must be a number of at least 1"),
         ("ntk:4", "rope_type is 'ntk'; it must be one of linear, dynamic, yarn"),
         ("longrope:4", "longrope takes more than a factor: give JSON with factor, short_factor, long_factor"),
-        ("{", "--rope-scaling: is no JSON object"),
+        ("{", "--rope-scaling: is not a JSON object"),
         ("{}", "rope_type is None"),
         ('{"factor": 4}', "rope_type is None"),
         ('{"rope_type": "yarn"}', "yarn needs factor"),

@@ -457,7 +457,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         ),
         (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "the fp8 matmul rate of"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
-        (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
+        (["--model", "no/such-model"], "--model no/such-model is not a directory, and the hub has no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--model", "CONFIG", "--adapters", "lora"], "unknown flag --adapters; did you mean --adapter?"),
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),

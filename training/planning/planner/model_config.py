@@ -46,7 +46,7 @@ def find_config(model: str) -> ConfigFile:
         found = found_instead(path / "config.json")
         raise ExpertMeshError(f"--model {model}: the directory has no config.json" + (f"; {found}" if found else ""))
     if path.exists() and not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ExpertMeshError(f"--model {model}: config.json is no file")
+        raise ExpertMeshError(f"--model {model}: config.json is not a file")
     file = _fetched(model) if not path.exists() else path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def _fetched(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:
         raise ExpertMeshError(
-            f"--model {model} is no directory, and the hub gives no config.json: {_reason(error)}"
+            f"--model {model} is not a directory, and the hub has no config.json: {_reason(error)}"
         ) from error
 
 
