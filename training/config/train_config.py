@@ -152,9 +152,7 @@ class TrainConfig(
         if self.profile and self.compile:
             raise ExpertMeshError("--profile cannot look inside layers that --compile compiles; leave out one of them")
         if self.task == "dpo" and self.train_on != "assistant":
-            raise ExpertMeshError(
-                f"--train-on {self.train_on}: --task dpo trains on answers only; leave it out"
-            )
+            raise ExpertMeshError(f"--train-on {self.train_on}: --task dpo trains on answers only; leave it out")
         if self.task == "dpo" and any(
             (self.prompt_column, self.response_column, self.messages_column, self.text_column)
         ):
