@@ -591,7 +591,7 @@ def test_settings_that_trainers_arguments_overrule(tiny_model: Path, rows: Any, 
     assert line.endswith("of expertmesh.load: learning_rate=0.003 (there 0.01), report_to=['tensorboard'] (there [])")
     assert run.column("learning_rate")[0] == 1e-2
     again = TrainingArguments(str(tmp_path), **(BASE | {"learning_rate": 3e-3, "weight_decay": 0.1}))
-    with pytest.warns(UserWarning, match=r"instead: report_to=\['tensorboard'\] \(there \[\]\)$"):
+    with pytest.warns(UserWarning, match=r"of expertmesh.load: report_to=\['tensorboard'\] \(there \[\]\)$"):
         expertmesh.Trainer(run.trainer.engine, again)  # what the first one has set is no wish
 
 

@@ -369,7 +369,7 @@ def _loss_inputs(given: Any, tokens_BS: Tensor) -> tuple[dict[str, Tensor], dict
         try:
             tensor = torch.as_tensor(value).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ExpertMeshError(f"{name} in loss_inputs is no tensor: {error}") from error
+            raise ExpertMeshError(f"{name} in loss_inputs is not a tensor: {error}") from error
         if name == _PLACE or (tensor.dim() != 1 and tensor.shape != tokens_BS.shape):
             raise ExpertMeshError(
                 f"{name} in loss_inputs has shape {tuple(tensor.shape)}; it must be (samples,), or that of input_ids, "
