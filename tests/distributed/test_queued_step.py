@@ -74,6 +74,7 @@ def queueing_lacking(argv: list[str]) -> Told:
         ("mixtral", {}, 1),
         ("mixtral", {"router_aux_loss_coef": 0.02, "gradient_accumulation_steps": 2}, 2),
         ("mixtral", {"cp_size": 2, "optim": "adamw_torch_8bit"}, 1),
+        ("mixtral", {"dispatch": "rank", "gradient_checkpointing": "selective"}, 1),
         ("olmoe", {"tp_size": 2, "adapter": "lora"}, 1),
     ],
 )

@@ -222,22 +222,26 @@ class _AdamW(ResumableOptimizer):
         raise NotImplementedError
 
     def _update_fp32(self, stack: list[Tensor], update: Update) -> None:
-        with self._stacked(stack, ["exp_avg", "exp_avg_sq"]) as tensors:
-            update_fp32(*(each.view(len(stack), -1) for each in tensors), update)
+        with self._stacked(stack, (-1,), {"exp_avg": (-1,), "exp_avg_sq": (-1,)}) as tensors:
+            update_fp32(*tensors, update)
 
     @contextmanager
-    def _stacked(self, stack: list[Tensor], names: list[str]) -> Iterator[list[Tensor]]:
-        """The weights of parameters, their gradients, and their state of these names, each as one tensor (P, ...):
+    def _stacked(
+        self, stack: list[Tensor], shape: tuple[int, ...], state_shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[list[Tensor]]:
+        """The weights of parameters, their gradients, and their state of these names, each as one tensor (P, *shape):
         copies, which become the parameters' and their state's at the end, or one parameter's own."""
         weights = [local_tensor(parameter) for parameter in stack]
         grads = [local_tensor(parameter.grad).contiguous() for parameter in stack if parameter.grad is not None]
-        state = [[local_tensor(self.state[parameter][name]) for parameter in stack] for name in names]
+        state = [[local_tensor(self.state[parameter][name]) for parameter in stack] for name in state_shapes]
+        shapes = [(len(stack), *each) for each in (shape, shape, *state_shapes.values())]
         if len(stack) == 1:
             # a compiler takes what is a parameter to have one shape only
-            yield [each[0].detach().unsqueeze(0) for each in (weights, grads, *state)]
+            weights = [weights[0].detach()]
+            yield [each[0].view(as_one) for each, as_one in zip((weights, grads, *state), shapes, strict=True)]
             return
         stacked = [torch.stack(each) for each in (weights, grads, *state)]
-        yield stacked
+        yield [each.view(as_one) for each, as_one in zip(stacked, shapes, strict=True)]
         del stacked[1]
         for each, new in zip((weights, *state), stacked, strict=True):
             torch._foreach_copy_(each, list(new.unbind()))
@@ -267,19 +271,18 @@ class AdamW8bit(_AdamW):
         if block is None:
             self._update_fp32(stack, update)
             return
-        names = [f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")]
-        with self._stacked(stack, names) as tensors:
-            weight, grad, mean_codes, mean_scales, square_codes, square_scales = tensors
-            # blocks lie within rows, one after the other
-            blocks = [each.view(len(stack), -1, block) for each in (weight, grad, mean_codes, square_codes)]
-            weight_PBn, grad_PBn, mean_PBn, square_PBn = blocks
-            if takes_triton(weight):
-                for each_PBn in blocks:
-                    # of a known size, a block is summed up in registers and read once
-                    torch_private.mark_static(each_PBn, 2)
-            moments = (mean_PBn, mean_scales.view(len(stack), -1), square_PBn, square_scales.view(len(stack), -1))
-            maps = [dynamic_map(is_signed, weight.device) for is_signed in (True, False)]
-            update_8bit(weight_PBn, grad_PBn, *moments, *maps, update)
+        # blocks lie within rows, one after the other
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            shapes |= {f"{name}_codes": (-1, block), f"{name}_scales": (-1,)}
+        with self._stacked(stack, (-1, block), shapes) as tensors:
+            if takes_triton(tensors[0]):
+                for each in tensors:
+                    if each.dim() == 3:
+                        # of a known size, a block is summed up in registers and read once
+                        torch_private.mark_static(each, 2)
+            maps = [dynamic_map(is_signed, tensors[0].device) for is_signed in (True, False)]
+            update_8bit(*tensors, *maps, update)
 
 
 @cache
@@ -335,11 +338,12 @@ class AdamWBf16(_AdamW):
         if stack[0].dtype == torch.float32:
             self._update_fp32(stack, update)
             return
-        with self._stacked(stack, ["exp_avg", "exp_avg_sq"]) as tensors:
-            parts = [each if each.dim() == 2 else each.view(*each.shape[:2], -1) for each in tensors]
+        rows = local_tensor(stack[0].grad).shape[:1]  # type: ignore[arg-type]
+        shape = rows if stack[0].dim() == 1 else (*rows, -1)
+        with self._stacked(stack, shape, {"exp_avg": shape, "exp_avg_sq": shape}) as tensors:
             step_P = torch.stack([self.state[parameter]["step"] for parameter in stack])
             places_P2 = torch.stack([self.places[parameter] for parameter in stack])
-            update_bf16(*parts, step_P, places_P2, self.seed, update)
+            update_bf16(*tensors, step_P, places_P2, self.seed, update)
 
 
 def position_bits(key_P: Tensor, first_row_P: Tensor, like: Tensor) -> Tensor:

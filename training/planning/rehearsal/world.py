@@ -32,6 +32,7 @@ from ....moe.torch_private import (
 from ....moe.transformers_private import never_tracing, replacing_functions
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
+from ....moe.util.recompute_cache import is_replaying
 from ....sharding.collectives.context_parallel import CPGroup
 from ....sharding.collectives.groups import group_name
 from ....sharding.collectives.node_groups import check_tp_groups
@@ -386,7 +387,9 @@ def _telling(
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
     def exchange_rows(dispatcher: OnceDispatcher) -> Rows:
-        recorder.read()
+        # in a replay they have been in host memory since the first run
+        if not is_replaying():
+            recorder.read()
         return expected_rows(dispatcher, tokens, top_k, shares)
 
     def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
