@@ -37,8 +37,14 @@ from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
 from expertmesh.training.environment import CHECKOUT, commit_of, cpu_model
 
-CARRIED = ("datasets", "dill", "multiprocess", "xxhash", "liger-kernel", "stanford-stk", "hypothesis", "pytest-xdist")
-"""Packages that a machine with torch and transformers may lack; MegaBlocks is built from its source besides."""
+CARRIED = (
+    "datasets", "dill", "multiprocess", "xxhash", "filelock", "accelerate", "psutil", "rich",
+    "markdown-it-py", "mdurl", "liger-kernel",
+    "pytest", "iniconfig", "pluggy", "pygments", "pytest-xdist", "execnet", "hypothesis", "sortedcontainers",
+)  # fmt: skip
+"""Packages that a machine with torch and transformers may lack, and what these need: they are installed without
+dependencies, as another torch would come with these. MegaBlocks and stanford-stk are built from their sources
+besides."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64"]
 NAMED = ("torch", "triton", "transformers", "megablocks", "stanford-stk", "liger-kernel", "accelerate", "datasets")
 """Packages whose versions the page states."""
@@ -394,16 +400,17 @@ def write(out: Path, machine: dict[str, str], outcomes: list[Outcome]) -> None:
 
 
 def prepare(directory: Path, python_version: str) -> int:
-    """Download wheels for a machine without a network, and build MegaBlocks' Python part."""
+    """Download wheels for a machine without a network, and build stanford-stk's and MegaBlocks' Python part."""
     directory.mkdir(parents=True, exist_ok=True)
     target = [f"--platform={name}" for name in PLATFORMS] + [f"--python-version={python_version}"]
     codes = []
     for package in CARRIED:
         options = ["--no-deps", "--only-binary=:all:", "--implementation=cp", *target, "--dest", str(directory)]
         codes.append(subprocess.run(python("-m", "pip", "download", "--quiet", *options, package)).returncode)
+    built = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(directory))
+    codes.append(subprocess.run([*built, "stanford-stk"]).returncode)
     source = CHECKOUT / ".venv" / "megablocks"
     if source.is_dir():
-        built = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(directory))
         codes.append(subprocess.run([*built, str(source)]).returncode)
     else:
         print(

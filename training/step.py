@@ -257,13 +257,14 @@ def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: f
 
     Args:
         sums: over all ranks: three losses, perhaps figures, the squared gradient norm, lacking gradients, stop
-            requests. No step is taken where one is not finite, or gradients are lacking.
+            requests. No step is taken where the host will call it not finite (see `StepResult.is_finite`, which does
+            not read figures), or gradients are lacking.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # a rank may have none: where all that its stages of a pipeline hold is frozen
     if not isinstance(optimizer, QueuesStep) or not parameters or computes_on_cpu(parameters[0]):
         return False
     *_, square, lacking, _ = sums.unbind()
-    is_skipped = ~sums.isfinite().all() | (lacking < 0)
+    is_skipped = ~(sums[:3].sum() + square).isfinite() | (lacking < 0)
     optimizer.queue_step(clip_divisor(square, max_grad_norm), is_skipped.float())
     return True

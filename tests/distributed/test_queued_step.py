@@ -1,18 +1,29 @@
 """An update that is queued before the host knows the step's figures, as on a GPU, against one that waits for them."""
 
+import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import expertmesh.training.step
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import BiasUpdate, LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.step import _queue_step, squares_and_lacking
+from expertmesh.training.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.families.configs import tiny_config
+from tests.parity.case import Case, hf_model, random_samples
+from tests.tiers import tiered
 
 COMMON = f"{SIX_STEPS} {batch_of_12(2)} --ep-size 2 --on-nonfinite skip --save-steps 0 --router-aux-loss-coef 0.01"
 POISON = Poison("gradient", EXPERTS, 1, frozenset({0, 3}))
@@ -47,6 +58,80 @@ def test_a_step_that_is_skipped_on_the_device_leaves_no_trace(runs: Runs) -> Non
     assert [line.get("skipped_steps", 0) for line in found.lines()] == [1, 0, 0, 1, 0, 0]
     assert found.values("loss") == expected.values("loss")
     assert_same_bits(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("spoilt", [None, 0, 1, 2, 3, 4])
+def test_the_device_skips_what_the_host_calls_not_finite(spoilt: int | None) -> None:
+    """Losses and the norm; a figure of a loss of one's own, number 3 here, is for reading alone."""
+    sums = torch.tensor([2.0, 0.1, 0.2, 0.9, 4.0, 0.0, 0.0], dtype=torch.float64)
+    if spoilt is not None:
+        sums[spoilt] = torch.nan
+    skipped: list[float] = []
+    optimizer = mock.Mock(param_groups=[{"params": [torch.zeros(1)]}])
+    optimizer.queue_step = lambda scale, is_skipped: skipped.append(float(is_skipped))
+    with mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=False):
+        assert _queue_step(optimizer, sums, 1.0)
+    loss, balance, z, _, square, _, _ = sums.tolist()
+    result = StepResult(loss, balance, z, math.sqrt(square), 1, 1, (), mock.Mock())
+    assert skipped == [float(not result.is_finite)] == [float(spoilt in (0, 1, 2, 4))]
+
+
+STATES: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "8 bit, bias": (Topology(2, 2), {"optim": "adamw_torch_8bit", "router_bias_update_rate": 0.01}),
+    "queued, bias": (Topology(2, 2), {"router_bias_update_rate": 0.01}),
+    "bf16": (Topology(2, 2), {"optim": "adamw_bf16", "bf16": True}),
+    "muon, pp": (Topology(2, 1, pp_size=2), {"optim": "muon"}),
+    "shampoo": (Topology(2, 2), {"optim": "shampoo", "shampoo_start": 1, "shampoo_frequency": 1}),
+    "LoRA, pp": (Topology(2, 1, pp_size=2), {"adapter": "lora", "optim": "adamw_torch_8bit"}),
+    "offload": (Topology(2, 2), {"offload": True}),
+}
+
+
+def _states(path: Path, topology: Topology, case: Case, is_queued: bool) -> list[dict[str, torch.Tensor]]:
+    """All that a rank trains, and the optimizer's state of it: after a step, after one that is skipped, and after
+    another."""
+    model, mesh, _ = sharded_model(path, topology, case)
+    config = config_of(case, topology)
+    optimizer = build_optimizer(model.train(), config, mesh)
+    rate = config.router_bias_update_rate
+    bias_update = BiasUpdate(model, rate) if rate else None
+    batches = my_batches(case, topology, dist.get_rank(), mesh.cp_group)
+    step_gradients = expertmesh.training.step.step_gradients
+
+    def spoilt(*given: Any) -> Gradients:
+        found = step_gradients(*given)
+        if dist.get_rank() == topology.world_size - 1:
+            gradient = next(p.grad for p in model.parameters() if p.grad is not None and local_tensor(p.grad).numel())
+            local_tensor(gradient).view(-1)[0] = torch.inf
+        return found
+
+    found = []
+    for calls in (step_gradients, spoilt, step_gradients):
+        with (
+            mock.patch.object(expertmesh.training.step, "step_gradients", calls),
+            mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=not is_queued),
+        ):
+            result = train_step(model, optimizer, batches, mesh, LossWeights(0.05, 0.0, False), 1.0, bias_update)
+        assert result.is_finite == (calls is step_gradients)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, parameter in model.named_parameters():
+            tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+        found.append({name: local_tensor(t.detach()).clone() for name, t in tensors.items() if not t.is_meta})
+    return found
+
+
+@pytest.mark.parametrize("name", tiered(["8 bit, bias"], release=[*STATES][1:]))
+def test_a_skipped_step_moves_no_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    topology, settings = STATES[name]
+    samples = random_samples([9 + (5 * i) % 12 for i in range(16)])
+    changes = {"num_hidden_layers": 4} if topology.pp_size > 1 else {}
+    case = Case(samples, balance=0.05, accumulation=2, settings=settings, changes=changes)
+    hf_model(case).save_pretrained(tmp_path)
+    for first, second, third in ranks.run(_states, 2, tmp_path, topology, case, name.startswith("queued")):
+        assert first.keys() == second.keys()
+        moved = [key for key in first if not torch.equal(first[key], second[key])]
+        assert not moved
+        assert any(not torch.equal(first[key], third[key]) for key in first)
 
 
 @pytest.mark.slow

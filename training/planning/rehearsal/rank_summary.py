@@ -66,6 +66,8 @@ class Account:
         moments: by phase. sent: the most bytes first.
         parts: the one that takes longest first.
         needed: FLOPs of the mean rank without recomputation.
+        host_waits: how often the host waits for the device, in the micro-batches that were run. update_operators: that
+            it calls outside of forwards and backwards.
     """
 
     rank: int
@@ -79,6 +81,8 @@ class Account:
     sent: Sequence[SentBytes]
     parts: Sequence[PartCost]
     needed: float
+    host_waits: int
+    update_operators: int
 
     @property
     def total(self) -> PartCost:
@@ -108,6 +112,8 @@ def account_of(rehearsed: Rehearsed, config: TrainConfig, hardware: Hardware, wo
         sent_by(rehearsed, forwards),
         parts_of(rehearsed, forwards, hardware),
         needed_flops(rehearsed, forwards),
+        rehearsed.recorder.waits,
+        round(rehearsed.recorder.calls[None]),
     )
 
 
