@@ -100,7 +100,7 @@ def test_plain_python_and_the_launch_line_of_a_plan(
         done = start(shell, PATH=path, OUTPUT_DIR=str(tmp_path / "pair"), **more)
         assert done.returncode == 0, done.stderr
         assert " 2/2 " in done.stdout
-        assert "CPU matmuls: " in done.stdout
+        assert "layout  " in done.stdout
     assert_equal_weights(read(tmp_path / "pair" / "hf"), read(tmp_path / "alone" / "hf"))
     assert "cpu_matmul" in json.loads((tmp_path / "pair" / "environment.json").read_text())
 
