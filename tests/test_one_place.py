@@ -343,7 +343,7 @@ def trained_text(tokenizer: Any, sample: Sample) -> str:
 
 
 def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ExpertMeshError, match=r"has the columns ask, say; it needs .*; text;"):
+    with pytest.raises(ExpertMeshError, match=r"has the columns ask, say; it needs one of: .*; text;"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo")
     add("format")
 
@@ -356,7 +356,7 @@ def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
     assert (sample.tokens, sample.is_trained) == (expected.tokens, expected.is_trained)
     assert trained_text(tokenizer, sample) == "yo</s>"
 
-    with pytest.raises(ExpertMeshError, match=r"it needs .*; ask \+ say; text;"):
+    with pytest.raises(ExpertMeshError, match=r"it needs one of: .*; ask \+ say; text;"):
         read_data(tmp_path, tokenizer, say="yo")
     with pytest.raises(ExpertMeshError, match="has images; expertmesh trains on text only"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo", images=["a.png"])

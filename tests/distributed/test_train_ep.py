@@ -244,7 +244,7 @@ BAD_INPUT: dict[str, tuple[str | Callable[[Path, Path], None], list[str]]] = {
     "malformed line": (_malformed_line, ["data.jsonl", "line 7 is not valid JSON"]),
     "no column": ("--response-column answer", ["prompt + answer", "prompt, response", "--response-column"]),
     "no text": (_no_text, ["data.jsonl", "line 2", "response", "None"]),
-    "text column": ("--text-column nothing", ["has the columns prompt, response, it needs nothing"]),
+    "text column": ("--text-column nothing", ["has the columns prompt, response; it needs one of: nothing"]),
     "no held-out data": ("--eval-dataset /no/x.jsonl", ["--eval-dataset /no/x.jsonl: no such file"]),
     "template": ("--chat-template nothing", ["--chat-template nothing: neither a built-in template"]),
     "all cut off": ("--max-seq-length 2", ["no record has a trained token within --max-seq-length 2"]),

@@ -471,7 +471,7 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
     "planned config": [({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be an integer from 1 to 1,024")],
     "rates": [(b"{}", "--calibrate .*rates.json: is not what `python -m expertmesh.sharding mesh --check --json` or")],
     "lines": [(b"", "--dataset .*data.jsonl: is empty")],
-    "rows": [(b'{"x": 1}\n', "line 1 has the columns x; it needs messages; conversations;")],
+    "rows": [(b'{"x": 1}\n', "line 1 has the columns x; it needs one of: messages; conversations;")],
     "list": [(b"[null, null]", "data.json: record 1 is no JSON object: None")],
     "parquet": [(4, "data.parquet: cannot be read as Parquet after record 0: Parquet file size is 4 bytes")],
     "tokenizer": [(b"{}", "tokenizer: has no tokenizer; give one with --tokenizer")],

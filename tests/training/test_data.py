@@ -785,7 +785,7 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
         # formats
-        ({}, r"line 1 has the columns \(none\); it needs messages; conversations; prompt"),
+        ({}, r"line 1 has the columns \(none\); it needs one of: messages; conversations; prompt"),
         ({"q": 1, "a": 2}, "line 1 has the columns q, a; .*--prompt-column and --response-column"),
         (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "record 2 has no column 'response'.*found: prompt"),
         ([ENDED, {"prompt": [say(TURNS[0])], "completion": [say(TURNS[1])]}], "line 2 has messages, but the records"),

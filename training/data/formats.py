@@ -137,7 +137,7 @@ def find_format(row: Any, columns: Columns) -> Format:
             return candidate
     known = "; ".join(" + ".join(f.columns) for f in wanted)
     raise RowError(
-        f"has the columns {', '.join(map(str, row)) or '(none)'}; it needs {known}; name other "
+        f"has the columns {', '.join(map(str, row)) or '(none)'}; it needs one of: {known}; name other "
         "columns with --messages-column, --prompt-column and --response-column, or --text-column"
     )
 
