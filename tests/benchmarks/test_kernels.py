@@ -33,10 +33,10 @@ def compiled_by(*module: str) -> str:
 
 
 def launched_kernels() -> set[tuple[str, str]]:
-    """(module, name) of the kernels of all files *_triton.py: what `triton.jit` decorates, but what others of them
+    """(module, name) of the kernels of all files except tests: what `triton.jit` decorates, but what others of them
     call."""
     found = set()
-    for file in ROOT.glob("[!.]*/**/*_triton.py"):
+    for file in ROOT.glob("[!.]*/**/*.py"):
         if file.is_relative_to(ROOT / "tests"):
             continue
         module = "expertmesh." + ".".join(file.relative_to(ROOT).with_suffix("").parts)
