@@ -147,6 +147,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.attention.packed_attention": StepModule(None),
     "expertmesh.training.fused.liger_norm": StepModule("norms"),
     "expertmesh.training.fused.liger_rotary": StepModule("rotary"),
+    "expertmesh.training.data.batch": StepModule("LM head, loss"),
     "expertmesh.training.loss.balance": StepModule("optimizer step"),
     "expertmesh.training.loss.head": StepModule("LM head, loss"),
     "expertmesh.training.loss.head_triton": StepModule(
