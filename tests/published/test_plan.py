@@ -58,7 +58,10 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = open_source(CONFIGS / name).build()
     counts, experts = count_parameters(model), moe_shape(model).num_experts
     assert f"{counts.total / 1e9:,.2f} B parameters, {counts.active / 1e9:,.2f} B active" in said
-    assert {plan["ep"] for plan in plans} == {ep for ep in range(1, GPUS + 1) if GPUS % ep == 0 and experts % ep == 0}
+    possible = {ep for ep in range(1, GPUS + 1) if GPUS % ep == 0 and experts % ep == 0}
+    found = {plan["ep"] for plan in plans}
+    # where nothing fits, layouts that are known not to fit by arithmetic alone are left out
+    assert found == possible or (found < possible and code != 0)
     assert (code == 0) == plans[0]["fits"] == ("\nrecommended" in said) == ("\nnothing fits" not in said)
     multiplied = counts.active - model.get_input_embeddings().weight.numel()
     for plan in plans:
