@@ -1,9 +1,10 @@
-"""A tiny model, and word problems in the form of GSM8K, to practise a fine-tune with on a CPU and without a network.
+"""A tiny model, and word problems in the form of GSM8K, to practise on a CPU.
 
     python -m benchmarks.practice --output-dir practice
 
-writes `practice/model`, a random model of a given family with a tokenizer and a chat template, and
-`practice/train.jsonl` and `practice/test.jsonl`, which have no question in common.
+writes `practice/model`, a random model of a given family with a tokenizer and a
+chat template, and `practice/train.jsonl` and `practice/test.jsonl`, which have
+no question in common.
 """
 
 import argparse

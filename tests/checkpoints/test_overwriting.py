@@ -50,7 +50,7 @@ def test_what_is_to_be_read_is_not_deleted(originals: Path, tmp_path: Path, whic
     for target in (root / out, tmp_path / "link"):
         error = run(*command(root, which, target), code=2)
         assert str(target) in error
-        assert "choose another directory" in error
+        assert "choose another output directory" in error
         assert contents(root) == before
 
 
@@ -74,7 +74,7 @@ def test_links_into_it(originals: Path, tmp_path: Path, what: str) -> None:
             file.unlink()
             file.symlink_to(tmp_path / "blobs" / file.name)
     before = contents(tmp_path)
-    assert "choose another directory" in run(*command(root, MERGING, tmp_path / "blobs"), code=2)
+    assert "choose another output directory" in run(*command(root, MERGING, tmp_path / "blobs"), code=2)
     assert contents(tmp_path) == before
 
     out = tmp_path / "out"

@@ -116,7 +116,7 @@ def test_an_adapter_stays_beside_its_base(
 
     step, said = attempt("other")
     assert step is None, said
-    assert "--resume step-00000002: belongs to another model (it began with" in said
+    assert "--resume step-00000002: is of another model (it began with" in said
     assert "model.safetensors" in said
     assert "or resume anyway with --allow-changed model" in said
     step, said = attempt("allowed", allow_changed=["model"])

@@ -48,7 +48,7 @@ def test_a_finished_run_started_again_does_nothing(runs: Runs, more: str) -> Non
     ended = runs(2, flags)
     out, saves = ended.out, "--save-steps 0" not in more
     assert not saves or ended.saved == [2]
-    for steps, beyond in ((2, ""), (1, ", more than the 1")):
+    for steps, beyond in ((2, ""), (1, ", beyond the 1")):
         said = changes_nothing(out, lambda: runs(1, f"{flags} --max-steps {steps}"))  # noqa: B023
         assert f"already finished at step 2{beyond}" in said
     assert "that run had seed 42, this one has 7" in changes_nothing(out, lambda: runs.refuses(1, f"{flags} --seed 7"))

@@ -74,7 +74,7 @@ def test_the_first_line_tells_what_has_no_effect(runs: Runs) -> None:
     ended = runs(1, "--preview --lora-r 8 --pipeline-schedule interleaved")
     assert " ".join(ended.printed.split()).startswith(
         "note: --pipeline-schedule interleaved has no effect without --pp-size 2 or more; --lora-rank 8 has no effect "
-        f"without --adapter lora {runs.model}: mixtral"
+        f"without --adapter lora model {runs.model}: mixtral"
     )
 
 
@@ -82,7 +82,7 @@ def test_a_preview_needs_no_ranks(runs: Runs) -> None:
     ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
     said = " ".join(ended.printed.split())
     assert said.startswith("note: a preview in one process ignores --ep-size 8 --tp-size 2 --pp-size 2: figures")
-    assert "1 ranks: dp 1 x ep 1, 8 experts per rank" in said
+    assert "layout 1 rank = dp 1 x ep 1; 8 experts per rank" in said
     assert "an epoch" in said
 
 
@@ -154,7 +154,7 @@ IS_A_FILE = "only directories and hub datasets have it"
     ("flags", "code", "told"),
     [
         ("--dataset-split validation", 2, f"--dataset-split validation: {IS_A_FILE}"),
-        ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE}, and {{data}} is a file"),
+        ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE}; {{data}} is a file"),
         ("--eval-dataset {data} --eval-dataset-split dev", 2, "--eval-dataset-split dev: only directories"),
         ("--sample-by document", 0, "note: --sample-by document has no effect without a .txt file"),
         (

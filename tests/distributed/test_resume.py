@@ -308,8 +308,8 @@ def other_row(there: Path, model: Path, data: Path) -> str:
     [
         ("--seed 7", "that run had seed 42, this one has 7", ""),
         ("--resume /no/such", "/no/such", ""),
-        (other_size, "belongs to another model", ""),
-        (other_weights, "belongs to another model", "model"),
+        (other_size, "is of another model", ""),
+        (other_weights, "is of another model", "model"),
         (other_form, "which may contain the same weights in another form", "model"),
         (other_order, "the same samples in another order", ""),
         (other_row, "is of other data", "data"),

@@ -86,12 +86,17 @@ def test_sizes_that_do_not_come_out_even(runs: Runs) -> None:
     more_heads = runs.of(num_key_value_heads=4)
     for model, world_size, flags, said in (
         (runs, 2, "--cp-size 4", "--cp-size 4 does not divide the 2 ranks; use 1 or 2"),
-        (runs, 3, "--cp-size 3", "--cp-size 3 does not divide the 4 attention heads of this model's layers, which"),
+        (
+            runs,
+            3,
+            "--cp-size 3",
+            "--cp-size 3 does not divide the 4 attention heads of this model's layers; use 1, 2 or 4",
+        ),
         (more_heads, 2, "--tp-size 4", "--tp-size 4 does not divide the 2 ranks; use 1 or 2"),
         (more_heads, 2, "--tp-size 2 --cp-size 2", "make groups of 4 ranks, which do not divide the 2 ranks"),
         (more_heads, 2, "--tp-size 2 --dense-shard hybrid", "--tp-size 2 does not divide --ep-size 1"),
         (runs, 4, "--tp-size 4", "the 2 key and value heads of this model (num_key_value_heads); use 1 or 2"),
-        (more_heads, 4, "--tp-size 4 --cp-size 2", "attention heads of this model's layers that --tp-size 4 leaves"),
+        (more_heads, 4, "--tp-size 4 --cp-size 2", "attention heads of this model's layers that a rank has at --tp-size 4"),
     ):
         assert not model.refuses(world_size, flags, said).out.exists()
 

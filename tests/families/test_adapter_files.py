@@ -341,7 +341,7 @@ def test_another_adapter_is_refused_before_weights_are_read(
     refused: dict[str, dict[str, Any]] = {
         f"{theirs}--lora-rank 2 --lora-alpha {ALPHA:g}; give ": {"lora_rank": 2},
         f"{theirs}--lora-rank {RANK} --lora-alpha 8; give": {"lora_alpha": 8},
-        "--use-rslora; give , without --use-rslora": {"use_rslora": True},
+        f"--use-rslora; give --lora-rank {RANK} --lora-alpha {ALPHA:g}, without --use-rslora": {"use_rslora": True},
         "has one there; give the same --lora-targets": {"lora_targets": ["attention"]},
     }
     for number, (words, more) in enumerate(refused.items()):

@@ -175,7 +175,9 @@ def test_norm_behind_each_expert() -> None:
 def test_experts_of_an_unknown_kind_are_refused() -> None:
     experts = mixtral()
     experts.scales = torch.nn.Parameter(torch.ones(EXPERTS))
-    with pytest.raises(ExpertMeshError, match="here: its experts have down_proj, gate_up_proj, scales where down_proj"):
+    with pytest.raises(
+        ExpertMeshError, match="here: its experts have the tensors down_proj, gate_up_proj, scales, expected down_proj"
+    ):
         dmoe_from(experts, TOP_K, "here")
 
 

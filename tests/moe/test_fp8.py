@@ -297,7 +297,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert of("cuda", "torch-grouped").why.endswith("MFU is of the bf16 peak")
     for kernel in ("loop", "megablocks-sparse"):
-        with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8: .* leave out --expert-kernel {kernel}"):
+        with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8 .* leave out --expert-kernel {kernel}"):
             of("cuda", kernel)
     with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8: .* add --bf16"):
         of("cpu", "auto", torch.float32)

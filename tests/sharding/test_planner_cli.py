@@ -414,7 +414,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         ),
         (["--model", "CONFIG", "--cp-size", "0"], "--cp-size 0: must be 1 or more"),
         (["--model", "CONFIG", "--sweep"], "--sweep was removed: give one number of GPUs, as in --gpus 64"),
-        (["--model", "CONFIG", "--plot", "x.svg"], "--plot is gone: draw what --json prints"),
+        (["--model", "CONFIG", "--plot", "x.svg"], "--plot was removed: draw what --json prints"),
         (["--model", "CONFIG", "--ep-size", "3"], "--ep-size 3 does not divide the 8 experts of this model"),
         (["--model", "CONFIG", "--ep-size", "8", "--pp-size", "2"], "--ep-size 8 does not divide the 4 ranks"),
         (

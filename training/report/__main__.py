@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 where there is no run to report on."""
     parser = Parser(
         prog="python -m expertmesh.report",
-        description="Write a run's report.html again, from its metrics.jsonl; or a page that compares several runs.",
+        description="Write a run's report.html again, or a page that compares several runs.",
     )
     parser.add_argument("output_dirs", metavar="OUTPUT_DIR", type=Path, nargs="+", help="--output-dir of a run")
     parser.add_argument(
