@@ -96,7 +96,7 @@ def test_sizes_that_do_not_come_out_even(runs: Runs) -> None:
         (more_heads, 2, "--tp-size 2 --cp-size 2", "make groups of 4 ranks, which do not divide the 2 ranks"),
         (more_heads, 2, "--tp-size 2 --dense-shard hybrid", "--tp-size 2 does not divide --ep-size 1"),
         (runs, 4, "--tp-size 4", "the 2 key and value heads of this model (num_key_value_heads); use 1 or 2"),
-        (more_heads, 4, "--tp-size 4 --cp-size 2", "attention heads of this model's layers that a rank has at --tp-size 4"),
+        (more_heads, 4, "--tp-size 4 --cp-size 2", "of this model's layers that a rank has at --tp-size 4"),
     ):
         assert not model.refuses(world_size, flags, said).out.exists()
 

@@ -427,7 +427,7 @@ ERRORS: dict[str, list[tuple[Change, str]]] = {
         (lambda t: t.update({f"{SCALE}_": t.pop(SCALE)}), f"its scales {SCALE} are missing"),
         (lambda t: t.pop(EXPERT), f"{SCALE} .* has scales of a tensor that is missing"),
         (lambda t: t.update({EXPERT: t[EXPERT].float()}), f"{SCALE} .* has scales of a tensor .*, or not quantized"),
-        *((lambda t, shape=shape: t.update({SCALE: torch.ones(shape)}), rf"{SCALE} .* shape \{shape}; one scale per block")
+        *((lambda t, shape=shape: t.update({SCALE: torch.ones(shape)}), rf"{SCALE} .* shape \{shape}; one scale per")
           for shape in ([5, 7], [1, 3, 4], [0, 4])),
         (lambda t: t.update({SCALE: t[SCALE].long()}), f"{SCALE} .* has dtype I64; scales must have one of F32, BF16"),
         (lambda t: t.update({SCALE: t[SCALE] > 0}), f"{SCALE} .* has dtype BOOL; scales must have one of F32, BF16"),
