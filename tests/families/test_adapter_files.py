@@ -433,7 +433,7 @@ def test_resumed_runs_end_alike(runs: Runs, models: dict[str, Path], tmp_path: P
     hf_model(Case([]), seed=2).save_pretrained(other)
     save_tokenizer(other)
     said = refused(model=other)
-    assert "belongs to another model" in said
+    assert "is of another model" in said
     assert "--allow-changed model" in said
     assert str(models[name]) in said
     assert f"had --lora-rank {RANK}, this one has 8" in refused("--lora-rank", 8)

@@ -270,4 +270,4 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepseek.split() == ["deepseek_v3", "DeepseekV3ForCausalLM", "58", "of", "61", "8", "of", "256", "yes"]
     assert all("no: " in line or line.startswith(" ") for line in unsupported)
     assert main(["families", "llama"]) == 2
-    assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
+    assert "llama: transformers has no causal mixture-of-experts model" in capsys.readouterr().err

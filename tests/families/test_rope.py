@@ -200,8 +200,9 @@ def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> N
         return found
 
     assert "tokens, but the model has 32 positions; --rope-scaling yarn:3 extends them" in told()
-    assert "knows 64 positions; --rope-scaling yarn:3 extends them, --max-seq-length 64 truncates it" in told(
-        "--rope-scaling", "linear:2"
+    assert (
+        "but the model has 64 positions; --rope-scaling yarn:3 extends them, --max-seq-length 64 truncates it"
+        in told("--rope-scaling", "linear:2")
     )
     stretched = told("--rope-scaling", "yarn:4", "--adapter", "lora")
     assert "rope: yarn by 4 of 32 positions instead of default; max_position_embeddings becomes 128, of 32" in stretched

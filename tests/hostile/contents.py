@@ -56,7 +56,7 @@ LEFT_OUT = "the chat template leaves out message 1, whose role is 'user'; use an
 CONTENTS: dict[str, list[tuple[bytes, str | None]]] = {
     # of an input, what it holds, and a part of the error; of what is taken: nothing
     "lines": [
-        (b'{"prompt": "a", "response": "b\\ud800c"}\n', "a lone surrogate, not a character"),
+        (b'{"prompt": "a", "response": "b\\ud800c"}\n', "a lone surrogate, so its text was cut or damaged"),
         (b'{"prompt": "a", "response": "b", "\\ud800": 1}\n', None),
         (b'{"prompt": "a", "response": "\\ud83d\\ude00"}\n', None),
         (b'{"prompt": "a\\u0000", "response": "\\u0000"}\n', None),

@@ -161,7 +161,7 @@ RIGHT: dict[str, Callable[..., Any]] = {
         0 < len(sample.tokens) <= 64 and any(sample.is_trained[1:]) and all(0 <= token < 320 for token in sample.tokens)
         for sample in found
     ),
-    "records": lambda found, *_: all(isinstance(json.loads(record["content"]), str | dict) for record in found),
+    "records": lambda found, *_: all(isinstance(json.loads(record["content"])[0], dict) for record in found),
     "ids": lambda found, *_: all(0 <= token < 320 for token in found),
 }  # fmt: skip
 

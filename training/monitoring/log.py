@@ -104,7 +104,10 @@ class RunLog:
             except OSError as closing:  # what could not be written has been told
                 if error is None:
                     raise ExpertMeshError(f"{self.path}: cannot be written: {closing.strerror}") from closing
-            self._write_report()
+            try:
+                self._write_report()
+            except ExpertMeshError as gone:  # which has been told, or the run has nothing more to write
+                self.line(f"warning: report.html was not written: {gone}")
 
     def line(self, text: str) -> None:
         """A line on the console, clear of the progress bar."""
@@ -179,11 +182,12 @@ class RunLog:
                 )
 
     def _write_report(self) -> None:
-        """report.html of all that has been logged so far. That it cannot be written stops no training."""
+        """report.html of all that has been logged so far. That it cannot be written stops no training; that the output
+        directory is another one does, before anything else is written there."""
         if self.is_main:
             self.reported = time.monotonic()
+            self.check_directory()
             try:
-                self.check_directory()
                 write_report(self.output_dir, self.state, self.history)
             except (ExpertMeshError, OSError) as error:
                 self.line(f"warning: report.html was not written: {error}")
