@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import Columns, Conversation, PlainText, RowError, _json, read_answer
+from .formats import Columns, Conversation, PlainText, RowError, _history, _holds_messages, _json, read_answer
 
 Said = Conversation | PlainText
 Row = Mapping[str, Any]
@@ -22,6 +22,7 @@ class PairFormat:
             record is taken.
         split: of a record, (prompt, chosen, rejected): each a text, a list of messages, or its JSON.
         written, known_from: its row of the table of formats.
+        within: a column that holds more of the record than messages, such as its tools; empty: there is none.
     """
 
     name: str
@@ -29,16 +30,34 @@ class PairFormat:
     split: Callable[[Row], tuple[Any, Any, Any]]
     written: str
     known_from: str
+    within: str = ""
 
 
 def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
-    return row["prompt"], row["chosen"], row["rejected"]
+    """trl's. Some data sets repeat the prompt in both answers, or have it as text in front of lists of messages."""
+    prompt, chosen, rejected = (_parsed(row[name], name) for name in ("prompt", "chosen", "rejected"))
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return row["prompt"], row["chosen"], row["rejected"]
+    if isinstance(prompt, str):
+        if chosen[:1] == rejected[:1] and not _is_answer(chosen):
+            return _without_prompt(row)
+        prompt = [_said("user", prompt)]
+    number = len(prompt) if isinstance(prompt, list) else 0
+    if chosen[:number] == prompt == rejected[:number]:
+        chosen, rejected = chosen[number:], rejected[number:]
+    return prompt, chosen, rejected
+
+
+def _with_instruction(row: Row) -> tuple[Any, Any, Any]:
+    """LLaMA-Factory's alpaca form."""
+    further = _text(row, "input") if row.get("input") else ""
+    asked = "\n".join(filter(None, (_text(row, "instruction"), further)))
+    return [*_history(row), _said("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
 
 
 def _with_question(row: Row) -> tuple[Any, Any, Any]:
-    """LLaMA-Factory's alpaca form."""
-    asked = "\n".join(filter(None, (_text(row, "instruction"), row.get("input") or "")))
-    return [_said("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
+    """That of Intel's orca_dpo_pairs."""
+    return [_said("user", _text(row, "question"))], _answer(row, "chosen"), _answer(row, "rejected")
 
 
 def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
@@ -55,22 +74,27 @@ def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
 
 
 def _of_openai(row: Row) -> tuple[Any, Any, Any]:
-    given = _json(row["input"], "input", dict, "an object with messages") or {}
-    return given.get("messages"), row["preferred_output"], row["non_preferred_output"]
+    return _object(row, "input").get("messages"), row["preferred_output"], row["non_preferred_output"]
 
 
 def _without_prompt(row: Row) -> tuple[Any, Any, Any]:
     """trl's implicit prompt: what both begin with."""
-    chosen, rejected = (_parsed(row[name]) for name in ("chosen", "rejected"))
+    chosen, rejected = (_parsed(row[name], name) for name in ("chosen", "rejected"))
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise RowError("has chosen and rejected that are not both texts, or both lists of messages")
     number = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     if number is None:
         number = min(len(chosen), len(rejected))
+        if isinstance(chosen, list):
+            # an answer remains where one conversation is the beginning of the other
+            number -= 1
+    asked = next((name for name in _QUESTIONS if row.get(name)), None)
+    if isinstance(chosen, str) and asked is not None:
+        raise RowError(f"has {asked} beside chosen and rejected, which are texts; if it is the prompt, call it prompt")
     if isinstance(chosen, str) and number and chosen[number - 1] == " ":
         # a space belongs to the word behind it
         number -= 1
-    if number == 0:
+    if number <= 0:
         raise RowError("has chosen and rejected that do not begin alike, and no prompt")
     return chosen[:number], chosen[number:], rejected[number:]
 
@@ -93,9 +117,16 @@ PAIR_FORMATS = [
     PairFormat(
         "alpaca pairs",
         ("instruction", "chosen", "rejected"),
-        _with_question,
-        written="`instruction`, perhaps `input`, `system`; `chosen`, `rejected`: texts",
+        _with_instruction,
+        written="`instruction`, perhaps `input`, `system`, `history`; `chosen`, `rejected`: texts",
         known_from="LLaMA-Factory",
+    ),
+    PairFormat(
+        "question/chosen/rejected",
+        ("question", "chosen", "rejected"),
+        _with_question,
+        written="`question`, perhaps `system`; `chosen`, `rejected`: texts",
+        known_from="Intel's orca_dpo_pairs",
     ),
     PairFormat(
         "messages/rejected_response",
@@ -108,8 +139,10 @@ PAIR_FORMATS = [
         "preferred/non-preferred",
         ("input", "preferred_output", "non_preferred_output"),
         _of_openai,
-        written="`input` with `messages`; `preferred_output`, `non_preferred_output`: lists of messages",
+        written="`input` with `messages`, perhaps `tools`; `preferred_output`, `non_preferred_output`: lists of "
+        "messages",
         known_from="OpenAI",
+        within="input",
     ),
     PairFormat(
         "chosen/rejected",
@@ -152,7 +185,8 @@ def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said
         found = ", ".join(map(str, row)) or "(none)"
         raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
     prompt, chosen, rejected = pair_format.split(row)
-    beside = {name: value for name, value in row.items() if name not in pair_format.columns}
+    more = _object(row, pair_format.within) if pair_format.within else {}
+    beside = {name: value for name, value in {**row, **more}.items() if name not in pair_format.columns}
     said = []
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         try:
@@ -168,10 +202,24 @@ def table_of_pair_formats() -> str:
     return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
 
 
-def _parsed(value: Any) -> Any:
+_QUESTIONS = ("input", "query")
+"""Columns that may hold a prompt, which texts without one do not have beside them."""
+
+
+def _parsed(value: Any, column: str) -> Any:
     """A list of messages, also where a table has its JSON."""
-    is_json = isinstance(value, str) and value.lstrip().startswith("[{")
-    return _json(value, "chosen", list, "a list of messages") if is_json else value
+    is_json = isinstance(value, str) and _holds_messages(value)
+    return _json(value, column, list, "a list of messages") if is_json else value
+
+
+def _is_answer(messages: list[Any]) -> bool:
+    first = messages[0] if messages else None
+    return not isinstance(first, dict) or first.get("role", first.get("from")) not in ("system", "user", "human")
+
+
+def _object(row: Row, column: str) -> Row:
+    found: Row = _json(row[column], column, dict, "an object with messages") or {}
+    return found
 
 
 def _said(role: str, content: str) -> dict[str, str]:
