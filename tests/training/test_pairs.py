@@ -9,18 +9,25 @@ import pytest
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.data.preview import print_preview, warnings_of
 from expertmesh.training.data.samples import DataOptions, Pairs, load_samples
+from expertmesh.training.data.sequences import DataOrder, make_rows
 from tests.tiny import save_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<{{ tools[0].function.name }}>{% endif %}"
     "{% for message in messages %}[{{ message.role[0] }}]{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}"
     "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
 
 
 def user(text: str) -> dict[str, str]:
@@ -78,11 +85,16 @@ WRITTEN: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 }  # fmt: skip
 
 
+def tokenizer_in(path: Path) -> Any:
+    save_tokenizer(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def read(path: Path, row: dict[str, Any], cells: bool = False) -> tuple[str, ...]:
     """The pair, trained tokens in braces."""
-    save_tokenizer(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = tokenizer_in(path)
     data = path / ("pairs.csv" if cells else "pairs.jsonl")
     if cells:
         with data.open("w", newline="") as file:
@@ -124,3 +136,19 @@ def test_what_pairs_become(written: str, cells: bool, tmp_path: Path) -> None:
 def test_what_is_refused(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         read(tmp_path, row)
+
+
+def test_preview_counts_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, data = tokenizer_in(tmp_path), tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "q", "chosen": "12345", "rejected": ""}, {"prompt": "q", "chosen": "1", "rejected": "2"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = load_samples("--dataset", [str(data)], tokenizer, DataOptions(200, pairs=True), seed=0)
+    # nothing is wrong with an empty answer that is rejected
+    assert warnings_of(pairs.origins[0], 200) == []
+    for packing, entries in ((False, "pairs"), (True, "sequence")):
+        entry_rows = make_rows(pairs, packing, 200, seed=0)
+        print_preview(entry_rows, DataOrder(len(entry_rows), len(entry_rows), 1, 1, seed=0), tokenizer, 200, number=1)
+        printed = capsys.readouterr().out
+        assert "pairs        2" in printed
+        assert "tokens       15; longest sample 7" in printed
+        assert f"1 step of {1 if packing else 2} {entries}" in printed

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .samples import Origin, Sample
+from .samples import Origin, Pairs, Sample
 from .sequences import DataOrder, Rows
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
@@ -60,13 +60,17 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
     cut = int(samples.is_cut.sum())
     positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed sequences"
+    is_paired = isinstance(samples, Pairs)
+    lengths = samples.longest if isinstance(samples, Pairs) else samples.lengths
+    entry = "pair" if is_paired and rows.groups is None else "sequence"
     facts = {
-        "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
-        "tokens": f"{tokens:,}; longest sample {int(samples.lengths.max()):,}",
+        "pairs" if is_paired else "samples": f"{len(samples):,}"
+        + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
+        "tokens": f"{tokens:,}; longest sample {int(lengths.max()):,}",
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
         "truncated": f"{cut:,} at {max_seq_length} tokens",
         f"{kind}": f"{tokens / positions:.1%} of all positions are tokens, the rest is padding",
-        "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, 'sequence')}",
+        "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, entry)}",
     }
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
 
