@@ -163,6 +163,21 @@ def test_a_step_has_a_batch_by_default(tiny: Path, capsys: pytest.CaptureFixture
     assert "note: 6 sequences per step do not fill the micro-batches: figures are of steps of 8" in out
 
 
+def test_a_plan_of_pairs(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags count pairs, which are two sequences each."""
+    common = ["--gpus", "4", "--model", str(tiny), "--tp-size", "1", "--pp-size", "1", "--seq-length", "64"]
+    common += ["--gradient-checkpointing", "none", "--ep-size", "2", "--task", "dpo"]
+    for plan in told(capsys, *common, "--global-batch-size", "8"):
+        pairs = plan["micro_batch"] // 2
+        assert plan["accumulation"] * pairs * 4 == 8
+        assert f"--per-device-train-batch-size {pairs} " in f"{plan['launch']} "
+    assert main(["plan", *common, "--micro-batch", "2", "--global-batch-size", "6"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "a step of 6 pairs" in out
+    assert "note: a micro-batch of 4 sequences has 2 pairs" in out
+    assert "note: 6 pairs per step do not fill the micro-batches: figures are of steps of 8" in out
+
+
 def test_sizes_that_cannot_be_measured_are_left_out(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

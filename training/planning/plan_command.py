@@ -201,8 +201,12 @@ def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tri
         schedule="1f1b",
         stage_layers=None if layers is None else tuple(layers),
     )
+    # what was asked for counts pairs, a setting their sequences
+    each = config.sequences_per_row
+    batch = None if config.global_batch_size is None else config.global_batch_size * each
+    tried = replace(tried, micro_batches=[number * each for number in tried.micro_batches], global_batch=batch)
     with _naming(config.model):
-        plans = search(measure, base, replace(tried, global_batch=config.global_batch_size), cluster)
+        plans = search(measure, base, tried, cluster)
     if not plans:
         kept = {name: value for name, value in asked.given.all.items() if name in _LAYOUT}
         said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
@@ -229,15 +233,22 @@ def _batch_in_words(asked: Asked, config: TrainConfig) -> str:
     if config.global_batch_size is None:
         return f"{config.gradient_accumulation_steps} micro-batches"
     by_default = "" if asked.has_batch else " (by default; --global-batch-size sets another number)"
-    return f"{config.global_batch_size:,} sequences{by_default}"
+    return f"{config.global_batch_size:,} {_entries(config)}{by_default}"
+
+
+def _entries(config: TrainConfig) -> str:
+    return "sequences" if config.sequences_per_row == 1 else "pairs"
 
 
 def _notes(run: TrainConfig, setting: Setting) -> list[str]:
     """What to know of a run beside its figures."""
     notes = [*run.without_effect, *not_modelled(run, rehearsed=False)]
-    if run.global_batch_size not in (None, complete := sequences_per_step(setting)):
+    if run.sequences_per_row > 1:
+        pairs = setting.micro_batch // run.sequences_per_row
+        notes.append(f"a micro-batch of {setting.micro_batch} sequences has {pairs} pair{'' if pairs == 1 else 's'}")
+    if run.global_batch_size not in (None, complete := sequences_per_step(setting) // run.sequences_per_row):
         notes.append(
-            f"{run.global_batch_size} sequences per step do not fill the micro-batches: figures are of steps of "
+            f"{run.global_batch_size} {_entries(run)} per step do not fill the micro-batches: figures are of steps of "
             f"{complete}"
         )
     return [f"note: {line}" for line in notes]
