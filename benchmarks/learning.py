@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.byte_pairs import byte_pair_tokenizer
 from benchmarks.demo import ROOT, make_inputs
 from benchmarks.workers import random_mixtral
 from expertmesh.moe.util.terminal import ends_with_reader
@@ -125,19 +126,9 @@ def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inp
 
 def save_tokenizer(path: Path, texts: list[str], vocabulary: int) -> None:
     """Byte pairs of the texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = byte_pair_tokenizer(texts, vocabulary, ("<s>", "</s>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
 
 

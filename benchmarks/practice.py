@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.byte_pairs import byte_pair_tokenizer
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.templates import built_in_template
 
@@ -95,19 +96,9 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 def save_tokenizer(path: Path, texts: Iterable[str]) -> None:
     """A byte-level BPE tokenizer, whose numbers are one token a digit, with the chat template `chatml`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = byte_pair_tokenizer(texts, VOCABULARY, SPECIAL, splits_digits=True)
     end, _, end_of_turn = SPECIAL
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

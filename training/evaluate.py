@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.parallelize import free_gathered
 from ..sharding.pipeline.pipeline import pipeline_of
-from .data.batch import Batch, LossInputs, Padding, collate
+from .data.batch import Batch, LossInputs, Padding, collate_rows
 from .data.sequences import Rows, share_out
 from .loss.objective import Objective
 from .micro_batch import forward_of, token_loss_sum
@@ -61,7 +61,7 @@ def evaluate(
     mesh: Mesh,
     padding: Padding,
     objective: Objective | None = None,
-    inputs_of: Callable[[list[int], list[int]], LossInputs] | None = None,
+    inputs_of: Callable[[list[int]], LossInputs] | None = None,
 ) -> Evaluation:
     """The loss over all sequences; all ranks call it together, and get the same.
 
@@ -70,18 +70,22 @@ def evaluate(
 
     Args:
         objective: a loss of one's own, in place of the cross-entropy.
-        inputs_of: what it gets of a micro-batch's rows, and of all rows.
+        inputs_of: what it gets of a micro-batch's rows.
     """
-    order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
-    device, topology = torch.device(mesh.grid.device_type), mesh.topology
-    mine = share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank()))
 
     def batch(numbers: list[int]) -> Batch:
-        sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
-        inputs = None if inputs_of is None else inputs_of(numbers, order)
-        return collate(sequences, mesh.cp_group, padding, inputs)
+        inputs = None if inputs_of is None else inputs_of(numbers)
+        return collate_rows(rows, numbers, mesh.cp_group, padding, inputs)
 
+    device, mine = torch.device(mesh.grid.device_type), by_length(rows, per_device, mesh)
     return mean_loss(model, map(batch, mine), device, objective)
+
+
+def by_length(rows: Rows, per_device: int, mesh: Mesh) -> list[list[int]]:
+    """Numbers of the entries of each of this rank's micro-batches of all data, those of like length together: equally
+    many micro-batches on all ranks."""
+    order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
+    return share_out(order, mesh.topology.data_size, per_device, mesh.topology.data_index(dist.get_rank()))
 
 
 def mean_loss(

@@ -23,7 +23,7 @@ from ..sharding.runtime.process import Ranks
 from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
-from .data.batch import Batch, Padding, collate
+from .data.batch import Batch, Padding, collate_rows
 from .data.sequences import DataOrder, Rows
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
@@ -41,7 +41,7 @@ from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
 from .planning.rank_memory import free_on_host
 from .preemption import StopRequest
-from .reference_logprobs import References, batch_of_rows
+from .reference_logprobs import References
 from .resume import check_order
 from .step import NO_TARGETS
 
@@ -301,9 +301,9 @@ def _collated(run: Run, step: int) -> list[Batch]:
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
     data, padding, preference = run.inputs.training, run.padding, run.preference
     if preference is None:
-        return [collate([data[row] for row in forward], cp_group, padding) for forward in rows]
-    together, inputs = run.order.global_batch(step), preference.references.training
-    return [batch_of_rows(data, forward, cp_group, padding, inputs.of(data, forward, together)) for forward in rows]
+        return [collate_rows(data, forward, cp_group, padding) for forward in rows]
+    inputs = preference.references.training.within(data, run.order.global_batch(step))
+    return [collate_rows(data, forward, cp_group, padding, inputs(forward)) for forward in rows]
 
 
 @contextmanager
@@ -392,13 +392,15 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     if run.preference is not None:
         inputs = run.preference.references.evaluation
         assert inputs is not None
-        objective, inputs_of = run.preference.objective, partial(inputs.of, rows)
+        objective, inputs_of = run.preference.objective, inputs.within(rows, range(len(rows)))
     per_device = config.per_device_eval_batch_size
     evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding, objective, inputs_of)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
-    found = str(evaluation) if objective is None else f"eval loss {evaluation.loss:.4f}, {told_of(figures)}"
+    found = str(evaluation)
+    if objective is not None:
+        found = ", ".join([f"eval loss {evaluation.loss:.4f}", *told_of(figures, verbose=True)])
     run.log.event(figures, f"step {done}: {found}; {compared}")
     if not math.isfinite(evaluation.loss):
         why = "" if evaluation.targets else f" ({NO_TARGETS})"

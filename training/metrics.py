@@ -460,12 +460,17 @@ def register_metric(added: Metric, before: str | None = None) -> None:
     METRICS.insert(len(METRICS) if before is None else names.index(before), added)
 
 
-def told_of(line: Record) -> str:
-    """What the console says of the figures of an evaluation."""
-    told = [
-        metric.console for metric in METRICS if metric.console and metric.of == "evaluation" and metric.name in line
+def told_of(line: Record, verbose: bool = False) -> list[str]:
+    """What the console says of the metrics in a line, but for those that are columns of its table.
+
+    Args:
+        verbose: whether it also says what few need.
+    """
+    return [
+        metric.console(line)
+        for metric in METRICS
+        if metric.console and line.get(metric.name) is not None and (verbose or not metric.verbose)
     ]
-    return ", ".join(console(line) for console in told)
 
 
 def table_of_metrics() -> str:

@@ -5,7 +5,7 @@ They are computed once, before anything is trained, and kept in the output direc
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,10 @@ from ..checkpoints.files.directories import write_errors
 from ..moe.util.atomic_write import whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
-from .data.batch import Batch, LossInputs, Padding, collate
+from .data.batch import LossInputs, Padding, collate_rows
 from .data.samples import Pairs
-from .data.sequences import PairRows, Rows, share_out
-from .evaluate import head_outputs, inference
+from .data.sequences import PairRows, Rows
+from .evaluate import by_length, head_outputs, inference
 from .loss.preference import REFERENCE, SFT, TARGETS
 
 FILE = "reference.safetensors"
@@ -41,19 +41,28 @@ class PairInputs:
     targets_P2: Tensor
     reference_P2: Tensor
 
-    def of(self, rows: Rows, numbers: list[int], together: list[int]) -> LossInputs:
-        """
+    def within(self, rows: Rows, together: Sequence[int]) -> Callable[[list[int]], LossInputs]:
+        """What makes the inputs of a batch from the numbers of its entries of `rows`.
+
         Args:
-            numbers: entries of `rows` that are in a batch. together: those whose loss is one mean.
+            together: the entries whose loss is one mean: those of a step, or of an evaluation.
         """
-        here, all_of_it = (
-            torch.tensor([pair for number in each for pair in rows.numbers(number)], dtype=torch.int64)
-            for each in (numbers, together)
-        )
-        share = len(all_of_it) / max(int(self.targets_P2[all_of_it, 0].sum()), 1)
-        sft_P2 = torch.tensor([share, 0.0], dtype=torch.float64).expand(len(here), 2)
-        by_sample = {REFERENCE: self.reference_P2[here], TARGETS: self.targets_P2[here].double(), SFT: sft_P2}
-        return LossInputs({name: values.flatten() for name, values in by_sample.items()})
+        pairs = _pairs_of(rows, together)
+        # by which a target token's share in the mean of their chosen answers becomes one in a mean over pairs
+        share = len(pairs) / max(int(self.targets_P2[pairs, 0].sum()), 1)
+
+        def inputs(numbers: list[int]) -> LossInputs:
+            here = _pairs_of(rows, numbers)
+            sft_P2 = torch.tensor([share, 0.0], dtype=torch.float64).expand(len(here), 2)
+            by_sample = {REFERENCE: self.reference_P2[here], TARGETS: self.targets_P2[here].double(), SFT: sft_P2}
+            return LossInputs({name: values.flatten() for name, values in by_sample.items()})
+
+        return inputs
+
+
+def _pairs_of(rows: Rows, numbers: Iterable[int]) -> Tensor:
+    """Numbers of the pairs in entries of the data."""
+    return torch.tensor([pair for number in numbers for pair in rows.numbers(number)], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,6 @@ class References:
 
     training: PairInputs
     evaluation: PairInputs | None
-
-
-def batch_of_rows(
-    rows: Rows, numbers: list[int], cp_group: Any, padding: Padding, inputs: LossInputs | None = None
-) -> Batch:
-    """A micro-batch of entries of the data."""
-    return collate([sequence for number in numbers for sequence in rows.sequences(number)], cp_group, padding, inputs)
 
 
 class ReferencePass:
@@ -132,23 +134,21 @@ class ReferencePass:
 
     def _computed(self, rows: Rows) -> Tensor:
         """(P, 2) fp64 on the host, of each pair's chosen and rejected sample."""
-        topology = self.mesh.topology
-        order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
-        mine = share_out(order, topology.data_size, self.per_device, topology.data_index(self.ranks.rank))
-        batches = (batch_of_rows(rows, numbers, self.mesh.cp_group, self.padding, LossInputs()) for numbers in mine)
+        mine = by_length(rows, self.per_device, self.mesh)
+        batches = (collate_rows(rows, numbers, self.mesh.cp_group, self.padding, LossInputs()) for numbers in mine)
         device = self.ranks.device
         sums_P2 = torch.zeros(len(rows.samples), 2, dtype=torch.float64, device=device)
         following = iter(mine)
         with inference(self.model):
             for several, heads in head_outputs(self.model, batches, device, by_token=True):
                 for place, batch in enumerate(several):
-                    pairs = [pair for number in next(following) for pair in rows.numbers(number)]
+                    pairs = _pairs_of(rows, next(following))
                     if place >= len(heads):  # a pipeline's last stage is elsewhere
                         continue
                     assert batch.for_loss is not None
                     sums = batch.for_loss.sums(heads[place])
                     if len(sums):
-                        sums_P2[torch.tensor(pairs, device=device)] = sums.view(-1, 2)
+                        sums_P2[pairs.to(device)] = sums.view(-1, 2)
         dist.all_reduce(sums_P2)
         return sums_P2.cpu()
 

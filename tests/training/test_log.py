@@ -135,7 +135,7 @@ def logged(step: int, **changes: Any) -> dict[str, Any]:
     """What a run logs of 10 steps of 2 s each, 500 tokens a step; it has begun 60 s of evaluation and these ago."""
     return {
         "step": step, "epoch": step / 40, "learning_rate": 1e-3, "steps": 10, "seconds": 60.0 + 2.0 * step, "loss": 1.5,
-        "grad_norm": 0.25, "tokens": 5000, "tokens_per_second": 250.0, "peak_memory_mb": 704.0,
+        "grad_norm": 0.25, "tokens": 5000, "tokens_per_second": 250.0, "step_seconds": 2.0, "peak_memory_mb": 704.0,
         "expert_load_max_over_mean": 1.25, **changes,
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.context_parallel import CPGroup
 from .samples import Sample
+from .sequences import Rows
 
 IGNORED = -100
 
@@ -245,6 +246,18 @@ def collate(
     return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs)
 
 
+def collate_rows(
+    rows: Rows,
+    numbers: Sequence[int],
+    cp_group: CPGroup | None,
+    padding: Padding,
+    loss_inputs: LossInputs | None = None,
+) -> Batch:
+    """`collate` of entries of the data, each of which may become several sequences."""
+    sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
+    return collate(sequences, cp_group, padding, loss_inputs)
+
+
 _NEEDLESS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths", "num_items_in_batch"}
 )
@@ -311,7 +324,7 @@ def batch_of(
         if targets_BS is not shifted_BS:
             by_target = {name: torch.nn.functional.pad(x_BS[:, 1:], (0, 1)) for name, x_BS in by_target.items()}
     parts = [tokens_BS, targets_BS, is_token_BS, *([] if positions_BS is None else [positions_BS])]
-    (*parts,) = _to_the_left([*parts, *by_target.values()], is_token_BS)
+    parts = _to_the_left([*parts, *by_target.values()], is_token_BS)
     by_target = dict(zip(by_target, parts[len(parts) - len(by_target) :], strict=True))
     tokens_BS, targets_BS, is_token_BS = parts[:3]
     counts = is_token_BS.sum(dim=1).tolist()

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ...moe.util.entry_checks import check_fields, check_value
 
@@ -174,18 +174,26 @@ def _renamed(name: str, columns: tuple[str, ...], read: _Read) -> Format:
     return replace(known, columns=columns, read=read, unread=())
 
 
+def check_columns(row: Any, columns: Sequence[str]) -> None:
+    """
+    Raises:
+        RowError: a record is no object, or lacks a column that gave the data set's format away.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    missing = [column for column in columns if column not in row]
+    if missing:
+        found = ", ".join(map(str, row)) or "(none)"
+        raise RowError(f"has no column {missing[0]!r}, unlike the records before it; found: {found}")
+
+
 def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | PlainText":
     """One record of a data set whose format is known.
 
     Raises:
         RowError: a column is missing or holds something else.
     """
-    if not isinstance(row, dict):
-        raise RowError(f"is no JSON object: {row!r:.80}")
-    missing = [column for column in data_format.columns if column not in row]
-    if missing:
-        found = ", ".join(map(str, row)) or "(none)"
-        raise RowError(f"has no column {missing[0]!r}, unlike the records before it; found: {found}")
+    check_columns(row, data_format.columns)
     dropped = next((column for column in data_format.unread if row.get(column)), None)
     if dropped is not None:
         raise RowError(
@@ -205,14 +213,14 @@ def _messages_in(column: str) -> _Read:
 
 
 def _plain(column: str) -> _Read:
-    return lambda row, columns: PlainText(_text(row, column))
+    return lambda row, columns: PlainText(text_in(row, column))
 
 
 def _pair(prompt: str, response: str) -> _Read:
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        if _holds_messages(row[prompt], row[response]):
+        if holds_messages(row[prompt], row[response]):
             return _prompt_and_completion(row, columns, prompt, response)
-        messages = [_message("user", _text(row, prompt)), _message("assistant", _text(row, response))]
+        messages = [message_of("user", text_in(row, prompt)), message_of("assistant", text_in(row, response))]
         return conversation(row, columns, messages, [None, None])
 
     return read
@@ -236,7 +244,7 @@ def read_answer(row: Mapping[str, Any], columns: Columns) -> Conversation | Plai
 
 def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:
     """trl's two forms of prompt and completion."""
-    if _holds_messages(row["prompt"], row["completion"]):
+    if holds_messages(row["prompt"], row["completion"]):
         return _prompt_and_completion(row, columns, "prompt", "completion")
     named = (columns.system or "system", "tools", "functions", *_MEDIA)
     beside = next((key for key in named if row.get(key)), None)
@@ -245,10 +253,10 @@ def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation |
             f"has {beside}, which a plain-text prompt and completion cannot use; to read these as "
             "question and answer, give --prompt-column prompt --response-column completion"
         )
-    return PlainText(_text(row, "completion"), _text(row, "prompt"))
+    return PlainText(text_in(row, "completion"), text_in(row, "prompt"))
 
 
-def _holds_messages(*values: Any) -> bool:
+def holds_messages(*values: Any) -> bool:
     """Whether a question and its answer are lists of messages, or their JSON, as tables have it. One text alone may
     quote messages."""
     return any(isinstance(value, list) for value in values) or all(
@@ -273,22 +281,22 @@ def _question(question: str, answer: str, further: str = "") -> _Read:
     """A question, perhaps with more of it in a column of its own, and its answer; perhaps behind earlier turns."""
 
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        asked = _text(row, question)
+        asked = text_in(row, question)
         if further and row.get(further):
-            asked += "\n" + _text(row, further)
-        messages = [*_history(row), _message("user", asked), _message("assistant", _text(row, answer))]
+            asked += "\n" + text_in(row, further)
+        messages = [*history_in(row), message_of("user", asked), message_of("assistant", text_in(row, answer))]
         return conversation(row, columns, messages, [None] * len(messages))
 
     return read
 
 
-def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def history_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier turns as LLaMA-Factory has them: pairs of question and answer."""
     messages: list[dict[str, Any]] = []
-    for turn in _json(row.get("history"), "history", list, "a list") or []:
+    for turn in json_value(row.get("history"), "history", list, "a list") or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise RowError(f"history has {turn!r:.80}, not a pair of question and answer")
-        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+        messages += [message_of("user", turn[0]), message_of("assistant", turn[1])]
     return messages
 
 
@@ -416,9 +424,19 @@ def registered_formats() -> list[list[Any]]:
     ]
 
 
-def table_of_formats() -> str:
-    """The table in docs/reference/data-formats.md."""
-    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in FORMATS)]
+class Listed(Protocol):
+    """A format with a row in a table of them."""
+
+    @property
+    def written(self) -> str: ...
+
+    @property
+    def known_from(self) -> str: ...
+
+
+def table_of_formats(formats: Sequence[Listed] = FORMATS) -> str:
+    """The table of docs/reference/data-formats.md."""
+    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in formats)]
     return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
 
 
@@ -433,16 +451,16 @@ def conversation(
     if columns.system and columns.system not in row:
         raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
     name = columns.system or "system"
-    system = _text(row, name) if row.get(name) else ""
+    system = text_in(row, name) if row.get(name) else ""
     if system and messages[0]["role"] != "system":
-        messages = [_message("system", system), *messages]
+        messages = [message_of("system", system), *messages]
         is_trained = [None, *is_trained]
     elif system and messages[0]["content"].strip() != system.strip():
         raise RowError(f"has a system prompt in {name} and another in its first message; leave one out")
     media = next((key for key in _MEDIA if row.get(key)), None)
     if media is not None:
         raise RowError(f"has {media}; expertmesh trains on text only")
-    arguments = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
+    arguments = json_value(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
     # functions is OpenAI's older name of tools
     tools, functions = _tools(row.get("tools")), _tools(row.get("functions"))
     if tools and functions and tools != functions:
@@ -452,10 +470,10 @@ def conversation(
 
 def _tools(tools: Any) -> list[Any] | None:
     """A list of them, or the JSON text of one, as tables have it: each as templates take it, within `function`."""
-    found = _json(tools, "tools", list, "a list")
+    found = json_value(tools, "tools", list, "a list")
     if found is None:
         return None
-    objects = [_json(tool, "tools has an entry that", dict, "an object") for tool in found]
+    objects = [json_value(tool, "tools has an entry that", dict, "an object") for tool in found]
     if None in objects:
         raise RowError(f"tools has an entry that is {found[objects.index(None)]!r:.80}, not an object")
     return [
@@ -464,7 +482,7 @@ def _tools(tools: Any) -> list[Any] | None:
     ]
 
 
-def _json(value: Any, name: str, kind: type, described: str) -> Any:
+def json_value(value: Any, name: str, kind: type, described: str) -> Any:
     """A value of a kind, or its JSON text, as tables have it; None if there is none."""
     found = value
     if isinstance(value, str):
@@ -480,7 +498,7 @@ def _json(value: Any, name: str, kind: type, described: str) -> Any:
 def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
     """Messages of a list of them, or of its JSON text, as tables have it."""
     if isinstance(turns, str) and turns.strip():
-        turns = _json(turns, column, list, "a list of messages")
+        turns = json_value(turns, column, list, "a list of messages")
     if not isinstance(turns, list | tuple) or not turns:
         raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
     messages: list[dict[str, Any]] = []
@@ -552,7 +570,7 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     # a column of a Parquet file holds None in every message that lacks the key
     others = {key: value for key, value in turn.items() if key not in taken and value is not None}
     return {
-        **_message(_ROLES.get(role, role), said.text),
+        **message_of(_ROLES.get(role, role), said.text),
         **others,
         **({"reasoning_content": said.reasoning or reasoning} if said.reasoning or reasoning else {}),
         **({"tool_calls": _read_calls(calls or said.calls, place)} if calls or said.calls else {}),
@@ -692,11 +710,11 @@ def _override(turn: Mapping[str, Any], place: str) -> bool | None:
     return next(map(bool, found.values()), None)
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def message_of(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _text(row: Mapping[str, Any], column: str) -> str:
+def text_in(row: Mapping[str, Any], column: str) -> str:
     if not isinstance(row[column], str):
         raise RowError(f"{column} is {row[column]!r:.80}, not text")
     return row[column]

@@ -7,7 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import Columns, Conversation, PlainText, RowError, _history, _holds_messages, _json, read_answer
+from .formats import (
+    Columns,
+    Conversation,
+    PlainText,
+    RowError,
+    check_columns,
+    history_in,
+    holds_messages,
+    json_value,
+    message_of,
+    read_answer,
+    table_of_formats,
+    text_in,
+)
 
 Said = Conversation | PlainText
 Row = Mapping[str, Any]
@@ -41,7 +54,7 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
     if isinstance(prompt, str):
         if chosen[:1] == rejected[:1] and not _is_answer(chosen):
             return _without_prompt(row)
-        prompt = [_said("user", prompt)]
+        prompt = [message_of("user", prompt)]
     number = len(prompt) if isinstance(prompt, list) else 0
     if chosen[:number] == prompt == rejected[:number]:
         chosen, rejected = chosen[number:], rejected[number:]
@@ -50,14 +63,14 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
 
 def _with_instruction(row: Row) -> tuple[Any, Any, Any]:
     """LLaMA-Factory's alpaca form."""
-    further = _text(row, "input") if row.get("input") else ""
-    asked = "\n".join(filter(None, (_text(row, "instruction"), further)))
-    return [*_history(row), _said("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
+    further = text_in(row, "input") if row.get("input") else ""
+    asked = "\n".join(filter(None, (text_in(row, "instruction"), further)))
+    return [*history_in(row), message_of("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
 
 
 def _with_question(row: Row) -> tuple[Any, Any, Any]:
     """That of Intel's orca_dpo_pairs."""
-    return [_said("user", _text(row, "question"))], _answer(row, "chosen"), _answer(row, "rejected")
+    return [message_of("user", text_in(row, "question"))], _answer(row, "chosen"), _answer(row, "rejected")
 
 
 def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
@@ -67,7 +80,7 @@ def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
 
 def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
     """ms-swift's: a conversation that ends with the preferred answer, and the text of the other one."""
-    messages = _json(row["messages"], "messages", list, "a list of messages") or []
+    messages = json_value(row["messages"], "messages", list, "a list of messages") or []
     if len(messages) < 2:
         raise RowError("messages has no answer behind a prompt")
     return messages[:-1], messages[-1:], _answer(row, "rejected_response")
@@ -178,12 +191,7 @@ def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said
     Raises:
         RowError: a column is missing or holds something else.
     """
-    if not isinstance(row, dict):
-        raise RowError(f"is no JSON object: {row!r:.80}")
-    missing = [column for column in pair_format.columns if column not in row]
-    if missing:
-        found = ", ".join(map(str, row)) or "(none)"
-        raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
+    check_columns(row, pair_format.columns)
     prompt, chosen, rejected = pair_format.split(row)
     more = _object(row, pair_format.within) if pair_format.within else {}
     beside = {name: value for name, value in {**row, **more}.items() if name not in pair_format.columns}
@@ -198,8 +206,7 @@ def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said
 
 def table_of_pair_formats() -> str:
     """For the page of data formats."""
-    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in PAIR_FORMATS)]
-    return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
+    return table_of_formats(PAIR_FORMATS)
 
 
 _QUESTIONS = ("input", "query")
@@ -208,8 +215,8 @@ _QUESTIONS = ("input", "query")
 
 def _parsed(value: Any, column: str) -> Any:
     """A list of messages, also where a table has its JSON."""
-    is_json = isinstance(value, str) and _holds_messages(value)
-    return _json(value, column, list, "a list of messages") if is_json else value
+    is_json = isinstance(value, str) and holds_messages(value)
+    return json_value(value, column, list, "a list of messages") if is_json else value
 
 
 def _is_answer(messages: list[Any]) -> bool:
@@ -218,29 +225,19 @@ def _is_answer(messages: list[Any]) -> bool:
 
 
 def _object(row: Row, column: str) -> Row:
-    found: Row = _json(row[column], column, dict, "an object with messages") or {}
+    found: Row = json_value(row[column], column, dict, "an object with messages") or {}
     return found
-
-
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def _answer(row: Row, column: str) -> list[dict[str, str]]:
-    return [_said("assistant", _text(row, column))]
+    return [message_of("assistant", text_in(row, column))]
 
 
 def _message(row: Row, column: str) -> Any:
-    found = _json(row[column], column, dict, "a message")
+    found = json_value(row[column], column, dict, "a message")
     if found is None:
         raise RowError(f"{column} is {row[column]!r:.80}, not a message")
     return found
-
-
-def _text(row: Row, column: str) -> str:
-    if not isinstance(row[column], str):
-        raise RowError(f"{column} is {row[column]!r:.80}, not text")
-    return str(row[column])
 
 
 def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

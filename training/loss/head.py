@@ -514,8 +514,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         compute = weighted(partial(_losses_and_logit_gradient, group), weights_R)
         needs = ctx.needs_input_grad[:3]
         rows_ND, weight_vD, bias_v, targets_N = ctx.saved_tensors
-        saved = (rows_ND, weight_vD, bias_v, targets_N)
-        _, gradients = _of_all_ranks(*saved, group, num_targets, needs, compute)
+        _, gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, needs, compute)
         return *gradients, None, None, None
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..metrics import METRICS, Record
+from ..metrics import Record, told_of
 
 HEADER_EVERY = 20
 """Lines from one header to the next."""
@@ -52,12 +52,8 @@ class StepTable:
     def lines(self, line: Record, seconds_left: float) -> list[str]:
         """A logged step's line, below a header where one is due."""
         cells = [column.cell(line).rjust(column.width) for column in self.columns]
-        more = [
-            metric.console(line)
-            for metric in METRICS
-            if metric.console and line.get(metric.name) is not None and (self.verbose or not metric.verbose)
-        ]
-        text = "  ".join([" ".join([*cells, duration(seconds_left).rjust(_LEFT)]), *more])
+        columns = " ".join([*cells, duration(seconds_left).rjust(_LEFT)])
+        text = "  ".join([columns, *told_of(line, self.verbose)])
         header = [] if self.printed % HEADER_EVERY else [self.header()]
         self.printed += 1
         return [*header, text]
@@ -89,8 +85,7 @@ def _short(value: float, digits: str) -> str:
 def _seconds(line: Record) -> str:
     if not line["tokens"]:
         return _NO_VALUE
-    # pauses between steps are in neither figure
-    seconds = line["tokens"] / line["tokens_per_second"] / line["steps"]
+    seconds = line["step_seconds"]
     return f"{seconds:.3g}" if seconds >= 0.1 else f"{seconds:.4f}"
 
 

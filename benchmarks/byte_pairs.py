@@ -1,0 +1,31 @@
+"""Small tokenizers, trained on a benchmark's own texts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def byte_pair_tokenizer(
+    texts: Iterable[str], vocabulary: int, special: Sequence[str], splits_digits: bool = False
+) -> Any:
+    """Byte pairs of texts: a `tokenizers.Tokenizer`.
+
+    Args:
+        special: tokens that get the first numbers.
+        splits_digits: whether each digit is a token of its own.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = by_bytes
+    if splits_digits:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
