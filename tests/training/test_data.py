@@ -121,6 +121,29 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         chat("user: 1?", say("assistant: ", function_call=CALL["function"]), tools='[{"type": "function"}]'), {},
         f"{TOOLS_TEXT} {CALLED}",
     ),
+    "calls as JSON text": (chat("user: 1?", calls(content=None) | {"tool_calls": CALL_TEXT}), {}, "<s> " + CALLED),
+    "an older call as JSON text": (chat("user: 1?", say("assistant: ", function_call=ADD)), {}, "<s> " + CALLED),
+    "a function as JSON text": (chat("user: 1?", calls({"type": "function", "function": ADD})), {}, "<s> " + CALLED),
+    "no calls as JSON text": (chat(HELLO[0], say(HELLO[1], tool_calls="[]"), tools="null"), {}, ANSWERED),
+    "messages, tools and arguments as JSON text": (
+        {
+            "messages": json.dumps(
+                chat("user: 1?", calls({"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}))[
+                    "messages"
+                ]
+            ),
+            "tools": '[{"type": "function"}]',
+        }, {},
+        f"{TOOLS_TEXT} {CALLED}",
+    ),
+    "content that is the JSON of messages": (
+        chat("user: " + json.dumps([say(HELLO[0])]), "assistant: " + json.dumps([CALL])), {},
+        f"<s> [INST] {json.dumps([say(HELLO[0])])} [/INST]{{ {json.dumps([CALL])}</s>}}",
+    ),
+    "a question that is the JSON of messages": (
+        {"question": json.dumps([say(HELLO[0])]), "answer": '{"role": "user"}'}, {},
+        f'<s> [INST] {json.dumps([say(HELLO[0])])} [/INST]{{ {{"role": "user"}}</s>}}',
+    ),
     "Llama's parameters": (chat("user: 1?", calls({"name": "add", "parameters": {"a": 1}})), {}, "<s> " + CALLED),
     "parameters as text": (
         chat("user: 1?", calls({"function": {"name": "add", "parameters": '{"a": 1}'}})), {},
@@ -839,7 +862,13 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
             "message 1 has reasoning_details, which would be lost; give it as reasoning_content",
         ),
         # calls and tools
-        (one({"tool_calls": "add"}), "tool_calls is 'add', not a list of them"),
+        (one({"tool_calls": "add"}), "line 1 messages, message 1: tool_calls is 'add', neither a list of them nor"),
+        (one({"tool_calls": '{"a": 1}'}), "message 1: tool_calls is .*, not a list of them"),
+        (one({"function_call": "[1]"}), r"message 1: function_call is '\[1\]', not an object with name"),
+        (one({"tool_calls": [{"function": "add"}]}), "message 1: function is 'add', neither an object with name"),
+        ({"messages": '[{"role": "user"'}, "line 1 messages is .*, neither a list of messages nor the JSON of one"),
+        ({"messages": '{"role": "user"}'}, "line 1 messages is .*, not a list of messages"),
+        (chat(*HELLO, tools="[1,"), "line 1 tools is '.1,', neither a list nor the JSON of one"),
         (one({"tool_calls": ["add"]}), "has the tool call 'add'; expected an object with name and arguments"),
         (one({"tool_calls": [{"function": {"arguments": {}}}]}), "expected an object with name and arguments"),
         (shared("add(1)"), "function_call is not JSON .*'add.1.'"),

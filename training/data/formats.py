@@ -503,10 +503,9 @@ def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool 
         raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
     messages: list[dict[str, Any]] = []
     is_trained: list[bool | None] = []
+    turns = [_decoded(turn, f"{column}, message {number}") for number, turn in enumerate(turns, start=1)]
     for number, turn in enumerate(turns, start=1):
         place = f"{column}, message {number}"
-        if not isinstance(turn, dict):
-            raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
         message, override = _read_message(turn, place), _override(turn, place)
         # one that says more than its calls, such as reasoning of its own, is a message of its own
         says_calls_alone = message.keys() == {"role", "content", "tool_calls"} and not message["content"]
@@ -516,6 +515,18 @@ def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool 
         messages.append(message)
         is_trained.append(override)
     return messages, is_trained
+
+
+def _decoded(turn: Any, place: str) -> dict[str, Any]:
+    """A message whose calls are no JSON text. Its content may well be, and stays as it is."""
+    if not isinstance(turn, dict):
+        raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
+    kinds: tuple[tuple[str, type, str], ...] = (
+        ("tool_calls", list, "a list of them"),
+        ("function_call", dict, "an object with name and arguments"),
+    )
+    texts = [(key, kind, said) for key, kind, said in kinds if isinstance(turn.get(key), str)]
+    return {**turn, **{key: json_value(turn[key], f"{place}: {key}", kind, said) for key, kind, said in texts}}
 
 
 def _continues_calls(turns: Sequence[Any], index: int) -> bool:
@@ -599,6 +610,8 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, str):
+            function = json_value(function, f"{place}: function", dict, "an object with name and arguments")
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
         arguments = _find_arguments(call, function, place)
