@@ -13,6 +13,8 @@ from pathlib import Path
 
 MISTAKE = 2
 """Exit code after a mistake of the user's."""
+STOPPED = 75
+"""Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
 _PATIENCE = 20.0
 """Seconds for which ranks wait for the first of their node to tell of a mistake."""
 _TEARDOWN = 10.0

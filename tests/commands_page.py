@@ -21,6 +21,7 @@ python -m tests.commands_page > docs/reference/commands.md
 | to | run | installed as |
 | --- | --- | --- |
 | train | `torchrun train_ep.py`, or `python -m expertmesh.train_ep` | `expertmesh-train` |
+| start ranks [like torchrun](output-directory.md#exit-codes) | `python -m expertmesh.launch` | `expertmesh-launch` |
 | find a parallel layout that fits | [`python -m expertmesh.sharding plan`](#plan) | `expertmesh-plan` |
 | dry-run one rank without GPUs | [`python -m expertmesh.sharding rehearse`](#rehearse) | |
 | see or test the process groups | [`python -m expertmesh.sharding mesh`](#mesh) | |

@@ -20,7 +20,7 @@ import expertmesh
 from expertmesh.training.planning import cluster_commands
 
 ROOT = Path(__file__).parents[1]
-OWN = ("__init__.py", "py.typed", "report.py")
+OWN = ("__init__.py", "launch.py", "py.typed", "report.py")
 """Files of the package itself, beside its folders."""
 OURS = ("moe", "sharding", "checkpoints", "training")
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -115,7 +115,7 @@ def test_a_wheel(theirs: Path, tmp_path: Path) -> None:
     assert set(sources()) == {name for name in wheel.namelist() if name.startswith("expertmesh/")}
     wheel.extractall(site)
     check_use(theirs, site, paths=(site,))
-    for module in ("train_ep", "moe", "sharding", "checkpoints", "report"):
+    for module in ("train_ep", "launch", "moe", "sharding", "checkpoints", "report"):
         assert "usage:" in python("-m", f"expertmesh.{module}", "--help", cwd=theirs, paths=(site,))
     assert "--gpus" in python("-m", "expertmesh.sharding", "plan", "--help", cwd=theirs, paths=(site,))
 
@@ -134,7 +134,7 @@ def test_an_editable_install(theirs: Path, tmp_path: Path) -> None:
     install = ["--python", interpreter, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     python("-m", "pip", *install, "--ignore-installed", "--editable", str(checkout), cwd=tmp_path)
     check_use(theirs, checkout, interpreter=interpreter)
-    for command in ("expertmesh-train", "expertmesh-checkpoints", "expertmesh-plan"):
+    for command in ("expertmesh-train", "expertmesh-launch", "expertmesh-checkpoints", "expertmesh-plan"):
         assert "usage:" in python(str(venv / "bin" / command), "--help", cwd=theirs, interpreter=interpreter)
 
 

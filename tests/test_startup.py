@@ -59,14 +59,18 @@ def run(*lines: str) -> list[tuple[int, str, set[str]]]:
 
 
 def programs() -> list[str]:
-    """Every module of ours that runs as a command, and every console script."""
+    """Every module of ours that runs as a command, and every console script; the launcher's help is torch's own."""
     files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         for file in files
         if '\nif __name__ == "__main__"' in file.read_text(encoding="utf-8")
     ]
-    return ["train_ep.py", *(f"-m expertmesh.{module}" for module in modules), *CONSOLE_SCRIPTS.values()]
+    return [
+        "train_ep.py",
+        *(f"-m expertmesh.{module}" for module in modules),
+        *(script for name, script in CONSOLE_SCRIPTS.items() if name != "expertmesh-launch"),
+    ]
 
 
 def test_help() -> None:

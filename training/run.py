@@ -13,6 +13,7 @@ from ..moe.util.terminal import folded, going_on_unread
 from ..sharding.runtime.debugger import check_debug_ranks, debugging
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
+from ..sharding.torchrun import STOPPED
 from .banner import detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
 from .consistency import compare_data, start_facts
@@ -31,9 +32,6 @@ from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measur
 from .reference_logprobs import FILE as REFERENCE_FILE
 from .reference_logprobs import ReferencePass, References
 from .resume import find_resume
-
-STOPPED = 75
-"""Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
 
 
 def run(config: TrainConfig) -> int:

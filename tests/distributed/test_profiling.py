@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from expertmesh import train_ep
+from expertmesh.sharding.torchrun import STOPPED
 from expertmesh.training.preemption import StopRequest
 from expertmesh.training.report.profiles import BETWEEN
-from expertmesh.training.run import STOPPED
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import FIXED_PRODUCTS, read
 

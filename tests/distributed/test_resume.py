@@ -27,7 +27,7 @@ from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from expertmesh.checkpoints.training_state.saving import Saver
 from expertmesh.moe.util.command import INTERRUPTED
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
-from expertmesh.training.run import STOPPED
+from expertmesh.sharding.torchrun import STOPPED
 from tests.distributed.pool import RankPool
 from tests.distributed.test_shards import DAMAGES
 from tests.distributed.whole_runs import (
