@@ -69,6 +69,18 @@ class DirectoryLock:
             self._lock.release()
             self._lock = None
 
+    def is_held(self) -> bool:
+        """Whether a run writes to the directory now. A look at it takes nothing from a run."""
+        if not self.holder.exists():
+            return False
+        if (self.directory / _WITHOUT_KERNEL).exists():
+            return True
+        try:
+            with FileLock(self.path, timeout=0, mode=0o644, fallback_to_soft=False):
+                return False
+        except (Timeout, OSError):  # not one's own directory: its holder's word counts
+            return True
+
     def _in_words(self) -> str:
         """Such as ": process 4711 on host a, since 2026-01-31 12:00:00"; empty where nobody says so."""
         try:

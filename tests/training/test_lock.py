@@ -42,9 +42,11 @@ def test_held_until_its_process_ends(tmp_path: Path, has_children: bool) -> None
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
     with pytest.raises(ExpertMeshError, match=f"another run writes to it: process {holder.pid} on host .*, since 20"):
         DirectoryLock(tmp_path).acquire()
+    assert DirectoryLock(tmp_path).is_held()
     holder.kill()
     holder.join()
     assert (tmp_path / HOLDER).exists()
+    assert not DirectoryLock(tmp_path).is_held()
     mine = DirectoryLock(tmp_path)
     mine.acquire()
     assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
 from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, Stretch
@@ -367,9 +369,46 @@ def test_several_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([runs[0], runs[0] / ".." / "a"], "a run is given twice"),
         ([tmp_path] * 9, "9 runs are too many; a page shows up to 8"),
         ([runs[0], "--output", "x.html"], "--output is for several runs"),
+        ([runs[0], "--watch"], "--watch is for several runs"),
     ):
         assert main(list(map(str, wrong))) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends_by", [None, KeyboardInterrupt])
+def test_a_page_of_several_runs_is_written_again_until_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: type[BaseException] | None
+) -> None:
+    """Or until Ctrl-C. Only while one goes on, an open page loads itself again."""
+    runs, page = [tmp_path / name for name in "ab"], tmp_path / "both.html"
+    locks = [DirectoryLock(run) for run in runs]
+    for run, lock in zip(runs, locks, strict=True):
+        run.mkdir()
+        make_run(run, [training(1)])
+        lock.acquire()
+    found: list[tuple[list[int], list[str | None], int | None]] = []
+
+    def look() -> None:
+        data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
+        assert data is not None
+        content = json.loads(data[1])
+        steps, states = zip(*((run["step"], run["state"]) for run in content["runs"]), strict=True)
+        found.append((list(steps), list(states), content["refresh_seconds"]))
+
+    def a_minute(seconds: float) -> None:
+        look()
+        make_run(runs[1], [training(1), training(2)])
+        locks[len(found) - 1].release()
+        if ends_by is not None:
+            raise ends_by
+
+    monkeypatch.setattr(time, "sleep", a_minute)
+    assert main([*map(str, runs), "--output", str(page), "--watch"]) == 0
+    look()
+    both, one, none = ([1, 1], ["running"] * 2, 60), ([1, 2], [None, "running"], 60), ([1, 2], [None] * 2, None)
+    assert found == ([both, one, none] if ends_by is None else [both, none])
+    for lock in locks:
+        lock.release()
 
 
 def test_only_the_page_of_a_run_that_goes_on_is_loaded_again(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ LOSS_DEVIATIONS = 6.0
 LOSS_MARGIN = 0.1
 """Fraction of the mean: a loss that hardly moves would otherwise alarm at nothing."""
 LAYERS_NAMED = 4
-EARLY_TOKENS = 1000
-"""Tokens of the mean expert that are enough for a verdict before a window is full. With fewer, an expert that a
-pretrained router chooses a hundred times more rarely than the mean may have got none by chance."""
+ENOUGH_TOKENS = 1000
+"""Tokens of the mean expert that are enough for a verdict on a run that is shorter than a window. With fewer, an expert
+that a pretrained router chooses a hundred times more rarely than the mean may have got none by chance."""
 CHECK_EVERY = 10
 """Steps after which ranks add up where their tokens went, and a collapsed router is warned of."""
 COLLAPSED = 0.75
@@ -104,9 +104,11 @@ class RouterAlarm:
     """Experts, and groups of them, without a single token, or experts with far more than the mean, over windows of
     --router-warn-steps steps.
 
-    A window also ends after a tenth of its steps, or with the run, once the mean expert has `EARLY_TOKENS`. A router
-    that sends almost all tokens to the same few experts is warned of at once, from the latest steps alone, or from the
-    window's where these have too few tokens. Each kind is warned of once.
+    A window also ends with the run, and is then judged for experts without a token, if the mean expert has
+    `ENOUGH_TOKENS`. It does not end earlier: in a random model's first tens of steps, some experts may get thrice the
+    mean and others nothing, though the balancing loss works. Only a router that sends almost all tokens to the same few
+    experts is warned of at once, from the latest steps alone, or from the window's where these have too few tokens.
+    Each kind is warned of once.
 
     Args:
         top_k: experts per token.
@@ -133,19 +135,18 @@ class RouterAlarm:
         if collapsed is not None and not self.warned:
             self.warned |= {"group", "dead", "load"}  # which would say the same of it
             return [f"{collapsed}; {self._remedy()}"]
-        is_early = self.steps * 10 >= self.config.router_warn_steps and self._is_enough()
-        return self._verdict() if is_early or self.steps >= self.config.router_warn_steps else []
+        return self._verdict() if self.steps >= self.config.router_warn_steps else []
 
     def end(self) -> list[str]:
         """Warnings of the window that the end of training leaves open, if there are any."""
-        return self._verdict() if self.steps and self._is_enough() else []
-
-    def _is_enough(self) -> bool:
-        return bool(self.tokens_LE.mean(axis=1).min() >= EARLY_TOKENS)
+        is_enough = self.steps and self.tokens_LE.mean(axis=1).min() >= ENOUGH_TOKENS
+        return self._verdict() if is_enough else []
 
     def _verdict(self) -> list[str]:
         """Warnings of a window, which then begins anew."""
-        found = {"group": self._dead_groups(), "dead": self._dead(), "load": self._overloaded()}
+        found = {"group": self._dead_groups(), "dead": self._dead()}
+        if self.steps >= self.config.router_warn_steps:
+            found["load"] = self._overloaded()
         self.steps, self.tokens_LE = 0, 0
         new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
         self.warned |= new.keys()

@@ -21,15 +21,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="page of several runs (default: comparison.html in this directory)"
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="write the page of several runs every minute until all have ended, or Ctrl-C",
+    )
     try:
         arguments = parser.parse_args(argv)
-        from expertmesh.training.report.page import COMPARISON, write_comparison, write_report  # numpy, not for --help
+        from expertmesh.training.report.page import (
+            COMPARISON,
+            watch,
+            write_comparison,
+            write_report,
+        )  # numpy, not for --help
 
         output_dirs, output = arguments.output_dirs, arguments.output
         if len(output_dirs) > 1:
-            print(write_comparison(output_dirs, output or Path(COMPARISON)))
+            page = output or Path(COMPARISON)
+            print(write_comparison(output_dirs, page), flush=True)
+            if arguments.watch:
+                watch(output_dirs, page)
         elif output is not None:
             raise ExpertMeshError("--output is for several runs; the report of one run is report.html in its directory")
+        elif arguments.watch:
+            raise ExpertMeshError("--watch is for several runs; a run writes its own report.html again as it goes")
         else:
             print(write_report(output_dirs[0]))
     except ExpertMeshError as error:

@@ -9,7 +9,9 @@ import html
 import json
 import os
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -23,6 +25,7 @@ from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig, flags_of_config
+from ..lock import DirectoryLock
 from ..metrics import METRICS, Chart
 from .history import History, read_history
 from .profiles import BETWEEN, EXCHANGE, read_profiles
@@ -62,8 +65,11 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
     return _write(output_dir / REPORT, render([content], content["name"], refresh))
 
 
-def write_comparison(output_dirs: Sequence[Path], page: Path) -> Path:
+def write_comparison(output_dirs: Sequence[Path], page: Path, running: Collection[Path] = ()) -> Path:
     """Write a page about several runs, of what each has written so far.
+
+    Args:
+        running: runs that go on, for which the page will be written again: an open one then loads its file again.
 
     Raises:
         ExpertMeshError: these are too many, one of them is named twice or has no metrics.jsonl, a file cannot be read,
@@ -73,11 +79,20 @@ def write_comparison(output_dirs: Sequence[Path], page: Path) -> Path:
         raise ExpertMeshError(f"{len(output_dirs)} runs are too many; a page shows up to {MAX_RUNS}")
     if len({output_dir.resolve() for output_dir in output_dirs}) < len(output_dirs):
         raise ExpertMeshError("a run is given twice")
-    contents = [_read_run(output_dir) for output_dir in output_dirs]
+    contents = [_read_run(output_dir, "running" if output_dir in running else None) for output_dir in output_dirs]
     names = [content["name"] for content in contents]
     labels = names if len(set(names)) == len(names) else [str(output_dir) for output_dir in output_dirs]
     runs = [{**content, "label": label} for content, label in zip(contents, labels, strict=True)]
-    return _write(page, render(runs, " · ".join(labels)))
+    return _write(page, render(runs, " · ".join(labels), REFRESH_SECONDS if running else None))
+
+
+def watch(output_dirs: Sequence[Path], page: Path) -> None:
+    """Write a page about several runs again each minute, until none of them goes on, or Ctrl-C."""
+    with suppress(KeyboardInterrupt):
+        while running := [output_dir for output_dir in output_dirs if DirectoryLock(output_dir).is_held()]:
+            write_comparison(output_dirs, page, running)
+            time.sleep(REFRESH_SECONDS)
+    write_comparison(output_dirs, page)
 
 
 def _read_run(output_dir: Path, state: State | None = None, history: History | None = None) -> dict[str, Any]:
