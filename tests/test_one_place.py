@@ -65,6 +65,7 @@ from expertmesh.training.data import formats
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
+from expertmesh.training.data.labels import table_of_label_formats
 from expertmesh.training.data.pairs import table_of_pair_formats
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
 from expertmesh.training.engine import kernel_of
@@ -149,6 +150,7 @@ def nothing_left() -> Iterator[None]:
         ("docs/reference/data-formats.md", table_of_formats),
         ("docs/how-to/watch-a-run.md", table_of_metrics),
         ("docs/reference/data-formats.md", table_of_pair_formats),
+        ("docs/reference/data-formats.md", table_of_label_formats),
         ("docs/explanation/kernels.md", table_of_kernels),
         ("docs/explanation/checkpoints.md", table_of_codes),
         ("docs/explanation/attention.md", table_of_layer_kinds),

@@ -14,7 +14,7 @@ from .config.train_config import TrainConfig
 from .data.chat import set_chat_template
 from .data.data_files import parse_datasets
 from .data.formats import Columns
-from .data.samples import DataOptions, Sample, Samples, hold_out, load_samples, prompt_tokens
+from .data.samples import DataOptions, Labelled, Sample, Samples, hold_out, load_samples, prompt_tokens
 from .data.sequences import Rows, make_rows
 
 _NUM_PROMPTS = 3
@@ -64,6 +64,8 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     if tells and (unused := _without_effect(config, training)):
         print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
+    if config.estimates_divergence:
+        _check_prompts(training, evaluation)
     rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
     return Inputs(tokenizer, saved, template, rows, held_out)
@@ -83,6 +85,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.dataset_num_proc,
         config.sample_by,
         pairs=config.task == "dpo",
+        labelled=config.task == "kto",
     )
     _check_names_of_parts(config)
     samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
@@ -92,6 +95,20 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         options = replace(options, split=config.eval_dataset_split)
         return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
     return samples, None
+
+
+def _check_prompts(*parts: Samples | None) -> None:
+    """
+    Raises:
+        ExpertMeshError: labelled answers are all to one prompt.
+    """
+    for part in parts:
+        if isinstance(part, Labelled) and part.shift == len(part):
+            raise ExpertMeshError(
+                f"--task kto sets answers behind other prompts, but all {len(part)} samples "
+                f"{'to train on' if part is parts[0] else 'held out'} have one; add others, or give --preference-loss "
+                "apo_zero_unpaired"
+            )
 
 
 def _without_effect(config: TrainConfig, training: Samples) -> str:

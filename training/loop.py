@@ -24,7 +24,8 @@ from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
 from .data.batch import Batch, Padding, collate_rows
-from .data.sequences import DataOrder, Rows
+from .data.sequences import DataOrder, LabelledRows, Rows
+from .divergence import of_evaluation
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
 from .generate import generate
@@ -41,7 +42,7 @@ from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
 from .planning.rank_memory import free_on_host
 from .preemption import StopRequest
-from .reference_logprobs import References
+from .reference_logprobs import LabelledInputs, References
 from .resume import check_order
 from .step import NO_TARGETS
 
@@ -388,12 +389,16 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
-    objective = inputs_of = None
+    objective = inputs_of = inputs = None
     if run.preference is not None:
         inputs = run.preference.references.evaluation
         assert inputs is not None
         objective, inputs_of = run.preference.objective, inputs.within(rows, range(len(rows)))
     per_device = config.per_device_eval_batch_size
+    if isinstance(inputs, LabelledInputs) and inputs.estimates:
+        assert isinstance(rows, LabelledRows)
+        assert inputs_of is not None
+        inputs_of = of_evaluation(run.model, rows, per_device, run.engine.mesh, run.padding, inputs_of)
     evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding, objective, inputs_of)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)

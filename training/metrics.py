@@ -121,33 +121,52 @@ def _is_routing_known(interval: Interval) -> bool:
     return interval.has_routing
 
 
-def _of_pairs(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
-    """What is told of preference pairs, in steps and in evaluations."""
+def _of_preferences(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
+    """What is told of preference data, in steps and in evaluations."""
     name = f"eval_{figure}"
     return [
         Metric(
             name=figure,
             unit="",
-            meaning=f"{meaning}; of preference pairs",
+            meaning=f"{meaning}; of preference data",
             of="steps",
-            value=lambda interval: interval.figure(figure),
+            value=lambda interval: of_preferences(figure, interval.figures),
             over_ranks="alike",
-            is_logged=lambda interval: figure in interval.steps[0].figures,
+            is_logged=lambda interval: _is_told(figure, interval.steps[0].figures),
             console=None if console is None else lambda line: console(line[figure]),
-            chart=Chart(f"Pairs: {figure}", label="training", smooth=True),
+            chart=Chart(f"Preferences: {figure}", label="training", smooth=True),
         ),
         Metric(
             name=name,
             unit="",
-            meaning=f"`{figure}` of the pairs held out",
+            meaning=f"`{figure}` of the data held out",
             of="evaluation",
-            value=lambda found: found.figures[figure],
+            value=lambda found: of_preferences(figure, found.figures),
             over_ranks="alike",
-            is_logged=lambda found: figure in found.figures,
+            is_logged=lambda found: _is_told(figure, found.figures),
             console=None if console is None else lambda line: console(line[name]),
-            chart=Chart(f"Pairs: {figure}", label="evaluation"),
+            chart=Chart(f"Preferences: {figure}", label="evaluation"),
         ),
     ]
+
+
+def _is_told(figure: str, figures: Mapping[str, float]) -> bool:
+    return figure in figures or (figure == "rewards/margins" and "chosen" in figures)
+
+
+def of_preferences(figure: str, means: Mapping[str, float]) -> float | None:
+    """A figure of preferences, of means over pairs, or over labelled answers; None where there are none.
+
+    Of labelled answers, those of chosen and rejected ones are sums over them divided by all answers, and `chosen` and
+    `rejected` are their shares.
+    """
+    if "chosen" not in means or figure == "kl":
+        return means.get(figure)
+    if figure == "rewards/margins":
+        chosen, rejected = (of_preferences(f"rewards/{side}", means) for side in ("chosen", "rejected"))
+        return None if chosen is None or rejected is None else chosen - rejected
+    share = means[figure.partition("/")[2]]
+    return means[figure] / share if share else None
 
 
 METRICS = [
@@ -188,7 +207,7 @@ METRICS = [
     Metric(
         name="loss",
         unit="nats",
-        meaning="mean cross-entropy of the target tokens; with `--task dpo` the mean loss of the pairs",
+        meaning="mean cross-entropy of the target tokens; with `--task dpo` or `kto` the mean loss of pairs or answers",
         of="steps",
         value=lambda interval: interval.mean("loss", "weight"),
         over_ranks="alike",
@@ -197,7 +216,7 @@ METRICS = [
     Metric(
         name="eval_loss",
         unit="nats",
-        meaning="mean cross-entropy of the held-out target tokens, or mean loss of the held-out pairs",
+        meaning="mean cross-entropy of the held-out target tokens, or mean loss of the held-out pairs or answers",
         of="evaluation",
         value=lambda found: found.loss,
         over_ranks="alike",
@@ -206,7 +225,7 @@ METRICS = [
     Metric(
         name="eval_perplexity",
         unit="",
-        meaning="exponential of `eval_loss`; not of preference pairs",
+        meaning="exponential of `eval_loss`; not of preference data",
         of="evaluation",
         value=lambda found: found.perplexity,
         over_ranks="alike",
@@ -229,12 +248,20 @@ METRICS = [
         value=lambda found: round(found.seconds, 3),
         over_ranks="alike",
     ),
-    *_of_pairs("rewards/chosen", "`--preference-beta` times the chosen answer's log-probability less the reference's"),
-    *_of_pairs("rewards/rejected", "the same of the rejected answer"),
-    *_of_pairs("rewards/margins", "`rewards/chosen` less `rewards/rejected`", lambda mean: f"margin {mean:.3f}"),
-    *_of_pairs("rewards/accuracies", "share of pairs with a positive margin", lambda mean: f"accuracy {mean:.0%}"),
-    *_of_pairs("logps/chosen", "log-probability of the chosen answer"),
-    *_of_pairs("logps/rejected", "log-probability of the rejected answer"),
+    *_of_preferences(
+        "rewards/chosen",
+        "`--preference-beta` times the chosen, or desirable, answer's log-probability less the reference's",
+    ),
+    *_of_preferences("rewards/rejected", "the same of the rejected, or undesirable, answer"),
+    *_of_preferences("rewards/margins", "`rewards/chosen` less `rewards/rejected`", lambda mean: f"margin {mean:.3f}"),
+    *_of_preferences(
+        "rewards/accuracies", "share of pairs with a positive margin", lambda mean: f"accuracy {mean:.0%}"
+    ),
+    *_of_preferences("logps/chosen", "log-probability of the chosen answer"),
+    *_of_preferences("logps/rejected", "log-probability of the rejected answer"),
+    *_of_preferences(
+        "kl", "estimate of the divergence from the reference, with `--task kto`", lambda kl: f"kl {kl:.3f}"
+    ),
     Metric(
         name="grad_norm",
         unit="",

@@ -1,4 +1,4 @@
-"""Log-probabilities of preference pairs by the reference: the model as it is before the first step.
+"""Log-probabilities of preference pairs, or of labelled answers, by the reference: the model before the first step.
 
 They are computed once, before anything is trained, and kept in the output directory, where a resumed run finds them.
 """
@@ -22,10 +22,10 @@ from ..moe.util.atomic_write import whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
 from .data.batch import LossInputs, Padding, collate_rows
-from .data.samples import Pairs
-from .data.sequences import PairRows, Rows
+from .data.samples import Labelled, Pairs, Samples
+from .data.sequences import LabelledRows, Rows
 from .evaluate import by_length, head_outputs, inference
-from .loss.preference import REFERENCE, SFT, TARGETS
+from .loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
 
 FILE = "reference.safetensors"
 
@@ -60,17 +60,41 @@ class PairInputs:
         return inputs
 
 
+@dataclass(frozen=True)
+class LabelledInputs:
+    """What the loss of labelled answers needs beside log-probabilities.
+
+    desirable_A: 1 for a desirable answer, else 0, fp64. reference_A2: log-probabilities by the reference of each
+    answer, and of the one behind the same prompt in its place, fp64. estimates: whether the loss needs the latter.
+    """
+
+    desirable_A: Tensor
+    reference_A2: Tensor
+    estimates: bool
+
+    def within(self, rows: Rows, together: Sequence[int]) -> Callable[[list[int]], LossInputs]:
+        """As `PairInputs.within`."""
+
+        def inputs(numbers: list[int]) -> LossInputs:
+            here = _pairs_of(rows, numbers)
+            known, others = self.reference_A2[here].unbind(1)
+            mismatched = LossInputs({REFERENCE: others}) if self.estimates else None
+            return LossInputs({REFERENCE: known, DESIRABLE: self.desirable_A[here]}, mismatched=mismatched)
+
+        return inputs
+
+
 def _pairs_of(rows: Rows, numbers: Iterable[int]) -> Tensor:
-    """Numbers of the pairs in entries of the data."""
+    """Numbers of the pairs, or labelled answers, in entries of the data."""
     return torch.tensor([pair for number in numbers for pair in rows.numbers(number)], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class References:
-    """Of the pairs to train on and of those to evaluate on."""
+    """Of what is trained on and of what is evaluated on."""
 
-    training: PairInputs
-    evaluation: PairInputs | None
+    training: PairInputs | LabelledInputs
+    evaluation: PairInputs | LabelledInputs | None
 
 
 class ReferencePass:
@@ -93,11 +117,14 @@ class ReferencePass:
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
-    def run(self, directory: Path, rows: Rows, held_out: Rows | None, can_compute: bool) -> tuple[References, bool]:
+    def run(
+        self, directory: Path, rows: Rows, held_out: Rows | None, can_compute: bool, estimates: bool = True
+    ) -> tuple[References, bool]:
         """(log-probabilities by the reference, whether they were kept). All ranks call it together.
 
         Args:
             directory: where they are kept.
+            estimates: whether a loss of labelled answers has a divergence.
             can_compute: whether the model is the reference; not where a resumed run has not read its weights.
 
         Raises:
@@ -107,12 +134,12 @@ class ReferencePass:
         found = self._kept(directory / FILE, parts, can_compute)
         was_kept = found is not None
         if found is None:
-            found = {name: self._computed(part) for name, part in parts.items()}
+            found = {name: self._of_both(part, estimates) for name, part in parts.items()}
             with raise_together(), write_errors(directory):
                 if self.ranks.rank == 0:
                     with whole(directory / FILE) as partial:
                         save_file(found, partial, {"fingerprint": self.fingerprint})
-        inputs = {name: PairInputs(_pairs(part).targets_P2, found[name]) for name, part in parts.items()}
+        inputs = {name: _inputs(part.samples, found[name], estimates) for name, part in parts.items()}
         return References(inputs["training"], inputs.get("evaluation")), was_kept
 
     def _kept(self, path: Path, parts: Mapping[str, Rows], can_compute: bool) -> dict[str, Tensor] | None:
@@ -132,12 +159,20 @@ class ReferencePass:
             assert all(len(found[name]) == len(part.samples) for name, part in parts.items())
         return found
 
-    def _computed(self, rows: Rows) -> Tensor:
-        """(P, 2) fp64 on the host, of each pair's chosen and rejected sample."""
+    def _of_both(self, rows: Rows, estimates: bool) -> Tensor:
+        """(P, 2) fp64 on the host, of each pair's chosen and rejected sample, or of a labelled answer and another one
+        behind the same prompt, if that is needed."""
+        if not isinstance(rows, LabelledRows):
+            return self._computed(rows, 2)
+        own = self._computed(rows, 1)
+        return torch.cat([own, self._computed(rows.mismatched, 1) if estimates else torch.zeros_like(own)], dim=1)
+
+    def _computed(self, rows: Rows, each: int) -> Tensor:
+        """(samples, each) fp64 on the host, of as many sequences' samples."""
         mine = by_length(rows, self.per_device, self.mesh)
         batches = (collate_rows(rows, numbers, self.mesh.cp_group, self.padding, LossInputs()) for numbers in mine)
         device = self.ranks.device
-        sums_P2 = torch.zeros(len(rows.samples), 2, dtype=torch.float64, device=device)
+        found = torch.zeros(len(rows.samples), each, dtype=torch.float64, device=device)
         following = iter(mine)
         with inference(self.model):
             for several, heads in head_outputs(self.model, batches, device, by_token=True):
@@ -148,14 +183,16 @@ class ReferencePass:
                     assert batch.for_loss is not None
                     sums = batch.for_loss.sums(heads[place])
                     if len(sums):
-                        sums_P2[pairs.to(device)] = sums.view(-1, 2)
-        dist.all_reduce(sums_P2)
-        return sums_P2.cpu()
+                        found[pairs.to(device)] = sums.view(-1, each)
+        dist.all_reduce(found)
+        return found.cpu()
 
 
-def _pairs(rows: Rows) -> Pairs:
-    assert isinstance(rows, PairRows)
-    return rows.samples
+def _inputs(samples: Samples, reference_P2: Tensor, estimates: bool) -> PairInputs | LabelledInputs:
+    if isinstance(samples, Labelled):
+        return LabelledInputs(samples.is_desirable.double(), reference_P2, estimates)
+    assert isinstance(samples, Pairs)
+    return PairInputs(samples.targets_P2, reference_P2)
 
 
 def _read(path: Path, fingerprint: str) -> tuple[dict[str, Tensor] | None, str]:

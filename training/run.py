@@ -150,13 +150,17 @@ def references(run: Run, output_dir: Path, resume_from: Path | None) -> Referenc
     engine, config, inputs = run.engine, run.config, run.inputs
     assert inputs.training is not None
     facts = {"facts": engine.facts, "bf16": config.bf16, "base": config.base_dtype, "rope": config.rope_scaling}
+    if config.task == "kto":  # whether there are mismatched answers, and where they are cut off
+        facts["mismatched"] = config.max_seq_length if config.estimates_divergence else 0
     found = ReferencePass(engine.model, engine.mesh, run.ranks, config.per_device_eval_batch_size, run.padding, facts)
     # an adapter that has not been trained changes nothing
     can_compute = resume_from is None or (config.adapter != "none" and not config.init_adapter)
-    kept, was_kept = found.run(output_dir, inputs.training, inputs.evaluation, can_compute)
+    estimates = config.estimates_divergence
+    kept, was_kept = found.run(output_dir, inputs.training, inputs.evaluation, can_compute, estimates)
     how = "read from" if was_kept else "computed, and kept in"
     run.log.detail(
-        f"the reference's log-probabilities of {len(inputs.training.samples):,} pairs: {how} {REFERENCE_FILE}"
+        f"the reference's log-probabilities of {len(inputs.training.samples):,} "
+        f"{'pairs' if config.task == 'dpo' else 'labelled answers'}: {how} {REFERENCE_FILE}"
     )
     return kept
 

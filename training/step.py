@@ -25,6 +25,7 @@ from ..sharding.mesh import Mesh
 from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import pipeline_of
 from .data.batch import Batch
+from .divergence import with_divergence
 from .loss.balance import BiasUpdate, LossWeights
 from .loss.objective import Objective
 from .micro_batch import StepCounts, count_step, losses_of
@@ -230,6 +231,7 @@ def train_step(
     """
     optimizer.zero_grad()
     at("the step's beginning")
+    batches = with_divergence(model, batches)
     gradients = step_gradients(model, batches, weights, at, objective)
     at("the gradient norm")
     # less than 0 where a rank was asked to stop: every number that a dry run reads from the device is 1

@@ -33,7 +33,6 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
-from expertmesh.training.data.formats import Columns
 from expertmesh.training.data.samples import DataOptions, _records, load_samples
 from expertmesh.training.inputs import load_tokenizer
 from expertmesh.training.planning.cluster_commands import main as plan_main
@@ -213,9 +212,7 @@ def samples(name: str) -> Callable[[Path], list[Any]]:
 
 def records(path: Path) -> list[dict[str, str]]:
     """Of a file of rows, up to what the tokenizer gets."""
-    return list(
-        _records(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", Columns(), pairs=False)
-    )
+    return list(_records(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", DataOptions(64)))
 
 
 def given_template(path: Path) -> None:

@@ -231,6 +231,7 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
     is_reset = setting.metadata["needs"].resets
     assert config.settled() == (parse_config([*NEEDED, *without]) if is_reset else config)
     needed = ["--optim=shampoo"] if name.startswith("shampoo") else WITH
+    needed = [*needed, "--task=kto"] if "desirable" in name else needed
     config = parse_config([*NEEDED, *needed, given])
     assert config.without_effect == []
     assert config.settled() is config

@@ -64,6 +64,8 @@ class LoadSettings(TypedDict, total=False):
     preference_loss: PreferenceLoss
     preference_beta: float
     preference_sft_weight: float
+    desirable_weight: float
+    undesirable_weight: float
 
     # The parallel layout.
     ep_size: int

@@ -26,8 +26,8 @@ from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_w
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
-Task = Literal["sft", "dpo"]
-PreferenceLoss = Literal["sigmoid", "ipo"]
+Task = Literal["sft", "dpo", "kto"]
+PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
 BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
@@ -99,6 +99,8 @@ _EXPORTS_MODEL = Needs(
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
 _DPO = Needs("--task dpo", lambda config: config.task == "dpo")
+_KTO = Needs("--task kto", lambda config: config.task == "kto")
+_PREFERS = Needs("--task dpo or kto", lambda config: config.task != "sft")
 _NODES = Needs(
     lambda: (
         f"--tp-size 2 or more, or --ep-size 2 or more with --dispatch {_dispatchers_that('by_nodes', 'or', 'auto')}"
@@ -239,16 +241,32 @@ class PreferenceSettings:
 
     GROUP = "Preference training"
 
-    task: Task = _flag("sft", "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers")
-    preference_loss: PreferenceLoss = _flag("sigmoid", "Loss of a pair: sigmoid (DPO) or ipo", needs=_DPO)
-    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", needs=_DPO)
+    task: Task = _flag(
+        "sft",
+        "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers; kto: Kahneman-Tversky "
+        "optimization, on answers labelled as desirable or not",
+    )
+    preference_loss: PreferenceLoss = _flag(
+        "sigmoid",
+        "Loss: sigmoid (that of DPO, or of KTO); ipo, of a pair; or apo_zero_unpaired, of KTO",
+        needs=_PREFERS,
+    )
+    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", needs=_PREFERS)
     preference_sft_weight: float = _flag(
         0.0, "Weight of the chosen answers' mean cross-entropy beside it", least=0, needs=_DPO
     )
+    desirable_weight: float = _flag(1.0, "Weight of desirable answers' losses", least=0, needs=_KTO)
+    undesirable_weight: float = _flag(1.0, "Weight of undesirable answers' losses", least=0, needs=_KTO)
 
     def check_preference(self) -> None:
         if not 0 < self.preference_beta < math.inf:
             raise ExpertMeshError(f"--preference-beta {self.preference_beta}: must be more than 0")
+        of = {"ipo": "dpo", "apo_zero_unpaired": "kto"}.get(self.preference_loss, self.task)
+        if self.task not in ("sft", of):
+            raise ExpertMeshError(f"--preference-loss {self.preference_loss}: is a loss of --task {of}; leave it out")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not math.isfinite(getattr(self, name)):
+                raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be finite")
 
 
 @dataclass

@@ -151,17 +151,21 @@ class TrainConfig(
             )
         if self.profile and self.compile:
             raise ExpertMeshError("--profile cannot look inside layers that --compile compiles; leave out one of them")
-        if self.task == "dpo" and self.train_on != "assistant":
-            raise ExpertMeshError(f"--train-on {self.train_on}: --task dpo trains on answers only; leave it out")
-        if self.task == "dpo" and any(
+        if self.task != "sft" and self.train_on != "assistant":
+            raise ExpertMeshError(
+                f"--train-on {self.train_on}: --task {self.task} trains on answers only; leave it out"
+            )
+        if self.task != "sft" and any(
             (self.prompt_column, self.response_column, self.messages_column, self.text_column)
         ):
             raise ExpertMeshError(
-                "--task dpo: pairs are found by the columns chosen and rejected; give no --prompt-column, "
-                "--response-column, --messages-column or --text-column"
+                f"--task {self.task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
+                "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column"
             )
-        if self.task == "dpo" and self.prompt_template:
-            raise ExpertMeshError("--prompt-template is for supervised fine-tuning; leave it out with --task dpo")
+        if self.task != "sft" and self.prompt_template:
+            raise ExpertMeshError(
+                f"--prompt-template is for supervised fine-tuning; leave it out with --task {self.task}"
+            )
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
 
@@ -169,6 +173,11 @@ class TrainConfig(
     def sequences_per_row(self) -> int:
         """Sequences of --max-seq-length that one entry of a batch takes at most: two of a preference pair."""
         return 2 if self.task == "dpo" else 1
+
+    @property
+    def estimates_divergence(self) -> bool:
+        """Whether the loss needs it (see `training.divergence`)."""
+        return self.task == "kto" and self.preference_loss != "apo_zero_unpaired"
 
     @property
     def in_fp8(self) -> bool:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.context_parallel import CPGroup
 from .samples import Sample
-from .sequences import Rows
+from .sequences import LabelledRows, Rows
 
 IGNORED = -100
 
@@ -154,6 +154,7 @@ class Batch:
     spans: of each sample, the positions of its tokens that are here.
     split: what is to be known of the full sequences, where this is a part of each.
     for_loss: what a loss of one's own gets of it; None: the loss is the cross-entropy.
+    mismatched: of labelled answers, the same prompts before answers to others (see `training.divergence`).
     """
 
     tokens_BS: Tensor
@@ -167,6 +168,7 @@ class Batch:
     spans: tuple[range, ...]
     split: SplitSequences | None = None
     for_loss: LossBatch | None = None
+    mismatched: "Batch | None" = None
 
     def to(self, device: torch.device) -> "Batch":
         """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
@@ -195,6 +197,8 @@ class Batch:
             changed["split"] = replace(self.split, positions_BS=move(self.split.positions_BS))
         if self.for_loss is not None:
             changed["for_loss"] = self.for_loss.moved(move)
+        if self.mismatched is not None:
+            changed["mismatched"] = self.mismatched._moved(move)
         return replace(self, **changed)
 
 
@@ -203,12 +207,14 @@ class LossInputs:
     """What a loss of one's own is to get of a batch of full sequences.
 
     by_sample: (samples,) tensors by name, samples in the order of the sequences. by_target_BS: values at each position
-        with a target. place_BS: where a position's label was given, flat.
+        with a target. place_BS: where a position's label was given, flat. mismatched: of mismatched answers, if
+        there are any.
     """
 
     by_sample: Mapping[str, Tensor] = field(default_factory=dict)
     by_target_BS: Mapping[str, Tensor] = field(default_factory=dict)
     place_BS: Tensor | None = None
+    mismatched: "LossInputs | None" = None
 
 
 def collate(
@@ -255,7 +261,12 @@ def collate_rows(
 ) -> Batch:
     """`collate` of entries of the data, each of which may become several sequences."""
     sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
-    return collate(sequences, cp_group, padding, loss_inputs)
+    batch = collate(sequences, cp_group, padding, loss_inputs)
+    if loss_inputs is None or loss_inputs.mismatched is None:
+        return batch
+    assert isinstance(rows, LabelledRows)
+    others = collate_rows(rows.mismatched, numbers, cp_group, padding, loss_inputs.mismatched)
+    return replace(batch, mismatched=others)
 
 
 _NEEDLESS = frozenset(

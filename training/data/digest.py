@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .samples import Samples
+from .samples import Labelled, Samples
 
 _SAMPLES_AT_ONCE = 1000
 _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples in any order"
@@ -15,6 +15,7 @@ _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples 
 def samples_facts(samples: Samples) -> dict[str, str]:
     """How many samples and tokens there are, and digests of all token ids and targets, in order and without it."""
     tokens, targets = _hashes(samples)
+    labels = samples.is_desirable.numpy().tobytes() if isinstance(samples, Labelled) else None
     return {
         "samples": f"{len(samples):,}",
         "tokens": f"{int(samples.lengths.sum()):,}",
@@ -23,6 +24,7 @@ def samples_facts(samples: Samples) -> dict[str, str]:
         _TARGETS: xxhash.xxh3_64_hexdigest(targets.tobytes()),
         # the sum wraps around, as it should
         _UNORDERED: f"{int(targets.sum(dtype=np.uint64)):016x}",
+        **({} if labels is None else {"labels": xxhash.xxh3_64_hexdigest(labels)}),
     }
 
 

@@ -151,8 +151,8 @@ def _refuse_preferences(row: dict[str, Any]) -> None:
     if found:
         raise RowError(
             f"has the column {found[0]}: preference data, but this is supervised fine-tuning; give --task dpo for "
-            "pairs of a chosen and a rejected answer, leave the column out, or name those to train on with "
-            "--prompt-column and --response-column, or --messages-column"
+            "pairs of a chosen and a rejected answer or --task kto for labelled answers, leave the column out, or name "
+            "those to train on with --prompt-column and --response-column, or --messages-column"
         )
 
 

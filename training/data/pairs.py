@@ -28,19 +28,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PairFormat:
-    """A way to write preference pairs.
+    """A way to write preference pairs, or labelled answers (see `labels`).
 
     Attributes:
         name: in the first lines of a run. columns: that give it away, of which the first that fits a data set's first
             record is taken.
-        split: of a record, (prompt, chosen, rejected): each a text, a list of messages, or its JSON.
+        split: of a record, the prompt and its answers, (prompt, chosen, rejected): each a text, a list of messages, or
+            its JSON.
         written, known_from: its row of the table of formats.
         within: a column that holds more of the record than messages, such as its tools; empty: there is none.
     """
 
     name: str
     columns: tuple[str, ...]
-    split: Callable[[Row], tuple[Any, Any, Any]]
+    split: Callable[[Row], tuple[Any, ...]]
     written: str
     known_from: str
     within: str = ""
@@ -63,14 +64,19 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
 
 def _with_instruction(row: Row) -> tuple[Any, Any, Any]:
     """LLaMA-Factory's alpaca form."""
+    return instruction_in(row), answer_in(row, "chosen"), answer_in(row, "rejected")
+
+
+def instruction_in(row: Row) -> list[dict[str, Any]]:
+    """The prompt of an alpaca form."""
     further = text_in(row, "input") if row.get("input") else ""
     asked = "\n".join(filter(None, (text_in(row, "instruction"), further)))
-    return [*history_in(row), message_of("user", asked)], _answer(row, "chosen"), _answer(row, "rejected")
+    return [*history_in(row), message_of("user", asked)]
 
 
 def _with_question(row: Row) -> tuple[Any, Any, Any]:
     """That of Intel's orca_dpo_pairs."""
-    return [message_of("user", text_in(row, "question"))], _answer(row, "chosen"), _answer(row, "rejected")
+    return [message_of("user", text_in(row, "question"))], answer_in(row, "chosen"), answer_in(row, "rejected")
 
 
 def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
@@ -80,10 +86,15 @@ def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
 
 def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
     """ms-swift's: a conversation that ends with the preferred answer, and the text of the other one."""
-    messages = json_value(row["messages"], "messages", list, "a list of messages") or []
+    return *ending_in_answer(row, "messages"), answer_in(row, "rejected_response")
+
+
+def ending_in_answer(row: Row, column: str) -> tuple[list[Any], list[Any]]:
+    """(the messages before the last one of a conversation, that one)."""
+    messages = json_value(row[column], column, list, "a list of messages") or []
     if len(messages) < 2:
-        raise RowError("messages has no answer behind a prompt")
-    return messages[:-1], messages[-1:], _answer(row, "rejected_response")
+        raise RowError(f"{column} has no answer behind a prompt")
+    return messages[:-1], messages[-1:]
 
 
 def _of_openai(row: Row) -> tuple[Any, Any, Any]:
@@ -191,17 +202,35 @@ def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said
     Raises:
         RowError: a column is missing or holds something else.
     """
-    check_columns(row, pair_format.columns)
-    prompt, chosen, rejected = pair_format.split(row)
-    more = _object(row, pair_format.within) if pair_format.within else {}
-    beside = {name: value for name, value in {**row, **more}.items() if name not in pair_format.columns}
+    chosen, rejected = read_answers(row, pair_format, columns, ("chosen", "rejected"))
+    return chosen, rejected
+
+
+def read_answers(
+    row: Any, known: PairFormat, columns: Columns, names: Sequence[str], beside: Sequence[str] = ()
+) -> list[Said]:
+    """The answers of a record, each behind its prompt.
+
+    Args:
+        names: of the answers that the format splits a record into, for messages.
+        beside: further columns that are no part of what is said.
+
+    Raises:
+        RowError: a column is missing or holds something else.
+    """
+    check_columns(row, known.columns)
+    prompt, *answers = known.split(row)
+    more = _object(row, known.within) if known.within else {}
+    others = {name: value for name, value in {**row, **more}.items() if name not in (*known.columns, *beside)}
     said = []
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    for name, answer in zip(names, answers, strict=True):
         try:
-            said.append(read_answer({**beside, "prompt": prompt, "completion": answer}, columns))
+            said.append(read_answer({**others, "prompt": prompt, "completion": answer}, columns))
         except RowError as error:
+            if name == "completion":
+                raise
             raise RowError(f"{error} ({name}, which is read as completion)") from error
-    return said[0], said[1]
+    return said
 
 
 def table_of_pair_formats() -> str:
@@ -229,7 +258,7 @@ def _object(row: Row, column: str) -> Row:
     return found
 
 
-def _answer(row: Row, column: str) -> list[dict[str, str]]:
+def answer_in(row: Row, column: str) -> list[dict[str, str]]:
     return [message_of("assistant", text_in(row, column))]
 
 

@@ -18,6 +18,7 @@ from ...moe.util.errors import ExpertMeshError
 from .chat import TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
+from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
@@ -52,7 +53,7 @@ class DataOptions:
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt. pairs: whether records are preference pairs.
+    .txt. pairs, labelled: whether records are preference pairs, or answers that are labelled as desirable or not.
     """
 
     max_seq_length: int
@@ -64,6 +65,7 @@ class DataOptions:
     num_workers: int | None = None
     sample_by: SampleBy = "line"
     pairs: bool = False
+    labelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,35 @@ class Pairs(Samples):
         return [Sample(row["tokens"][side], row["is_trained"][side]) for side in sides]
 
 
+class Labelled(Samples):
+    """Answers that are labelled.
+
+    Attributes:
+        is_desirable: of each, whether it is. prompts: tokens before each answer, int64.
+        shift: how far before a sample the one is whose answer stands in place of its own (see `partner`).
+    """
+
+    def __init__(self, dataset: Any, origins: list[Origin]):
+        super().__init__(dataset, origins)
+        self.is_desirable = _column(dataset, "is_desirable").bool()
+        self.prompts = _column(dataset, "first")
+        runs = torch.unique_consecutive(_column(dataset, "prompt_hash"), return_counts=True)[1]
+        self.shift = int(runs.max())
+
+    def partner(self, index: int) -> int:
+        """The sample whose answer stands behind this one's prompt: as far before it, around the end, as the longest run
+        of samples with one prompt. So each answer does so once, and behind another prompt."""
+        return (index - self.shift) % len(self)
+
+    def mismatched(self, index: int) -> Sample:
+        """A prompt, and the answer to another one."""
+        asked, told = self.dataset[index], self.dataset[self.partner(index)]
+        tokens, is_trained = (
+            asked[name][: asked["first"]] + told[name][told["first"] :] for name in ("tokens", "is_trained")
+        )
+        return Sample(tokens, is_trained)
+
+
 def _column(dataset: Any, name: str) -> Tensor:
     values = dataset.with_format("numpy")[name][:]
     return torch.tensor(values, dtype=torch.int64)
@@ -233,15 +264,19 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
     if options.pairs:
         numbers |= {name: Value("int32") for name in ("first", "first_targets")}
+    if options.labelled:
+        numbers |= {"first": Value("int32"), "prompt_hash": Value("int64")}
+        flags["is_desirable"] = Value("bool")
 
+    kind = "labelled" if options.labelled else options.pairs
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
         rows = Dataset.from_generator(
-            partial(_records, source, flag, options.columns, options.pairs),
+            partial(_records, source, flag, options),
             cache_dir=str(cache_directory()),
-            fingerprint=_fingerprint(source.version, asdict(options.columns), options.pairs, *registered_formats()),
+            fingerprint=_fingerprint(source.version, asdict(options.columns), kind, *registered_formats()),
         )
         tokens = rows.map(
             _tokenize_batch(tokenizer, options),
@@ -283,7 +318,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         unread=Noted(len(source.unread), str(source.unread[0])) if source.unread else None,
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
-    return (Pairs if options.pairs else Samples)(kept, [origin])
+    return (Pairs if options.pairs else Labelled if options.labelled else Samples)(kept, [origin])
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -320,31 +355,44 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
     return number if number > 1 else None
 
 
-def _records(source: RowSource, flag: str, columns: Columns, pairs: bool) -> Iterator[dict[str, Any]]:
+def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dict[str, Any]]:
     """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a list of one,
-    or of the two of a pair."""
+    or of the two of a pair; with labels a record for each answer."""
     found: Any = None
+    columns, labels = options.columns, (True,)
     is_plain: bool | None = None
     for place, row in _read(source, flag):
         try:
             if found is None:
-                found = find_pair_format(row) if pairs else find_format(row, columns)
-            said = read_pair(row, found, columns) if pairs else (read_row(row, found, columns),)
+                found = _find_format(row, options)
+            if options.labelled:
+                said, labels = zip(*read_labelled(row, found, columns), strict=True)
+            else:
+                said = read_pair(row, found, columns) if options.pairs else (read_row(row, found, columns),)
             is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
             if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
                 raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
-            content = json.dumps([vars(each) for each in said])
+            together = [vars(each) for each in said]
+            contents = list(map(json.dumps, [[each] for each in together] if options.labelled else [together]))
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
             raise ExpertMeshError(f"{place} is nested too deeply") from error
         # JSON can write half of a surrogate pair, which is no character and has no token
-        if _SURROGATE.search(content) and not _is_text(json.loads(content)):
+        if any(_SURROGATE.search(content) and not _is_text(json.loads(content)) for content in contents):
             raise ExpertMeshError(f"{place} has a lone surrogate, so its text was cut or damaged")
-        yield {"place": place, "format": found.name, "is_plain": is_plain, "content": content}
+        for content, is_desirable in zip(contents, labels, strict=True):
+            label = {"is_desirable": is_desirable} if options.labelled else {}
+            yield {"place": place, "format": found.name, "is_plain": is_plain, **label, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
+
+
+def _find_format(row: Any, options: DataOptions) -> Any:
+    if options.labelled:
+        return find_label_format(row)
+    return find_pair_format(row) if options.pairs else find_format(row, options.columns)
 
 
 def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
@@ -385,9 +433,22 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
         table = _table([result or next(templated) for result in results], options.max_seq_length, ends)
         table["is_empty"] = is_empty
+        if options.labelled:
+            _add_labels(table, batch["is_desirable"])
         return paired(table) if options.pairs else table
 
     return tokenize_batch
+
+
+def _add_labels(table: dict[str, list[Any]], is_desirable: list[bool]) -> None:
+    table["is_desirable"] = is_desirable
+    # an empty answer that is not desirable teaches nothing wrong
+    table["is_empty"] = [a and b for a, b in zip(table["is_empty"], is_desirable, strict=True)]
+    # of an answer that is cut off completely, which is left out, all is prompt
+    trained = [[False, *each[1:]] for each in table["is_trained"]]
+    table["first"] = [each.index(True) if any(each) else len(each) for each in trained]
+    prompts = [str(tokens[:first]) for tokens, first in zip(table["tokens"], table["first"], strict=True)]
+    table["prompt_hash"] = [int(hashlib.sha256(prompt.encode()).hexdigest()[:15], 16) for prompt in prompts]
 
 
 def _says_nothing(is_plain: bool, said: dict[str, Any], options: DataOptions) -> bool:

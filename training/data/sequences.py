@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .samples import Pairs, Sample, Samples
+from .samples import Labelled, Pairs, Sample, Samples
 
 # transformers' LengthGroupedSampler sorts by length within as many batches
 _GROUPED_BATCHES = 50
@@ -71,10 +71,44 @@ class PairRows(Rows):
         return [self[index]] if self.groups is not None else [[sample] for sample in self[index]]
 
 
+class LabelledRows(Rows):
+    """What a batch of labelled answers is made of.
+
+    Attributes:
+        mismatched: the same, with another answer behind each prompt (see `Labelled.mismatched`).
+    """
+
+    samples: Labelled
+
+    def __init__(self, samples: Labelled, packing: bool, max_seq_length: int, seed: int):
+        partners = torch.arange(len(samples)).roll(samples.shift)
+        lengths = samples.prompts + (samples.lengths - samples.prompts)[partners]
+        longest = torch.maximum(samples.lengths, lengths.clamp(max=max_seq_length))
+        super().__init__(samples, pack(longest, max_seq_length, seed) if packing else None)
+        self.mismatched = _Mismatched(self, max_seq_length)
+
+
+class _Mismatched(Rows):
+    """Entries of the same numbers."""
+
+    samples: Labelled
+
+    def __init__(self, rows: LabelledRows, max_seq_length: int):
+        super().__init__(rows.samples, rows.groups)
+        self.max_seq_length = max_seq_length
+
+    def __getitem__(self, index: Any) -> Any:
+        samples = [self.samples.mismatched(number) for number in self.numbers(index)]
+        limit = self.max_seq_length
+        return [Sample(sample.tokens[:limit], sample.is_trained[:limit]) for sample in samples]
+
+
 def make_rows(samples: Samples, packing: bool, max_seq_length: int, seed: int) -> Rows:
     """Packed sequences of at most `max_seq_length` tokens, of pairs twice as many; or one sequence per sample."""
     if isinstance(samples, Pairs):
         return PairRows(samples, pack(samples.lengths, 2 * max_seq_length, seed) if packing else None)
+    if isinstance(samples, Labelled):
+        return LabelledRows(samples, packing, max_seq_length, seed)
     return Rows(samples, pack(samples.lengths, max_seq_length, seed) if packing else None)
 
 

@@ -1,6 +1,7 @@
-"""Direct preference optimization: losses of pairs of answers against a frozen reference.
+"""Losses of answers against a frozen reference: of pairs (direct preference optimization), and of labelled answers
+(Kahneman-Tversky optimization).
 
-Shape suffixes: N target tokens on this rank, P pairs that are counted on it.
+Shape suffixes: N target tokens on this rank, P pairs and A answers that are counted on it.
 """
 
 import torch
@@ -15,10 +16,12 @@ FIGURES = (
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected"),
 )
-"""What is told of each step, under trl's names: means over pairs."""
+"""What is told of each step of pairs, under trl's names: means over pairs."""
 REFERENCE, TARGETS, SFT = "reference", "targets", "sft"
 """Inputs by sample, chosen and rejected in turn: the reference's log-probability, target tokens, and the weight of a
 target token in the SFT term."""
+DESIRABLE, KL = "desirable", "kl"
+"""Inputs by labelled answer: 1 where it is desirable, else 0, and the estimate of the divergence."""
 
 
 def preference_objective(config: TrainConfig) -> Objective | None:
@@ -31,6 +34,8 @@ def preference_objective(config: TrainConfig) -> Objective | None:
     """
     if config.task == "sft":
         return None
+    if config.task == "kto":
+        return _of_labelled(config)
     beta, is_ipo, sft_weight = config.preference_beta, config.preference_loss == "ipo", config.preference_sft_weight
 
     def loss(logprobs_N: Tensor, batch: LossBatch) -> tuple[Tensor, ...]:
@@ -52,3 +57,29 @@ def preference_objective(config: TrainConfig) -> Objective | None:
         return total, *figures
 
     return Objective(loss, lambda batch: batch.num_samples / 2, FIGURES)
+
+
+def _of_labelled(config: TrainConfig) -> Objective:
+    """With b = --preference-beta, z the divergence (see `training.divergence`) and r an answer's log-probability less
+    the reference's: 1 - sigmoid(b (r - z)) of a desirable answer, 1 - sigmoid(b (z - r)) of another one, each times its
+    weight (arXiv 2402.01306, equations 7 and 8). `apo_zero_unpaired` has 0 in the place of z (arXiv 2408.06266).
+
+    Figures of chosen and rejected answers are sums over them, divided by all answers, as is the number of each: see
+    `training.metrics.of_preferences`.
+    """
+    beta, estimates = config.preference_beta, config.estimates_divergence
+
+    def loss(logprobs_N: Tensor, batch: LossBatch) -> tuple[Tensor, ...]:
+        logps_A = batch.sums(logprobs_N)
+        ratios_A, desirable_A = logps_A - batch[REFERENCE], batch[DESIRABLE]
+        kl_A = batch[KL] if estimates else torch.zeros_like(ratios_A)
+        signs_A = 2 * desirable_A - 1
+        weights_A = torch.where(signs_A > 0, config.desirable_weight, config.undesirable_weight)
+        total = (weights_A * (1 - F.sigmoid(beta * signs_A * (ratios_A - kl_A)))).sum()
+        with torch.no_grad():
+            sides = (desirable_A, 1 - desirable_A)
+            sums = [(side_A * x_A).sum() for x_A in (beta * ratios_A, logps_A) for side_A in sides]
+            return total, *sums, *(side_A.sum() for side_A in sides), kl_A.sum()
+
+    figures = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "chosen", "rejected", "kl")
+    return Objective(loss, lambda batch: batch.num_samples, figures)

@@ -85,11 +85,12 @@ class Interval:
         values = [getattr(step, name) for step in self.finite]
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None
 
-    def figure(self, name: str) -> float | None:
-        """Mean of what a loss of one's own tells, over the finite steps; None where there are none."""
-        weights = [step.weight for step in self.finite]
-        values = [step.figures[name] * weight for step, weight in zip(self.finite, weights, strict=True)]
-        return sum(values) / sum(weights) if values else None
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """Means of what a loss of one's own tells, over the finite steps; nothing where there are none."""
+        total = sum(step.weight for step in self.finite)
+        names = self.finite[0].figures if self.finite else ()
+        return {name: sum(step.figures[name] * step.weight for step in self.finite) / total for name in names}
 
     @property
     def has_routing(self) -> bool:

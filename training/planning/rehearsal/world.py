@@ -47,7 +47,7 @@ from ...config.train_config import TrainConfig
 from ...data.batch import Batch, LossBatch, SplitSequences
 from ...engine import compute_dtype, topology_of
 from ...loss.balance import BiasUpdate, choose_balance
-from ...loss.preference import REFERENCE, SFT, TARGETS, preference_objective
+from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...step import train_step
@@ -326,7 +326,7 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
-        return batch_of(rows, here, targets, cp_group, segments, config.task == "dpo")
+        return batch_of(rows, here, targets, cp_group, segments, config)
 
 
 def batch_of(
@@ -335,13 +335,13 @@ def batch_of(
     targets: int,
     cp_group: CPGroup | None,
     segments: tuple[int, ...] | None = None,
-    of_pairs: bool = False,
+    config: TrainConfig | None = None,
 ) -> Batch:
     """So many sequences of which this rank has so many tokens.
 
     Args:
         segments: where they are packed, samples' lengths.
-        of_pairs: whether they are preference pairs.
+        config: whose --task is read; None: it is sft.
     """
     is_packed = segments is not None
     tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
@@ -352,9 +352,10 @@ def batch_of(
         whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
         shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
     for_loss: LossBatch | None = None
-    if of_pairs:
+    if config is not None and config.task != "sft":
         number = rows * (cp_group is None or cp_group.index == 0)
-        inputs = {name: torch.ones(number, dtype=torch.float64) for name in (REFERENCE, TARGETS, SFT)}
+        names = (REFERENCE, TARGETS, SFT) if config.task == "dpo" else (REFERENCE, DESIRABLE, KL)
+        inputs = {name: torch.ones(number, dtype=torch.float64) for name in names}
         for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
     return Batch(
         *(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared), for_loss

@@ -1,0 +1,93 @@
+"""Labelled answers: what a record says of a prompt, an answer to it, and whether that is desirable.
+
+The prompt has no loss. Records of preference pairs give two labelled answers each.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .formats import Columns, RowError, table_of_formats
+from .pairs import PAIR_FORMATS, PairFormat, Said, answer_in, ending_in_answer, instruction_in, read_answers
+
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is desirable."""
+
+
+LABEL_FORMATS = [
+    PairFormat(
+        "prompt/completion/label",
+        ("prompt", "completion"),
+        lambda row: (row["prompt"], row["completion"]),
+        written="`prompt`, `completion`: lists of messages, or plain texts, which no chat template wraps; `label`",
+        known_from="trl",
+    ),
+    PairFormat(
+        "messages/label",
+        ("messages",),
+        lambda row: ending_in_answer(row, "messages"),
+        written="`messages`, whose last is the answer; `label` or `kto_tag`",
+        known_from="ms-swift, LLaMA-Factory",
+    ),
+    PairFormat(
+        "sharegpt with labels",
+        ("conversations",),
+        lambda row: ending_in_answer(row, "conversations"),
+        written="`conversations`, whose last is the answer; `kto_tag` or `label`",
+        known_from="LLaMA-Factory",
+    ),
+    PairFormat(
+        "alpaca with labels",
+        ("instruction", "output"),
+        lambda row: (instruction_in(row), answer_in(row, "output")),
+        written="`instruction`, `output`, perhaps `input`, `system`, `history`; `kto_tag` or `label`",
+        known_from="LLaMA-Factory",
+    ),
+]
+"""In the order in which they are tried, before those of pairs."""
+
+
+def find_label_format(row: Any) -> PairFormat:
+    """The format of labelled answers, or of pairs, from the first record.
+
+    Raises:
+        RowError: none fits; the message lists the columns found.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    is_labelled = any(name in row for name in LABELS)
+    for known in [*(LABEL_FORMATS if is_labelled else []), *PAIR_FORMATS]:
+        if all(column in row for column in known.columns):
+            return known
+    needed = "; ".join(" + ".join(known.columns) for known in LABEL_FORMATS)
+    raise RowError(
+        f"has the columns {', '.join(map(str, row)) or '(none)'}, but --task kto needs label or kto_tag, and beside it "
+        f"one of these: {needed}; or pairs: chosen + rejected"
+    )
+
+
+def read_labelled(row: Any, found: PairFormat, columns: Columns) -> list[tuple[Said, bool]]:
+    """Answers behind their prompts, and whether each is desirable: one, or the two of a pair.
+
+    Raises:
+        RowError: a column is missing or holds something else.
+    """
+    if found in PAIR_FORMATS:
+        return list(zip(read_answers(row, found, columns, ("chosen", "rejected")), (True, False), strict=True))
+    (said,) = read_answers(row, found, columns, ("completion",), beside=LABELS)
+    return [(said, _label(row))]
+
+
+def _label(row: Mapping[str, Any]) -> bool:
+    name = next((name for name in LABELS if name in row), None)
+    if name is None:
+        raise RowError("has neither label nor kto_tag, unlike the records before it")
+    # a table has true as text, or as a number
+    found = {"true": True, "false": False, "1": True, "0": False}.get(str(row[name]).strip().lower())
+    if found is None:
+        raise RowError(f"{name} is {row[name]!r:.80}; expected true for a desirable answer, or false")
+    return found
+
+
+def table_of_label_formats() -> str:
+    """For the page of data formats."""
+    return table_of_formats(LABEL_FORMATS)
