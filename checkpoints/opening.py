@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,20 @@ if TYPE_CHECKING:
     from .hf.names import Names
 
 
-def open_any(path: Path, strict: bool = True, base: Path | None = None, drop_untrained: bool = False) -> Checkpoint:
+def open_any(
+    path: Path,
+    strict: bool = True,
+    base: Path | None = None,
+    drop_untrained: bool = False,
+    vocab_size: int | None = None,
+) -> Checkpoint:
     """Open what lies at `path`, a training checkpoint included, outside of any process group.
 
     Args:
         strict: stop at what is wrong with its tensors; else list it in the checkpoint's `problems`.
         base: the model's directory from which a training checkpoint's tensors that are not trained are to be taken.
         drop_untrained: whether the latter may be gone.
+        vocab_size: of the model, where it is to have more tokens than there; not of a training checkpoint.
 
     Raises:
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
@@ -28,7 +36,7 @@ def open_any(path: Path, strict: bool = True, base: Path | None = None, drop_unt
         from .training_state.reading import open_training  # of all forms the one that needs torch
 
         return open_training(path, strict and not drop_untrained, base)
-    source = open_source(path)
+    source = replace(open_source(path), vocab_size=vocab_size)
     return open_checkpoint(source, source.names, strict)
 
 

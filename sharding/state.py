@@ -127,13 +127,27 @@ def adapters_of(model: nn.Module) -> dict[str, StateTensor]:
     return {name: part for name, part in state_of(model).items() if part.is_adapter}
 
 
+def whole_beside_adapters(model: nn.Module) -> dict[str, StateTensor]:
+    """What is trained whole beside adapters, and buffers in the same modules; nothing of a model without adapters."""
+    state = {name: part for name, part in state_of(model).items() if part.persistent}
+    if not any(part.is_adapter for part in state.values()):
+        return {}
+    trained = {name for name, part in state.items() if part.trainable and not part.is_adapter}
+    owners = {name.rpartition(".")[0] for name in trained}
+    return {
+        name: p
+        for name, p in state.items()
+        if name in trained or (not p.is_parameter and name.rpartition(".")[0] in owners)
+    }
+
+
 def changing_state(model: nn.Module) -> dict[str, StateTensor]:
     """The part of the state that a run changes and so must save: with adapters, all other parameters are as they were
-    loaded."""
+    loaded, but for those that are trained whole."""
     state = {name: part for name, part in state_of(model).items() if part.persistent}
     if not any(part.is_adapter for part in state.values()):
         return state
-    return {name: part for name, part in state.items() if part.is_adapter or not part.is_parameter}
+    return {name: part for name, part in state.items() if part.is_adapter or part.trainable or not part.is_parameter}
 
 
 def parameters_of(model: nn.Module) -> dict[str, StateTensor]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.adapters.adapter_files import export_adapter, load_adapter, read_adapter
+from ..checkpoints.adapters.adapter_files import export_adapter, load_adapter, load_whole, read_adapter
 from ..checkpoints.adapters.merge import merge_adapter
 from ..checkpoints.convert import HowToWrite, encoded_as_source
 from ..checkpoints.files.directories import write_errors
@@ -25,6 +25,7 @@ from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.side_files import side_files
 from ..checkpoints.hf.source import Checkpoint, ModelSource, open_source, resolve_model
 from ..checkpoints.load import load_model, shard_and_load
+from ..checkpoints.new_rows import fill_new_rows
 from ..checkpoints.training_state.marker import check_carried, is_complete
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
@@ -64,7 +65,7 @@ from .elastic import fit_to_ranks
 from .evaluate import Evaluation, label_logprobs, mean_loss
 from .fused.liger import use_liger
 from .generate import generate
-from .inputs import load_tokenizer
+from .inputs import load_tokenizer, with_new_tokens
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
 from .loss.objective import LossFunction, Objective
@@ -145,6 +146,13 @@ def assemble(
     trained = []
     if config.adapter != "none":
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        if getattr(source, "new_tokens", ()) and not all(end.weight.requires_grad for end in ends):
+            flag = "--add-tokens" if config.add_tokens else "--resize-vocab"
+            raise ExpertMeshError(
+                f"{flag}: beside adapters, the rows of new tokens would stay as they begin; give --modules-to-save "
+                "embed_tokens lm_head"
+            )
     elif config.freeze:
         trained.append(freeze(model, config.freeze).line())
     if config.dense_precision == "fp8":
@@ -215,6 +223,10 @@ def place(
         if adapter is not None:  # before weights are read, which may take minutes: its values may not be finite
             load_adapter(model, adapter, lora_of(config), mesh.topology)
         load_model(model, checkpoint, mesh.topology)
+    if source.vocab_size is not None and (trains_all or config.adapter != "none"):
+        fill_new_rows(model, checkpoint, mesh.topology, config.seed)
+    if adapter is not None:
+        load_whole(model, adapter, mesh.topology)
     return checkpoint
 
 
@@ -316,7 +328,10 @@ class Engine:
             self.untrained = _untrained(checkpoint, carried, config.drop_untrained)
         if config.drop_untrained:
             checkpoint = checkpoint.dropping_untrained()
-        elif resume_from is not None:
+        if self.source.vocab_size is not None:
+            with raise_together():
+                checkpoint.check_carried_tokens()
+        if resume_from is not None and not config.drop_untrained:
             with raise_together():
                 check_carried(resume_from, checkpoint)
         if config.export_encoding == "source":
@@ -344,7 +359,7 @@ class Engine:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the settings, or of the model's directory."""
-        return load_tokenizer(self.config.tokenizer or str(self.source.path), self.source)
+        return load_tokenizer(self.config, self.source)
 
     def schedule(self, num_steps: int) -> Schedule:
         """Have the learning rate follow the settings' schedule over so many steps.
@@ -867,7 +882,7 @@ class Engine:
 
     def _saved(self, tokenizer: Any) -> Any:
         """What is saved with the model; None: the source's own."""
-        return self.tokenizer if tokenizer is None and self.config.tokenizer else tokenizer
+        return self.tokenizer if tokenizer is None and self.config.has_own_tokenizer else tokenizer
 
 
 def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine, MatmulLibraries | None]:
@@ -883,7 +898,7 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
     """
     with raise_together(patient=ranks):
-        source = open_source(resolve_model(config.model), config.rope)
+        source = with_new_tokens(config, open_source(resolve_model(config.model), config.rope))
         side_files(source.path)  # what cannot go along is better told now than at the export
     engine = Engine(config, source, ranks, tell)
     if engine.changes:

@@ -53,17 +53,17 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Input
 def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
-    tokenizer = load_tokenizer(config.tokenizer or str(source.path), source)
+    tokenizer = load_tokenizer(config, source)
     own_template = tokenizer.chat_template
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     if not config.dataset:
-        return Inputs(tokenizer, tokenizer if config.tokenizer else None, template, None, None)
+        return Inputs(tokenizer, tokenizer if config.has_own_tokenizer else None, template, None, None)
     training, evaluation = _read_samples(config, tokenizer)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
     if tells and (unused := _without_effect(config, training)):
         print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
-    saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
+    saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     if config.estimates_divergence:
         _check_prompts(training, evaluation)
     rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
@@ -147,31 +147,68 @@ def _check_names_of_parts(config: TrainConfig) -> None:
             raise ExpertMeshError(f"{flag} {name}: only directories and hub datasets have it; {of_it[0]} is a file")
 
 
-def load_tokenizer(where: str, source: ModelSource) -> Any:
-    """The tokenizer in a directory; its ids must fit the model's vocabulary.
+def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:
+    """The same model, with as many tokens as the run's tokenizer where these are more than the model has rows for.
+
+    Raises:
+        ExpertMeshError: there is no tokenizer, or a file of --add-tokens cannot be read.
+    """
+    if not (config.add_tokens or config.resize_vocab):
+        return source
+    ids = set(_tokenizer(config, source).get_vocab().values())
+    try:
+        known = set(_tokenizer(replace(config, tokenizer="", add_tokens=[]), source).get_vocab().values())
+    except ExpertMeshError:  # the model comes without one
+        known = set(range(source.text_config.vocab_size))
+    size = max(ids) + 1
+    grown = size if size > source.text_config.vocab_size else None
+    return replace(source, vocab_size=grown, new_tokens=tuple(sorted(ids - known)))
+
+
+def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
+    """The tokenizer of a run, with --add-tokens; its ids must fit the model's vocabulary.
 
     Raises:
         ExpertMeshError: there is none, or it has more tokens than the model.
     """
+    tokenizer, where = _tokenizer(config, source), config.tokenizer or source.path
+    remedy = "; --resize-vocab gives the model rows for them"
+    if (highest := max(tokenizer.get_vocab().values(), default=-1)) >= source.text_config.vocab_size:
+        raise ExpertMeshError(
+            f"{where}: the tokenizer has a token {highest}, the model only {source.text_config.vocab_size}, from 0 on"
+            + remedy
+        )
+    if len(tokenizer) > source.text_config.vocab_size:
+        raise ExpertMeshError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.text_config.vocab_size}"
+            + remedy
+        )
+    return tokenizer
+
+
+def _tokenizer(config: TrainConfig, source: ModelSource) -> Any:
     from transformers import AutoTokenizer
+
+    where = config.tokenizer or str(source.path)
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         tokenizer("a")  # a damaged one may fail only when it is used
-        highest = max(tokenizer.get_vocab().values(), default=-1)
+        tokenizer.get_vocab()
     except BaseException as error:
         # the Rust library panics at some damaged files, which is no Exception and has no class that can be imported
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise ExpertMeshError(f"{where}: has no tokenizer; give one with --tokenizer ({error})") from error
-    if highest >= source.text_config.vocab_size:
-        raise ExpertMeshError(
-            f"{where}: the tokenizer has a token {highest}, the model only {source.text_config.vocab_size}, from 0 on"
-        )
-    if len(tokenizer) > source.text_config.vocab_size:
-        raise ExpertMeshError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.text_config.vocab_size}"
-        )
+    for entry in config.add_tokens:
+        if Path(entry).is_file():
+            try:
+                tokens = [line for line in Path(entry).read_text(encoding="utf-8").splitlines() if line]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ExpertMeshError(f"--add-tokens {entry}: cannot be read: {error}") from error
+        else:
+            tokens = list(filter(None, entry.split(",")))
+        tokenizer.add_tokens(tokens)
     return tokenizer
 
 

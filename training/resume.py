@@ -24,7 +24,15 @@ from .data.digest import explain_samples
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""
 
-_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
+_ADAPTER_SETTINGS = (
+    "adapter",
+    "lora_rank",
+    "lora_alpha",
+    "use_rslora",
+    "lora_targets",
+    "base_dtype",
+    "modules_to_save",
+)
 
 
 def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path | None:
@@ -127,11 +135,16 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
     """
     if settings["adapter"] != "none" or config.adapter != "none":
         for name in _ADAPTER_SETTINGS:
-            if settings[name] != getattr(config, name):
+            if settings.get(name, []) != getattr(config, name):
                 raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag_of(name)} {settings[name]}, this one has "
+                    f"--resume {path}: that run had {flag_of(name)} {settings.get(name, [])}, this one has "
                     f"{getattr(config, name)}; take the same"
                 )
+    if settings.get("add_tokens", []) != config.add_tokens:
+        there, here = (
+            f"--add-tokens {' '.join(each)}" if each else "none" for each in (settings["add_tokens"], config.add_tokens)
+        )
+        raise ExpertMeshError(f"--resume {path}: that run had new tokens by {there}, this one by {here}; take the same")
     if settings["optim"] != config.optim:
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {settings['optim']}, this one has {config.optim}; take the same"

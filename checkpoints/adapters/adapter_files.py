@@ -29,7 +29,7 @@ from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
-from ...sharding.state import adapters_of, sharded_parameters
+from ...sharding.state import adapters_of, sharded_parameters, whole_beside_adapters
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
 from ..files.dtype_names import ALL_NAMES, DTYPE_CODES
@@ -103,9 +103,11 @@ def export_adapter(
         weights=[there(path) for path in plan.modules if not linear[path]],
         experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
         others=_not_adapted(plan.class_names.model or model, plan),
+        modules_to_save=dict.fromkeys(there(name).rpartition(".")[0] for name in plan.whole),
+        is_tied=not checkpoint.names.aliases.keys().isdisjoint(plan.whole),
         model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
-    shards = sharded_parameters(model, topology, adapters_of(model))
+    shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
     with replacing(out) as directory, raise_together(), write_errors(out):
         write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
         if directory is not None:
@@ -139,6 +141,7 @@ class _Plan:
 
     Attributes:
         modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+        whole: by the names of what is trained whole, also those that are tied to it: our parameter.
         class_names: of the class that PEFT is to load.
     """
 
@@ -149,6 +152,9 @@ class _Plan:
         self.experts = {path: layer for path, layer in layers.items() if layer.mlp.layout.adapters}
         self.class_names = class_names(model, checkpoint.source.config)
         self.by_expert = _tensors_of_experts(checkpoint)
+        whole, aliases = whole_beside_adapters(model), checkpoint.names.aliases
+        self.state |= whole
+        self.whole = {name: name for name in whole} | {alias: own for alias, own in aliases.items() if own in whole}
         matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
         missing = next((name for name in matrices if name not in self.by_expert), None)
         if form == "per-expert" and missing is not None:
@@ -166,6 +172,8 @@ class _Plan:
             names = lora_names(self.class_names.there(path))
             for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
                 yield self._rows(name, own, range(self.state[own].num_rows))
+        for name, own in self.whole.items():
+            yield self._rows(PREFIX + self.class_names.there(name), own, range(self.state[own].num_rows))
         for path, layer in self.experts.items():
             if self.is_packed:
                 yield from self._packed(path, layer, config)
@@ -182,7 +190,7 @@ class _Plan:
         """Rows of one of our parameters as a tensor."""
         part = self.state[own]
         dtype = DTYPE_CODES[str(part.tensor.dtype)]
-        return plain_output(DiskTensor(name, (len(rows), part.shape[1]), dtype, (Region(own, rows),)))
+        return plain_output(DiskTensor(name, (len(rows), *part.shape[1:]), dtype, (Region(own, rows),)))
 
     def _packed(self, path: str, layer: DMoE, config: Mapping[str, Any]) -> Iterator[OutputTensor]:
         """A layer's packed pairs. With the first tensor all are made, as each takes several parameters."""
@@ -312,6 +320,7 @@ class Adapter:
 
     Attributes:
         beside: by the model's parameters that it changes; of tied ones, by the name that the adapter is beside.
+        whole: by parameters and buffers that it has in their place: the tensor. ties: whether these stay tied.
         pair: (parameter) -> A and B beside it, None if it has none; the last few are kept.
 
     Raises:
@@ -326,6 +335,8 @@ class Adapter:
         self.infos = read_header(path / WEIGHTS)
         self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DMoE)}
         self.beside: dict[str, _Beside] = {}
+        self.whole: dict[str, str] = {}
+        self.ties = bool(self.config.get("ensure_weight_tying"))
         # of layers whose pairs are packed, by transformers' tensor
         self.packed: dict[str, dict[str, _Found]] = {}
         # an export goes expert by expert, and asks for a layer's matrices in alternation
@@ -350,7 +361,12 @@ class Adapter:
             value = self.config.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                 raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a positive number")
-        for name, kind in (("target_parameters", list), ("rank_pattern", dict), ("alpha_pattern", dict)):
+        for name, kind in (
+            ("target_parameters", list),
+            ("modules_to_save", list),
+            ("rank_pattern", dict),
+            ("alpha_pattern", dict),
+        ):
             if not isinstance(self.config.get(name) or kind(), kind):
                 raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
         for name, value in unread_settings(self.config).items():
@@ -388,6 +404,7 @@ class Adapter:
             read = partial(self._read_all, all_found) if is_experts else partial(self._read, all_found[0])
             self.beside[parameter] = _Beside({all_found[0].rank}, all_found[0].scale, read)
         self._check_targets()
+        self._check_whole()
 
     @property
     def _targets(self) -> list[str]:
@@ -498,7 +515,7 @@ class Adapter:
                 if len(info.shape) != 2 or len(self.infos[b].shape) != 2 or not info.shape[0]:
                     raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {a} or {b} is not a matrix")
                 pairs[base] = (a, b)
-        others = set(self.infos) - {name for pair in pairs.values() for name in pair}
+        others = self._find_whole(set(self.infos) - {name for pair in pairs.values() for name in pair})
         if others:
             bias = self.config.get("bias") or "none"
             raise ExpertMeshError(
@@ -507,6 +524,65 @@ class Adapter:
                 + (f"; {CONFIG} has bias {bias!r:.80}" if bias != "none" else "")
             )
         return pairs
+
+    def _find_whole(self, tensors: set[str]) -> set[str]:
+        """Find the parameters that these tensors stand for; gives the tensors that stand for none. PEFT does not name
+        embedding and head where they have more tokens than the base's."""
+        saved, model, others = self.config.get("modules_to_save") or [], self.names.model, set[str]()
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends_of = {path for path, module in model.named_modules() if module in ends}
+        for name in tensors:
+            theirs = name.removeprefix(PREFIX)
+            here, module = self.class_names.here(theirs), theirs.rpartition(".")[0]
+            own = self.names.aliases.get(here, here)
+            is_meant = here.rpartition(".")[0] in ends_of or any(module.endswith(str(each)) for each in saved)
+            if (
+                not is_meant
+                or own not in self.names.parameters
+                or own in self.names.experts.keys() | self.names.transposed
+            ):
+                others.add(name)
+                continue
+            if (shape := self.infos[name].shape) != self.names.parameters[own]:
+                raise ExpertMeshError(
+                    f"{self.path / WEIGHTS}: tensor {name} has shape {list(shape)}, the model's "
+                    f"{list(self.names.parameters[own])}"
+                )
+            self.whole[here] = name
+        if self.ties:
+            for alias, own in self.names.aliases.items():
+                found = [self.whole[name] for name in (own, alias) if name in self.whole]
+                self.whole |= dict.fromkeys((own, alias), found[0]) if found else {}
+        return others
+
+    def _check_whole(self) -> None:
+        """
+        Raises:
+            ExpertMeshError: a module of modules_to_save has no tensor.
+        """
+        saved = [str(each) for each in self.config.get("modules_to_save") or []]
+        for path, module in self.names.model.named_modules():
+            if any(self.class_names.there(path).endswith(each) for each in saved):
+                for name, _ in module.named_parameters(path):
+                    if name not in self.whole:
+                        raise ExpertMeshError(
+                            f"{self.path / WEIGHTS}: has no tensor for {name}, which modules_to_save in {CONFIG} has"
+                        )
+
+    def whole_rows(self, parameter: str, rows: range) -> Tensor:
+        """Rows of what stands in the place of a parameter; a scalar is one row.
+
+        Raises:
+            ExpertMeshError: a value is not finite.
+        """
+        name = self.whole[parameter]
+        with safe_open(self.path / WEIGHTS, framework="pt") as file:
+            value: Tensor = (
+                file.get_slice(name)[rows.start : rows.stop] if self.infos[name].shape else file.get_tensor(name)
+            )
+        if not value.isfinite().all():
+            raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
+        return value
 
     def _unpacked(self, path: str) -> dict[str, LoraPair]:
         """The pairs of a layer whose pairs are packed, by the layout's names."""
@@ -529,6 +605,14 @@ class Adapter:
                     raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
                 values.append(value)
         return LoraPair(*values)
+
+
+def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int | None:
+    """Rows of the embedding that an adapter has; None where it has none."""
+    embedding = names.model.get_input_embeddings()
+    own = next(path for path, module in names.model.named_modules() if module is embedding)
+    found = read_header(path / WEIGHTS).get(f"{PREFIX}{class_names.there(own)}.weight")
+    return None if found is None else found.shape[0]
 
 
 def _wrapped(base: str) -> str:
@@ -565,16 +649,29 @@ def read_adapter(
         )
         raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
     adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
-    wanted = {_beside(name) for name in adapters_of(model)}
-    if wanted != adapter.beside.keys():
-        name = min(wanted ^ adapter.beside.keys())
+    wanted_pairs = {_beside(name) for name in adapters_of(model)}
+    if wanted_pairs != adapter.beside.keys():
+        name = min(wanted_pairs ^ adapter.beside.keys())
         targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
         raise ExpertMeshError(
             f"--init-adapter {path}: {adapter.theirs(name)} "
-            f"{'has no adapter there' if name in wanted else 'has one there'}; give the same "
+            f"{'has no adapter there' if name in wanted_pairs else 'has one there'}; give the same "
             f"--lora-targets: {CONFIG} has {', '.join(map(str, targets)):.200}"
         )
-    for base in sorted(wanted):
+    wanted, aliases = set(whole_beside_adapters(model)), adapter.names.aliases
+    if (found := {aliases.get(name, name) for name in adapter.whole}) != wanted:
+        name = min(wanted ^ found)
+        said = ", ".join(map(str, adapter.config.get("modules_to_save") or ["none"]))
+        raise ExpertMeshError(
+            f"--init-adapter {path}: {adapter.theirs(name)} is {'not ' if name in wanted else ''}trained whole there; "
+            f"give the same --modules-to-save: {CONFIG} has {said}"
+        )
+    if not adapter.ties and (untied := sorted(aliases.keys() & adapter.whole.keys() | wanted & set(aliases.values()))):
+        raise ExpertMeshError(
+            f"--init-adapter {path}: {adapter.theirs(untied[0])} is not tied there (ensure_weight_tying in {CONFIG} is "
+            "not true), and a run keeps tied weights tied; merge the adapter, and begin with the result as --model"
+        )
+    for base in sorted(wanted_pairs):
         if lora.rank not in adapter.beside[base].ranks or not _is_scaled(adapter, base, lora.low_rank.scale):
             raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
     return adapter
@@ -603,6 +700,20 @@ def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topol
             for which, values in zip((A, B), pair, strict=True):
                 name = _adapter_of(base, which, names)
                 shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
+    """Fill what a sharded model trains whole beside its adapters from what `read_adapter` has opened, in place of what
+    the base has. All ranks call it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the file cannot be read, or has values that are not finite.
+    """
+    with raise_together():
+        here = {name: part for name, part in whole_beside_adapters(model).items() if part.is_here}
+        for name, shard in sharded_parameters(model, topology, here).items():
+            shard.fill(shard.rows, adapter.whole_rows(name, shard.rows).view(-1, *shard.row_shape))
 
 
 def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...sharding.topology import rows_of
 from ..convert import HowToWrite, write_hf
 from ..ep_shards.manifest import check_all_bytes
 from ..files.dtypes import Array, as_array, as_tensor
@@ -14,14 +15,15 @@ from ..hf.class_names import ClassNames, class_names
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
 from ..opening import open_any
-from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
+from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope, rows_of_embedding
 from .peft_format import LoraPair
 
 _ROWS_AT_ONCE = 256
 
 
 def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
-    """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W. Sums are rounded once
+    """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W, and what was
+    trained whole in its own place. Sums are rounded once
     to fp32, from fp64, and then to the dtype of the base. The config has the RoPE scaling that the adapter was trained
     with, and no longer ties what the adapter makes differ.
 
@@ -34,9 +36,14 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     opened = open_any(base, drop_untrained=how.drop_untrained)
     check_all_bytes(base)
     there = class_names(opened.names.model, opened.source.config)
+    size = rows_of_embedding(adapter, opened.names, there)
+    if size is not None and size > opened.source.text_config.vocab_size:
+        opened = open_any(base, drop_untrained=how.drop_untrained, vocab_size=size)
     changed = Adapter(adapter, opened.names, there)
     for parameter in sorted(changed.beside):
         changed.pair(parameter)  # what cannot be merged is refused before anything is written
+    for parameter in changed.whole:
+        changed.whole_rows(parameter, range(rows_of(changed.infos[changed.whole[parameter]].shape)))
 
     def make_reader() -> ParameterReader:
         return MergedReader(opened.reader(), Adapter(adapter, opened.names, there))
@@ -49,10 +56,10 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     if (adapter / GENERATION_CONFIG).exists():
         checkpoint = checkpoint.ending_in(read_ends(adapter / GENERATION_CONFIG))
     for alias, parameter in opened.names.aliases.items():
-        if {alias, parameter} & changed.beside.keys():
+        if {alias, parameter} & (changed.beside.keys() | (set() if changed.ties else changed.whole.keys())):
             checkpoint = _untied(checkpoint, there, alias, parameter)
     write_hf(checkpoint, out, how)
-    return len(changed.beside)
+    return len(changed.beside) + len(changed.whole)
 
 
 def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
@@ -86,6 +93,8 @@ class MergedReader:
 
     def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
         found = self.base.rows(self.adapter.names.aliases.get(parameter, parameter), rows)
+        if parameter in self.adapter.whole:
+            return as_array(self.adapter.whole_rows(parameter, rows).float()), "F32"
         pair = self.adapter.pair(parameter)
         if found is None or pair is None:
             return found

@@ -49,6 +49,8 @@ _PLAIN_SETTINGS = frozenset(
         # of training, or of what it starts from; biases that were trained are tensors
         *("lora_dropout", "bias", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("qalora_group_size", "megatron_core", "ensure_weight_tying"),
+        # whose tensors stand in the place of the base's
+        "modules_to_save",
     }
 )
 """Settings of PEFT's `LoraConfig` with which an update is scaling · B · A all the same."""
@@ -183,6 +185,8 @@ def adapter_config(
     weights: Iterable[str] = (),
     experts: Mapping[str, ExpertLayout] | None = None,
     others: Collection[str] = (),
+    modules_to_save: Iterable[str] = (),
+    is_tied: bool = False,
     model_class: type | None = None,
 ) -> dict[str, Any]:
     """What adapter_config.json says, for experts in either form.
@@ -199,6 +203,7 @@ def adapter_config(
         experts: the experts modules that are adapted, by their paths in transformers' model.
         others: names of the model's modules and parameters that are not adapted. Targets are cut to their last names as
             far as that takes in none of these.
+        modules_to_save: paths of modules that are trained whole. is_tied: whether some of these share a weight.
         model_class: of transformers, that PEFT is to load for it, where it is not what AutoModelForCausalLM loads.
     """
     modules, experts = list(modules), experts or {}
@@ -225,6 +230,8 @@ def adapter_config(
         "use_rslora": use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
+        **({"modules_to_save": list(modules_to_save)} if modules_to_save else {}),
+        **({"ensure_weight_tying": True} if is_tied else {}),
         "target_modules": targets,
         "target_parameters": parameters,
         "rank_pattern": dict.fromkeys(witness, rank) | {key: count * rank for key, count in of_joined.items()},

@@ -260,7 +260,10 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
     Raises:
         ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
     """
-    checkpoint = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
+    in_files = names if source.vocab_size is None else names.with_vocabulary(source.text_config_on_disk.vocab_size)
+    checkpoint = open_shards(source, in_files) if is_shards(source.path) else open_hf(source, in_files, strict)
+    if in_files is not names:
+        checkpoint = checkpoint.grown(names)
     return checkpoint if source.rope_scaling is None else checkpoint.stretched(source.rope_scaling)
 
 

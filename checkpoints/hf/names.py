@@ -9,7 +9,8 @@ Shape suffixes: E experts.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...moe.experts.layout import ExpertParameter
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
+from ...moe.util.errors import ExpertMeshError
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
 from ..files.tensors import Region, uncovered
@@ -112,6 +114,29 @@ class Names:
         left_out = facts_of(model).left_out
         self._left_out = dict.fromkeys((name for names in left_out.values() for name in names), True)
         self._left_out_parts = tuple(f"{path}." for path in left_out)
+
+    def with_vocabulary(self, size: int) -> "Names":
+        """The same of a model with so many tokens: rows of its embedding and its head.
+
+        Raises:
+            ExpertMeshError: something else has a row for each token, too.
+        """
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        paths = {path for path, module in self.model.named_modules() if module in ends}
+        wide = {name: shape for name, shape in self.parameters.items() if name.rpartition(".")[0] in paths}
+        sizes, others = (
+            {shape[0] for shape in wide.values()},
+            self.parameters.keys() - wide.keys() - self.experts.keys(),
+        )
+        if odd := sorted(name for name in others if self.parameters[name][:1] and self.parameters[name][0] in sizes):
+            raise ExpertMeshError(
+                f"--add-tokens, --resize-vocab: {odd[0]} has a row for each token, too: not supported"
+            )
+        found = copy(self)
+        found.parameters = self.parameters | {name: (size, *shape[1:]) for name, shape in wide.items()}
+        shapes = {name: replace(self._targets[name], shape=found.parameters[name]) for name in wide}
+        found._targets = self._targets | shapes
+        return found
 
     def _all_targets(self, state: Mapping[str, StateTensor]) -> dict[str, _Target]:
         targets: dict[str, _Target] = {}

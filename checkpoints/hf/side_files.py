@@ -77,8 +77,8 @@ def copy_side_files(
     quantized_as: Path | None = None,
 ) -> None:
     """Copy what goes along with the weights as it is; with `tokenizer`, this is saved in place of the source's own. A
-    config that says that tensors are quantized no longer does; with RoPE scaling, it says which;
-    where embedding and output projection are no longer tied, it says so. Tokens that end answers end generation.
+    config that says that tensors are quantized no longer does; with RoPE scaling, it says which; where embedding and
+    output projection are no longer tied, or have more rows, it says so. Tokens that end answers end generation.
 
     Args:
         drop_untrained: whether the config is no longer to claim what is not trained (see `untrained_parts`).
@@ -94,7 +94,9 @@ def copy_side_files(
     if drop_untrained:
         config = without_untrained(config, source.config)
     if source.is_untied:
-        config = _untied(config, source.config)
+        config = _with(config, source.config, tie_word_embeddings=False)
+    if source.vocab_size is not None:
+        config = _with(config, source.config, vocab_size=source.vocab_size)
     if quantized_as is not None:
         config = with_quantization(config, read_json(quantized_as / CONFIG))
     not_along = (*(() if tokenizer is None else TOKENIZER_FILES),)
@@ -149,9 +151,9 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise OSError(str(error)) from error
 
 
-def _untied(raw: dict[str, Any], config: Any) -> dict[str, Any]:
-    """A config.json, and the part of it that describes the language model, without ties; `config` is transformers' own.
-    Not to speak of them would leave it to the family's default."""
-    text, untied = config.get_text_config(), {"tie_word_embeddings": False}
+def _with(raw: dict[str, Any], config: Any, **settings: Any) -> dict[str, Any]:
+    """A config.json with settings of the language model, there and in the part that describes it; `config` is
+    transformers' own. Not to speak of them would leave it to the family's default."""
+    text = config.get_text_config()
     parts = [part for part in config.sub_configs if part in raw and getattr(config, part, None) is text]
-    return {**raw, **{part: {**raw[part], **untied} for part in parts}, **untied}
+    return {**raw, **{part: {**raw[part], **settings} for part in parts}, **settings}

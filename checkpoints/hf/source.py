@@ -9,6 +9,7 @@ import glob
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,8 @@ class ModelSource:
         quantization: what the config says of how its tensors are stored; None if as they are.
         rope_scaling: None leaves positions as the config has them.
         is_untied: whether what is written has a weight each for the embedding and the output projection.
+        vocab_size: tokens of the model where they are to be more than in config.json. new_tokens: ids of those that the
+            model's own tokenizer lacks.
         answer_ends: tokens with which the model has learned to end an answer, which are to end generation where it is
             written.
     """
@@ -62,6 +65,8 @@ class ModelSource:
     rope_scaling: RopeScaling | None = None
     is_untied: bool = False
     answer_ends: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    new_tokens: tuple[int, ...] = ()
 
     @cached_property
     def generation_ends(self) -> list[int]:
@@ -96,9 +101,13 @@ class ModelSource:
         """
         from ...moe.hf_model.rope import changed_config
 
-        if self.rope is None:
-            return self._config_on_disk
-        return changed_config(read_json(self.path / "config.json"), self.rope)
+        found = self._config_on_disk
+        if self.rope is not None:
+            found = changed_config(read_json(self.path / "config.json"), self.rope)
+        if self.vocab_size is not None:
+            found = deepcopy(found)
+            found.get_text_config().vocab_size = self.vocab_size
+        return found
 
     @cached_property
     def rope(self) -> RopeChange | None:
@@ -125,6 +134,11 @@ class ModelSource:
     def text_config(self) -> Any:
         """The part of it that describes the language model."""
         return self.config.get_text_config()
+
+    @property
+    def text_config_on_disk(self) -> Any:
+        """The same as the file has it."""
+        return self._config_on_disk.get_text_config()
 
     def build(self, attn_implementation: str = "auto") -> Any:
         """The model that it describes, on the meta device (see `build_model`).
@@ -218,6 +232,14 @@ class Checkpoint:
         return dtypes
 
     @property
+    def rows_in_files(self) -> dict[str, int]:
+        """How many rows the files have of each parameter."""
+        found: dict[str, int] = {}
+        for region in (region for tensor in self.tensors for region in tensor.regions):
+            found[region.parameter] = max(found.get(region.parameter, 0), region.rows.stop)
+        return found
+
+    @property
     def carried_summary(self) -> str:
         """What is carried, in a few words; empty where nothing is."""
         return summary(self.carried, [tensor.name for tensor in self.exported]) if self.carried else ""
@@ -279,6 +301,30 @@ class Checkpoint:
     def ending_in(self, tokens: Iterable[int]) -> Checkpoint:
         """The same, but that in what is written these tokens, with which answers end, end generation, too."""
         return replace(self, source=replace(self.source, answer_ends=tuple(tokens)))
+
+    def grown(self, names: Names) -> Checkpoint:
+        """The same for a model with more tokens, of these names, whose further rows no file has."""
+        exported = []
+        for tensor in self.exported:
+            shape = names.parameters[tensor.regions[0].parameter]
+            if shape != self.names.parameters[tensor.regions[0].parameter]:
+                region = replace(tensor.regions[0], rows=range(shape[0]))
+                tensor = replace(tensor, shape=shape, regions=(region,), parts=(), encoding=None)
+            exported.append(tensor)
+        return replace(self, names=names, exported=exported)
+
+    def check_carried_tokens(self) -> None:
+        """
+        Raises:
+            ExpertMeshError: the model has more tokens than its files, but for what is carried.
+        """
+        parameters = self.names.parameters
+        sizes = {rows for name, rows in self.rows_in_files.items() if parameters[name] and rows < parameters[name][0]}
+        if bound := next((tensor for tensor in self.carried if {*tensor.shape[:1]} & sizes), None):
+            raise ExpertMeshError(
+                f"--add-tokens, --resize-vocab: {bound.name} is not trained, and is for {bound.shape[0]:,} tokens; leave "
+                "it out with --drop-untrained"
+            )
 
     def stretched(self, scaling: RopeScaling) -> Checkpoint:
         """The same with RoPE scaling. Frequencies that the files have are not carried over: they follow

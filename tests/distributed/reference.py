@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder, pack
 from expertmesh.training.engine import assemble, place
+from expertmesh.training.inputs import with_new_tokens
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -74,7 +76,8 @@ def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
 
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group, as a run assembles it."""
-    source, config = open_source(path), config_of(case, topology)
+    config = config_of(case, topology)
+    source = with_new_tokens(replace(config, model=str(path)), open_source(path))
     kernel = FP8 if case.kernel == FP8.name else KERNELS.get(case.kernel)
     model = assemble(config, source, "cpu", lambda *_: KernelChoice(kernel, "the case's")).model
     mesh = build_mesh("cpu", topology)

@@ -38,6 +38,8 @@ class LoadSettings(TypedDict, total=False):
 
     # What is trained.
     tokenizer: str | Path
+    add_tokens: list[str] | str
+    resize_vocab: bool
     rope_scaling: str | dict[str, Any]
 
     # What the model is trained on, and what a batch looks like.
@@ -143,6 +145,7 @@ class LoadSettings(TypedDict, total=False):
     lora_dropout: float
     lora_targets: list[str] | str
     use_rslora: bool
+    modules_to_save: list[str] | str
     base_dtype: BaseDtype
     init_adapter: str | Path
     adapter_format: AdapterFormat

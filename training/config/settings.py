@@ -156,6 +156,14 @@ class ModelSettings:
     tokenizer: str = _flag(
         "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR", of_export=True
     )
+    add_tokens: list[str] = _list(
+        "Tokens that are added to the tokenizer, separated by commas or spaces, or files with one on each line. The "
+        "model's embedding and head get a row for each, if they have none left",
+        metavar="TOKEN",
+    )
+    resize_vocab: bool = _flag(
+        False, "Give the model's embedding and head a row for each token of a --tokenizer that has more of them"
+    )
     rope_scaling: str = _flag(
         "",
         "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
@@ -617,6 +625,12 @@ class AdapterSettings:
         needs=_LORA,
     )
     use_rslora: bool = _flag(False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA)
+    modules_to_save: list[str] = _list(
+        "Modules trained whole beside the adapters: embed_tokens, lm_head, norms, router, or regular "
+        "expressions for their names; separated by commas or spaces",
+        metavar="NAME",
+        needs=_LORA,
+    )
     base_dtype: BaseDtype = _flag(
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
@@ -645,6 +659,7 @@ class AdapterSettings:
 
     def check_adapter(self) -> None:
         self.lora_targets = split_names(self.lora_targets)
+        self.modules_to_save = split_names(self.modules_to_save)
         if self.freeze and not split_names(self.freeze):
             raise ExpertMeshError("--freeze has no names; leave it out to train everything")
         self.freeze = split_names(self.freeze)

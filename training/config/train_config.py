@@ -185,6 +185,11 @@ class TrainConfig(
         return "fp8" in (self.expert_precision, self.dense_precision)
 
     @property
+    def has_own_tokenizer(self) -> bool:
+        """Whether the run's tokenizer is another than the model's."""
+        return bool(self.tokenizer or self.add_tokens)
+
+    @property
     def strategy(self) -> Strategy:
         """How a step trades memory for time."""
         return Strategy(
@@ -324,6 +329,8 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         # what is no number is refused by whoever reads the adapter
         if isinstance(value := config.get(key), int | float) and name not in given:
             settings[name] = kind(value)
+    if isinstance(saved := config.get("modules_to_save"), list) and "modules_to_save" not in given:
+        settings["modules_to_save"] = list(map(str, saved))
     targets = _adapter_targets(read_header(directory / "adapter_model.safetensors"))
     if targets and "lora_targets" not in given:
         settings["lora_targets"] = targets

@@ -17,10 +17,12 @@ from .selection import select
 
 @dataclass(frozen=True)
 class Adapted:
-    """lora: of all adapters. targets: as asked for. trained, total: elements of parameters, adapters included."""
+    """lora: of all adapters. targets: as asked for. whole: paths of modules trained whole beside them. trained, total:
+    elements of parameters, adapters included."""
 
     lora: Lora
     targets: tuple[str, ...]
+    whole: tuple[str, ...]
     trained: int
     total: int
 
@@ -29,8 +31,10 @@ class Adapted:
         lora = self.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha:g}" + (", rsLoRA" if lora.use_rslora else "")
         dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+        names = dict.fromkeys(path.rpartition(".")[2] for path in self.whole)
+        whole = f", and whole {', '.join(names)}" if names else ""
         return (
-            f"adapter: LoRA, {kind}{dropout}, on {', '.join(self.targets)}: {self.trained / 1e6:,.2f} M of "
+            f"adapter: LoRA, {kind}{dropout}, on {', '.join(self.targets)}{whole}: {self.trained / 1e6:,.2f} M of "
             f"{self.total / 1e6:,.1f} M parameters are trained ({self.trained / self.total:.2%})"
         )
 
@@ -40,13 +44,13 @@ def lora_of(config: TrainConfig) -> Lora:
 
 
 def adapt(model: Any, config: TrainConfig) -> Adapted:
-    """Give a model the adapters that a configuration asks for, in place, and freeze all else.
+    """Give a model the adapters that a configuration asks for, in place, and freeze all else but --modules-to-save.
 
     Args:
         model: from `build_model`, before it is parallelised.
 
     Raises:
-        ExpertMeshError: a target fits nothing that can have an adapter.
+        ExpertMeshError: a target fits nothing that can have an adapter, or a module is to be trained whole that cannot.
     """
     lora = lora_of(config)
     # the head gives a loss, of parts of the sequence at a time; it has no adapter, nor has a layer that is not called
@@ -75,9 +79,35 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     else:
         routers = chosen_routers
     add_adapters(model, lora, sorted(chosen), sorted(routers), "experts" in config.lora_targets)
-    parameters = dict(model.named_parameters())
-    trained = sum(parameter.numel() for name, parameter in parameters.items() if is_adapter(name))
-    return Adapted(lora, tuple(config.lora_targets), trained, sum(p.numel() for p in parameters.values()))
+    whole = _modules_to_save(model, config.modules_to_save)
+    for path in whole:
+        if any(is_adapter(name) for name, _ in model.get_submodule(path).named_parameters()):
+            raise ExpertMeshError(f"--modules-to-save: {path} has an adapter too; leave it out of --lora-targets")
+        model.get_submodule(path).requires_grad_(True)
+    parameters = list(model.parameters())
+    trained, total = (sum(p.numel() for p in some) for some in ((p for p in parameters if p.requires_grad), parameters))
+    return Adapted(lora, tuple(config.lora_targets), tuple(whole), trained, total)
+
+
+def _modules_to_save(model: Any, entries: Iterable[str]) -> list[str]:
+    """Paths of the modules that --modules-to-save names. What is tied to one of them is trained with it, and named too.
+
+    Raises:
+        ExpertMeshError: an entry fits none that can be trained whole: embedding, head, norms and routers can.
+    """
+    groups, ends = groups_of(model), (model.get_input_embeddings(), model.get_output_embeddings())
+    norms, routers = ({name.rpartition(".")[0] for name in groups[group]} for group in ("norms", "router"))
+    modules = dict(model.named_modules())
+    possible = {path for path, module in modules.items() if module in ends or path in norms | routers}
+    chosen: set[str] = set()
+    for entry in entries:
+        named = {path for path in possible if f".{path}".endswith(f".{entry}")}
+        last = sorted({path.rpartition(".")[2] for path in possible})
+        found = named or {"norms": norms, "router": routers}.get(entry) or set()
+        chosen |= found or select("--modules-to-save", entry, possible, "module that can be", ("norms", "router"), last)
+    if ends[0].weight is ends[1].weight and any(modules[path] in ends for path in chosen):
+        chosen |= {path for path in possible if modules[path] in ends}
+    return [path for path in modules if path in chosen]
 
 
 def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:

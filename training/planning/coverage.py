@@ -9,6 +9,8 @@ from ..config.optimizers import OUR_OPTIMIZERS
 from ..config.train_config import TrainConfig
 
 NOT_MODELLED = {
+    "add_tokens": "the rows of new tokens are not in it",
+    "resize_vocab": "the rows of new tokens are not in it",
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",
     "compile": "the forecast is without it",
     "deterministic": "the forecast is of the faster kernels",
