@@ -322,8 +322,8 @@ class Checkpoint:
         sizes = {rows for name, rows in self.rows_in_files.items() if parameters[name] and rows < parameters[name][0]}
         if bound := next((tensor for tensor in self.carried if {*tensor.shape[:1]} & sizes), None):
             raise ExpertMeshError(
-                f"--add-tokens, --resize-vocab: {bound.name} is not trained, and is for {bound.shape[0]:,} tokens; leave "
-                "it out with --drop-untrained"
+                f"--add-tokens, --resize-vocab: {bound.name} is not trained, and is for {bound.shape[0]:,} tokens; "
+                "leave it out with --drop-untrained"
             )
 
     def stretched(self, scaling: RopeScaling) -> Checkpoint:
