@@ -609,6 +609,7 @@ class Adapter:
 
 def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int | None:
     """Rows of the embedding that an adapter has; None where it has none."""
+    read_json(path / CONFIG)  # without which it is none
     embedding = names.model.get_input_embeddings()
     own = next(path for path, module in names.model.named_modules() if module is embedding)
     found = read_header(path / WEIGHTS).get(f"{PREFIX}{class_names.there(own)}.weight")
