@@ -71,6 +71,16 @@ def compare_models(config: TrainConfig, source: ModelSource, ranks: Ranks) -> di
     return model
 
 
+def compare_teachers(path: Path, ranks: Ranks) -> dict[str, str]:
+    """`compare_models` of the files of --teacher, which are in `path`."""
+    teacher: dict[str, str] = {}
+    with raise_together(patient=ranks):
+        if _reads():
+            teacher = model_facts(path)
+    check_alike(ranks, "the files of --teacher", teacher if _reads() else None, "copy one node's files to the others")
+    return teacher
+
+
 def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks: Ranks) -> Facts:
     """Compare samples, the number of steps and prompts over all nodes. All ranks call it together.
 

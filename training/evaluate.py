@@ -125,25 +125,26 @@ def mean_loss(
 
 
 def head_outputs(
-    model: Any, batches: Iterable[Batch], device: torch.device, by_token: bool
+    model: Any, batches: Iterable[Batch], device: torch.device, by_token: bool, top_k: int = 0
 ) -> Iterator[tuple[list[Batch], list[Tensor]]]:
     """Batches on the device, some at a time, and what the head gives of each (see `LossHead.loss_of`): nothing where a
     pipeline's last stage is elsewhere. To be called within `inference`.
 
     Args:
         by_token: whether that is the log-probability of each target, in place of the sum of their cross-entropies.
+        top_k: how many of the most likely tokens it is, in place of that; 0: none.
     """
     pipeline = pipeline_of(model)
     if pipeline is None:
         for batch in batches:
             here = batch.to(device)
-            gave = token_loss_sum(model, here, forward_of(here, by_token=True)) if by_token else None
-            yield [here], [token_loss_sum(model, here) if gave is None else gave]
+            forward = forward_of(here, by_token=by_token, top_k=top_k) if by_token or top_k else None
+            yield [here], [token_loss_sum(model, here, forward)]
         return
     # as many at a time as keep every stage at work
     for several in _in_lots(batches, 4 * pipeline.stages.number):
         moved = [batch.to(device) for batch in several]
-        yield moved, pipelined_heads(model, moved, by_token)
+        yield moved, pipelined_heads(model, moved, by_token, top_k)
 
 
 def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, sizes: Iterable[int]) -> list[Tensor]:

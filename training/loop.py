@@ -45,6 +45,7 @@ from .preemption import StopRequest
 from .reference_logprobs import LabelledInputs, References
 from .resume import check_order
 from .step import NO_TARGETS
+from .teacher import Taught
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ _QUEUE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs. `prompts` is None where none are asked for, `preference` without pairs."""
+    """Everything that training needs. `prompts` is None where none are asked for, `own_loss` where the loss is the
+    cross-entropy."""
 
     engine: Engine
     inputs: Inputs
@@ -62,7 +64,7 @@ class Run:
     prompts: Prompts | None
     log: RunLog
     watchdog: Watchdog
-    preference: "Preference | None" = None
+    own_loss: "OwnLoss | None" = None
 
     @property
     def config(self) -> TrainConfig:
@@ -96,11 +98,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Preference:
-    """What is learned from preference pairs, and what their loss needs."""
+class OwnLoss:
+    """What is minimised in place of the cross-entropy, and what that needs of each batch."""
 
     objective: Objective
-    references: References
+    inputs: References | Taught
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
@@ -171,7 +173,7 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best = Best() if resume_from is None else _resume(run, resume_from)
-    objective = None if run.preference is None else run.preference.objective
+    objective = None if run.own_loss is None else run.own_loss.objective
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step)
@@ -300,10 +302,10 @@ def _batches(run: Run, first_step: int) -> Iterator[Iterator[list[Batch]]]:
 def _collated(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
-    data, padding, preference = run.inputs.training, run.padding, run.preference
-    if preference is None:
+    data, padding, own_loss = run.inputs.training, run.padding, run.own_loss
+    if own_loss is None:
         return [collate_rows(data, forward, cp_group, padding) for forward in rows]
-    inputs = preference.references.training.within(data, run.order.global_batch(step))
+    inputs = own_loss.inputs.training.within(data, run.order.global_batch(step))
     return [collate_rows(data, forward, cp_group, padding, inputs(forward)) for forward in rows]
 
 
@@ -390,10 +392,10 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
     objective = inputs_of = inputs = None
-    if run.preference is not None:
-        inputs = run.preference.references.evaluation
+    if run.own_loss is not None:
+        inputs = run.own_loss.inputs.evaluation
         assert inputs is not None
-        objective, inputs_of = run.preference.objective, inputs.within(rows, range(len(rows)))
+        objective, inputs_of = run.own_loss.objective, inputs.within(rows, range(len(rows)))
     per_device = config.per_device_eval_batch_size
     if isinstance(inputs, LabelledInputs) and inputs.estimates:
         assert isinstance(rows, LabelledRows)

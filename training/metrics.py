@@ -123,18 +123,28 @@ def _is_routing_known(interval: Interval) -> bool:
 
 def _of_preferences(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
     """What is told of preference data, in steps and in evaluations."""
+    return _of_own_loss(figure, f"{meaning}; of preference data", f"Preferences: {figure}", console)
+
+
+def _of_student(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
+    """What is told of learning from a teacher, in steps and in evaluations."""
+    return _of_own_loss(figure, f"{meaning}; with `--teacher`", f"Teacher: {figure}", console)
+
+
+def _of_own_loss(figure: str, meaning: str, title: str, console: Callable[[float], str] | None) -> list[Metric]:
+    """What another loss than the cross-entropy tells beside itself, in steps and in evaluations."""
     name = f"eval_{figure}"
     return [
         Metric(
             name=figure,
             unit="",
-            meaning=f"{meaning}; of preference data",
+            meaning=meaning,
             of="steps",
             value=lambda interval: of_preferences(figure, interval.figures),
             over_ranks="alike",
             is_logged=lambda interval: _is_told(figure, interval.steps[0].figures),
             console=None if console is None else lambda line: console(line[figure]),
-            chart=Chart(f"Preferences: {figure}", label="training", smooth=True),
+            chart=Chart(title, label="training", smooth=True),
         ),
         Metric(
             name=name,
@@ -145,7 +155,7 @@ def _of_preferences(figure: str, meaning: str, console: Callable[[float], str] |
             over_ranks="alike",
             is_logged=lambda found: _is_told(figure, found.figures),
             console=None if console is None else lambda line: console(line[name]),
-            chart=Chart(f"Preferences: {figure}", label="evaluation"),
+            chart=Chart(title, label="evaluation"),
         ),
     ]
 
@@ -248,6 +258,8 @@ METRICS = [
         value=lambda found: round(found.seconds, 3),
         over_ranks="alike",
     ),
+    *_of_student("teacher_kl", "divergence of the prediction from the teacher's", lambda mean: f"kl {mean:.3f}"),
+    *_of_student("cross_entropy", "mean cross-entropy of the target tokens beside a teacher"),
     *_of_preferences(
         "rewards/chosen",
         "`--preference-beta` times the chosen, or desirable, answer's log-probability less the reference's",

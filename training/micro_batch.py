@@ -22,7 +22,7 @@ from ..moe.hf_model.counts import seen_pairs
 from ..moe.util.gpu import computing_values
 from ..sharding.pipeline.pipeline import pipeline_of, stage_group
 from .attention.packed_attention import run_model
-from .data.batch import Batch
+from .data.batch import CANDIDATES, Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.objective import Objective
@@ -194,13 +194,16 @@ def weigh_losses(
     return MicroLosses(cross_entropy, balance, z, routing, figures)
 
 
-def forward_of(batch: Batch, has_router_losses: bool = True, by_token: bool = False) -> Forward:
+def forward_of(batch: Batch, has_router_losses: bool = True, by_token: bool = False, top_k: int = 0) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments.
 
     Args:
-        by_token: whether the log-probability of each target is asked for, in place of their loss.
+        by_token: whether the log-probability of each target is asked for, in place of their loss, and that of the
+            candidates that the batch has.
+        top_k: how many of the most likely tokens are asked for, in place of that; 0: none.
     """
-    targets = Targets(batch.targets_BS, batch.target_index_N, by_token)
+    candidates_NK = batch.for_loss.inputs.get(CANDIDATES) if by_token and batch.for_loss is not None else None
+    targets = Targets(batch.targets_BS, batch.target_index_N, by_token, candidates_NK, top_k)
     return Forward(batch.is_token_BS, targets, batch.split, batch.segments, has_router_losses=has_router_losses)
 
 

@@ -29,9 +29,10 @@ from .lock import DirectoryLock
 from .monitoring.trackers import TRACKERS
 from .reference_logprobs import FILE as REFERENCE
 from .report.profiles import PROFILES
+from .teacher import DIRECTORY as TEACHER
 
 CHECKPOINTS = "checkpoints"
-_DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
+_DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS, TEACHER)
 _FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED, REFERENCE)
 _SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
 """A file system of a network may take a while to show on one node what another has written. Less is waited where a run
@@ -70,12 +71,15 @@ def output_directory(config: TrainConfig, ranks: Ranks) -> Iterator[Path]:
 def clear_output(config: TrainConfig, output_dir: Path) -> None:
     """Delete all that an earlier run has written, where this one begins anew; files that no run writes stay.
 
-    hf/, adapter/, profile/, trackers/, stuck/ and each training checkpoint are a run's own, with all that is in them.
+    hf/, adapter/, profile/, trackers/, teacher/, stuck/ and each training checkpoint are a run's own, with all that is
+    in them.
     """
     forget_finished(output_dir)  # also where it goes on: it is no longer at its end
     if _goes_on(config, output_dir):
         return
     for path in _written(output_dir):
+        if config.teacher and path.name == TEACHER:  # this run's by now
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -73,16 +73,16 @@ def pipelined_gradients(
     return run.losses, run.routing
 
 
-def pipelined_heads(model: Any, batches: Sequence[Batch], by_token: bool) -> list[Tensor]:
+def pipelined_heads(model: Any, batches: Sequence[Batch], by_token: bool, top_k: int = 0) -> list[Tensor]:
     """What the head gives of micro-batches, without gradients (see `LossHead.loss_of`), in their order; nothing where
     the last stage is elsewhere. All ranks call it together.
 
     Args:
-        by_token: whether that is the log-probability of each target, in place of the sum of their cross-entropies.
+        by_token, top_k: see `head_outputs`.
     """
     pipeline = pipeline_of(model)
     assert pipeline is not None
-    run = _Evaluation(model, batches, by_token)
+    run = _Evaluation(model, batches, by_token, top_k)
     run.run(_forward_events(pipeline.stages.pp_size, pipeline.chunks, len(batches))[pipeline.groups.index])
     return [run.gave[number] for number in sorted(run.gave)]
 
@@ -277,9 +277,9 @@ class _Run:
 class _Evaluation(_Run):
     """Forwards without backwards."""
 
-    def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool):
+    def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool, top_k: int):
         super().__init__(model, batches, lambda doing: None)
-        self.by_token = by_token
+        self.by_token, self.top_k = by_token, top_k
         self.gave: dict[int, Tensor] = {}
 
     def shapes(self, action: Action) -> Shapes:
@@ -287,7 +287,7 @@ class _Evaluation(_Run):
 
     def compute(self, action: Action) -> None:
         batch, received = self.batches[action.micro_batch], self.received.pop(action, [])
-        forward = forward_of(batch, by_token=self.by_token)
+        forward = forward_of(batch, by_token=self.by_token, top_k=self.top_k)
         forward.stage = StageForward(
             self.stages, action.stage, self.size(action.micro_batch), self.device, received, action.micro_batch
         )

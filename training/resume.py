@@ -90,16 +90,17 @@ def _compared(
     config: TrainConfig,
 ) -> str:
     said = differences([there, here], ["in that run", "now"])
-    if hint := (explain_model if name == "model" else explain_samples)(there, here):
+    is_model = name in ("model", "teacher")
+    if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"
-    which = "model" if name == "model" else "data"
+    which = "model" if is_model else "data"
     if which in config.allow_changed:
         return f"resuming with a different {name} (--allow-changed): {said}"
-    began = settings["model" if which == "model" else "dataset"]
+    began = settings[name if is_model else "dataset"]
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         began = settings["eval_dataset"] or began
     raise ExpertMeshError(
-        f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it "
+        f"--resume {path}: is of {f'another {name}' if is_model else f'other {name}'} (it "
         f"began with {began}): {said}; use the same, or resume anyway with --allow-changed {which}"
     )
 

@@ -16,12 +16,13 @@ from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from ..sharding.torchrun import STOPPED
 from .banner import detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
-from .consistency import compare_data, start_facts
+from .consistency import compare_data, compare_teachers, start_facts
 from .data.preview import print_preview
 from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
-from .loop import Preference, Run, Trained, data_order, number_of_steps, order_facts, train
+from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
+from .loss.distillation import distillation_objective
 from .loss.preference import preference_objective
 from .monitoring.log import NOTABLE, RunLog
 from .monitoring.profiling import check_profile
@@ -32,6 +33,7 @@ from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measur
 from .reference_logprobs import FILE as REFERENCE_FILE
 from .reference_logprobs import ReferencePass, References
 from .resume import find_resume
+from .teacher import Taught, be_taught, open_teacher
 
 
 def run(config: TrainConfig) -> int:
@@ -91,6 +93,10 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     if not config.preview:
         watchdog.at("comparing the data", limited=False)
         engine.facts |= compare_data(inputs, prompts, num_steps, ranks)
+    if config.teacher and inputs.training is not None and not config.preview:
+        with raise_together(patient=ranks):
+            teacher = open_teacher(config, inputs.tokenizer, source)
+        engine.facts["teacher"] = compare_teachers(teacher.path, ranks)
     if config.resume == "auto" and inputs.training is not None and not config.preview:
         compared = (num_steps, engine.facts, order_facts(config, inputs.training, order))
         if done := find_finished(config, output_dir, *compared, ranks, engine.tell):
@@ -120,11 +126,19 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         with raise_together():
             memory.check(ranks.world_size, config)
     log = RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
-    watchdog.at("loading the model", limited=False)
     resume_from: Path | None = None
     if config.resume:
         directory = output_dir / "checkpoints"
         resume_from = find_resume(config.resume, directory, engine.tell, ranks)
+    taught: Taught | None = None
+    if config.teacher and inputs.training is not None:
+        watchdog.at("the teacher's predictions", limited=False)
+        facts = {name: table for name, table in engine.facts.items() if name != "model"}
+        may_replace = resume_from is None or bool(config.allow_changed)
+        taught = be_taught(config, teacher, facts, inputs, ranks, output_dir, may_replace)
+        how = "read from" if taught.was_kept else "computed, and kept in"
+        log.detail(f"the teacher's predictions of {len(taught.training.lines):,} target tokens: {how} teacher/")
+    watchdog.at("loading the model", limited=False)
     engine.place(resume_from, watchdog.limit)
     for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
         log.detail(line)
@@ -139,7 +153,9 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     run = Run(engine, inputs, order, prompts, log, watchdog)
     if (objective := preference_objective(config)) is not None and inputs.training is not None:
         watchdog.at("the reference's log-probabilities", limited=False)
-        run = replace(run, preference=Preference(objective, references(run, output_dir, resume_from)))
+        run = replace(run, own_loss=OwnLoss(objective, references(run, output_dir, resume_from)))
+    if taught is not None and (objective := distillation_objective(config)) is not None:
+        run = replace(run, own_loss=OwnLoss(objective, taught))
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         return train_and_export(run, memory, resume_from, output_dir)

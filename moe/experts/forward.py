@@ -5,7 +5,8 @@ modules between. Recomputation in backward finds it by `Forward.again`, which ac
 layer first runs and makes current when it is recomputed. So no state of a micro-batch is on a module, and any number of
 them may wait for their backwards, in any order.
 
-Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, D model width, E experts.
+Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, K further tokens at each of them,
+D model width, E experts.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,15 @@ class Targets:
 
     targets_BS: int64, the next token; undefined where there is no loss. index_N: int64, the flat positions with a loss.
     by_token: whether the head gives the log-probability of each target, in place of the sum of their cross-entropies.
+    candidates_NK: int64, further tokens whose log-probabilities it then gives behind the target's; None: of none.
+    top_k: whether, and of how many, it gives the most likely tokens in place of all that.
     """
 
     targets_BS: Tensor
     index_N: Tensor
     by_token: bool = False
+    candidates_NK: Tensor | None = None
+    top_k: int = 0
 
 
 @dataclass(eq=False)

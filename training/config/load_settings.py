@@ -69,6 +69,11 @@ class LoadSettings(TypedDict, total=False):
     desirable_weight: float
     undesirable_weight: float
 
+    # What is learned from a teacher.
+    teacher: str | Path
+    teacher_top_k: int
+    teacher_weight: float
+
     # The parallel layout.
     ep_size: int
     cp_size: int

@@ -98,6 +98,7 @@ _EXPORTS_MODEL = Needs(
     "an export of the model (--no-export, or --adapter lora without --merge, makes none)",
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
+_TEACHER = Needs("--teacher", lambda config: bool(config.teacher))
 _DPO = Needs("--task dpo", lambda config: config.task == "dpo")
 _KTO = Needs("--task kto", lambda config: config.task == "kto")
 _PREFERS = Needs("--task dpo or kto", lambda config: config.task != "sft")
@@ -275,6 +276,30 @@ class PreferenceSettings:
         for name in ("desirable_weight", "undesirable_weight"):
             if not math.isfinite(getattr(self, name)):
                 raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be finite")
+
+
+@dataclass
+class DistillationSettings:
+    """What is learned from a teacher."""
+
+    GROUP = "Distillation"
+
+    teacher: str = _flag(
+        "",
+        "Directory or hub id of a model with the same tokenizer, whose predictions of the trained tokens are learned",
+        scope="input",
+        metavar="DIR",
+    )
+    teacher_top_k: int = _flag(
+        64, "Tokens with their own probability at each position; the others count as one", least=1, needs=_TEACHER
+    )
+    teacher_weight: float = _flag(
+        1.0, "Weight of the teacher's predictions, from 0 to 1; the data's tokens have the rest", needs=_TEACHER
+    )
+
+    def check_distillation(self) -> None:
+        if not 0 < self.teacher_weight <= 1:
+            raise ExpertMeshError(f"--teacher-weight {self.teacher_weight}: must be more than 0, and 1 or less")
 
 
 @dataclass

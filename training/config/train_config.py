@@ -24,6 +24,7 @@ from .settings import (
     CheckpointSettings,
     DataSettings,
     DebugSettings,
+    DistillationSettings,
     EvaluationSettings,
     LogSettings,
     MemorySettings,
@@ -51,6 +52,7 @@ class TrainConfig(
     PrecisionSettings,
     MemorySettings,
     ParallelSettings,
+    DistillationSettings,
     PreferenceSettings,
     DataSettings,
     ModelSettings,
@@ -67,6 +69,7 @@ class TrainConfig(
         self.check_model()
         self.check_data()
         self.check_preference()
+        self.check_distillation()
         self.check_parallelism()
         self.check_memory()
         self.check_precision()
@@ -166,6 +169,8 @@ class TrainConfig(
             raise ExpertMeshError(
                 f"--prompt-template is for supervised fine-tuning; leave it out with --task {self.task}"
             )
+        if self.teacher and self.task != "sft":
+            raise ExpertMeshError(f"--teacher: has no part in --task {self.task}; leave out one of them")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
 

@@ -19,6 +19,9 @@ from .samples import Sample
 from .sequences import LabelledRows, Rows
 
 IGNORED = -100
+CANDIDATES = "candidates"
+"""Among what a loss of one's own gets by target: (N, K) int64, tokens whose log-probabilities it gets beside the
+target's."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ class LossBatch:
         Raises:
             ExpertMeshError: the batch has no such input.
         """
-        if self.num_all == 0:
-            return self.tokens_N.new_empty(0, dtype=torch.float32)
         if name not in self.inputs:
+            if self.num_all == 0:
+                return self.tokens_N.new_empty(0, dtype=torch.float32)
             raise ExpertMeshError(f"the loss asks for {name!r}; loss_inputs of the batch has {list(self.inputs)}")
         return self.inputs[name]
 
@@ -208,13 +211,14 @@ class LossInputs:
 
     by_sample: (samples,) tensors by name, samples in the order of the sequences. by_target_BS: values at each position
         with a target. place_BS: where a position's label was given, flat. mismatched: of mismatched answers, if
-        there are any.
+        there are any. by_target: (targets, ...) tensors, targets in the order of the sequences.
     """
 
     by_sample: Mapping[str, Tensor] = field(default_factory=dict)
     by_target_BS: Mapping[str, Tensor] = field(default_factory=dict)
     place_BS: Tensor | None = None
     mismatched: "LossInputs | None" = None
+    by_target: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def collate(
@@ -486,14 +490,14 @@ def _batch(
     """
     length = tokens_BS.shape[1]
     is_packed = any(len(samples) > 1 for samples in lengths)
-    split, run = None, slice(0, length)
+    split, run, is_target_BS = None, slice(0, length), targets_BS != IGNORED
     if cp_group is not None:
         if not is_packed:
             # padding takes the last position that a token has: what looks for the longest sequence must find it
             longest = max(map(sum, lengths), default=1)
             positions_BS = torch.arange(length).clamp(max=max(longest - 1, 0)).expand_as(positions_BS)
         each = length // cp_group.size
-        num_targets = (targets_BS != IGNORED).unflatten(1, (cp_group.size, each)).sum(dim=(0, 2))
+        num_targets = is_target_BS.unflatten(1, (cp_group.size, each)).sum(dim=(0, 2))
         split = SplitSequences(cp_group, positions_BS, is_packed, tuple(num_targets.tolist()))
         run = slice(each * cp_group.index, each * (cp_group.index + 1))
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
@@ -503,7 +507,7 @@ def _batch(
     has_padding = num_tokens < tokens_BS.numel()
     for_loss: LossBatch | None = None
     if loss_inputs is not None:
-        for_loss = _for_loss(loss_inputs, lengths, length, run, targets_BS, target_index_N, cp_group)
+        for_loss = _for_loss(loss_inputs, lengths, is_target_BS, run, targets_BS, target_index_N, cp_group)
     return Batch(
         tokens_BS,
         positions_BS if is_packed or split is not None else None,
@@ -522,7 +526,7 @@ def _batch(
 def _for_loss(
     given: LossInputs,
     lengths: Sequence[Sequence[int]],
-    length: int,
+    is_target_BS: Tensor,
     run: slice,
     targets_BS: Tensor,
     target_index_N: Tensor,
@@ -530,11 +534,11 @@ def _for_loss(
 ) -> LossBatch:
     """
     Args:
-        length: of the full sequences. run: the positions of them that are here.
+        is_target_BS: of the full sequences. run: the positions of them that are here.
         targets_BS, target_index_N: of these positions.
     """
     counted = itertools.count()
-    sample_BS = torch.zeros(max(len(lengths), 1), length, dtype=torch.int64)
+    sample_BS = torch.zeros_like(is_target_BS, dtype=torch.int64)
     for index, samples in enumerate(lengths):
         start = 0
         for number in samples:
@@ -548,6 +552,9 @@ def _for_loss(
 
     inputs = {name: x if is_first else x[:0] for name, x in given.by_sample.items()}
     inputs |= {name: here(x_BS) for name, x_BS in given.by_target_BS.items()}
+    if given.by_target:
+        number_N = here(is_target_BS.flatten().cumsum(0).view_as(is_target_BS) - 1)
+        inputs |= {name: x[number_N] for name, x in given.by_target.items()}
     place_BS = torch.arange(sample_BS.numel()).view_as(sample_BS) if given.place_BS is None else given.place_BS
     tokens_N = targets_BS.flatten().index_select(0, target_index_N)
     return LossBatch(tokens_N, here(sample_BS), num_all * is_first, inputs, here(place_BS), num_all, cp_group)

@@ -9,9 +9,9 @@ section 3): each rank has the head's rows for some of the tokens, and computes t
 the group. No rank ever has a position's complete logits. Their softmax takes three numbers per position and rank,
 exchanged once per chunk: the highest logit, the sum of exponentials, and the target's logit, which only one rank has.
 
-Shape suffixes: B sequences, S positions, T = B·S, N positions with a target, C of them in a chunk, D model width,
-V vocabulary or this rank's part; with a group of n ranks: L positions of each sequence on this rank, R positions with a
-target on all ranks together, v = V/n.
+Shape suffixes: B sequences, S positions, T = B·S, N positions with a target, C of them in a chunk, K tokens that are
+asked for at each of them, D model width, V vocabulary or this rank's part; with a group of n ranks: L positions of each
+sequence on this rank, R positions with a target on all ranks together, v = V/n.
 """
 
 import math
@@ -77,11 +77,13 @@ class LossHead(nn.Linear):
             return super().forward(x_BSD)
         if self.is_last:
             compute = token_logprobs if forward.targets.by_token else LOSS_SUMS[self.kind]
+            compute = top_logprobs if forward.targets.top_k else compute
             return compute(x_BSD, self.weight, self.bias, forward.targets)
         return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
 
     def _of_divided(self, x_BLD: Tensor, forward: Forward | None, group: TPGroup) -> Tensor:
         assert self.is_last
+        assert forward is None or forward.targets is None or not forward.targets.top_k
         weight_vD, bias_v = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
         if forward is None or forward.targets is None:
             assert forward is None or forward.split is None, "logits are of sequences that all ranks have"
@@ -95,12 +97,14 @@ class LossHead(nn.Linear):
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
         """The loss, from what a forward with these targets has given as logits: a scalar or, with `by_token`, (N,)
-        log-probabilities; fp32."""
+        log-probabilities, with candidates (N, 1 + K), or (N, 2, K) with `top_k` (see `top_logprobs`); fp32."""
         if self.is_last:
             return logits
         logits_NV = logits.squeeze(0).float()
+        if targets.top_k:
+            return _most_likely(logits_NV, targets.top_k)
         if targets.by_token:
-            return -F.cross_entropy(logits_NV, target_tokens(targets), reduction="none")
+            return -_row_losses(logits_NV, asked_tokens(targets))[0]
         return F.cross_entropy(logits_NV, target_tokens(targets), reduction="sum")
 
 
@@ -269,35 +273,56 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 def token_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
-    """The log-probability of each target, (N,) fp32. No more of the logits than CHUNK_BYTES in fp32 is held at a time:
-    backward computes each chunk's anew, since only then their gradient is known."""
-    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
-    logprobs_N: Tensor = _TokenLogprobs.apply(rows_ND, weight_VD, bias_V, targets_N)
-    return logprobs_N
+    """The log-probability of each target, (N,) fp32, and of the candidates behind it, (N, 1 + K). No more of the logits
+    than CHUNK_BYTES in fp32 is held at a time: backward computes each chunk's anew, since only then their gradient is
+    known."""
+    rows_ND, tokens = target_rows(x_BSD, targets), asked_tokens(targets)
+    logprobs: Tensor = _TokenLogprobs.apply(rows_ND, weight_VD, bias_V, tokens)
+    return logprobs
+
+
+def top_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """The log-probabilities of the K most likely tokens at each position with a target, and these tokens, (N, 2, K)
+    fp32, the likeliest first; without gradients."""
+    rows_ND = target_rows(x_BSD, targets)
+    found, _ = losses_by_chunk(
+        *(rows_ND, weight_VD, bias_V, target_tokens(targets), _NO_GRADIENTS),
+        lambda logits_CV, targets_C: (_most_likely(logits_CV[: len(targets_C)].float(), targets.top_k), logits_CV),
+    )
+    return torch.cat(found)
+
+
+def _most_likely(logits_CV: Tensor, top_k: int) -> Tensor:
+    logprobs_CK, tokens_CK = logits_CV.log_softmax(dim=1).topk(top_k, dim=1)
+    # fp32 has all integers up to 2^24, more than any vocabulary has tokens
+    return torch.stack([logprobs_CK, tokens_CK.float()], dim=1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_ND, weight_VD, bias_V, targets_N)
-        losses, _ = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, _NO_GRADIENTS, _row_losses)
+    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_ND, weight_VD, bias_V, tokens)
+        losses, _ = losses_by_chunk(rows_ND, weight_VD, bias_V, tokens, _NO_GRADIENTS, _row_losses)
         return -torch.cat(losses)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
-        weigh = weighted(_loss_and_logit_gradient, -grad_N)
-        _, gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, ctx.needs_input_grad[:3], weigh)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, weight_VD, bias_V, tokens = ctx.saved_tensors
+        weigh = _of_several(None, -grad) if grad.dim() > 1 else weighted(_loss_and_logit_gradient, -grad)
+        _, gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, tokens, ctx.needs_input_grad[:3], weigh)
         return *gradients, None
 
 
 _NO_GRADIENTS = (False, False, False)
 
 
-def _row_losses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each target, fp32; the logits stand for a gradient that nobody needs."""
-    return F.cross_entropy(logits_CV[: len(targets_C)].float(), targets_C, reduction="none"), logits_CV
+def _row_losses(logits_CV: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each token, (C,) or (C, K), fp32; the logits stand for a gradient that nobody needs."""
+    here_CV = logits_CV[: len(tokens)].float()
+    if tokens.dim() > 1:
+        return -here_CV.log_softmax(dim=1).gather(1, tokens), logits_CV
+    return F.cross_entropy(here_CV, tokens, reduction="none"), logits_CV
 
 
 def weighted(loss_and_gradient: LossAndGradient, weights_N: Tensor) -> LossAndGradient:
@@ -344,6 +369,14 @@ class _Positions(torch.autograd.Function):
 def target_tokens(targets: Targets) -> Tensor:
     """targets_N of those positions."""
     return targets.targets_BS.flatten().index_select(0, targets.index_N)
+
+
+def asked_tokens(targets: Targets) -> Tensor:
+    """The tokens whose log-probabilities are asked for: targets_N, or (N, 1 + K) with the candidates behind them."""
+    targets_N = target_tokens(targets)
+    if targets.candidates_NK is None:
+        return targets_N
+    return torch.cat([targets_N.unsqueeze(1), targets.candidates_NK], dim=1)
 
 
 def losses_by_chunk(
@@ -484,9 +517,9 @@ def vocabulary_logprobs(
 ) -> Tensor:
     """`token_logprobs` of this rank's positions, of a vocabulary that is divided (see `vocabulary_loss_sum`). All ranks
     of the group call it together, and its backward."""
-    rows_ND, targets_N = target_rows(x_BLD, targets), target_tokens(targets)
-    logprobs_N: Tensor = _VocabularyLogprobs.apply(rows_ND, weight_vD, bias_v, targets_N, group, num_targets)
-    return logprobs_N
+    rows_ND, tokens = target_rows(x_BLD, targets), asked_tokens(targets)
+    logprobs: Tensor = _VocabularyLogprobs.apply(rows_ND, weight_vD, bias_v, tokens, group, num_targets)
+    return logprobs
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
@@ -496,25 +529,28 @@ class _VocabularyLogprobs(torch.autograd.Function):
         rows_ND: Tensor,
         weight_vD: Tensor,
         bias_v: Tensor | None,
-        targets_N: Tensor,
+        tokens: Tensor,
         group: TPGroup,
         num_targets: Sequence[int],
     ) -> Tensor:
-        ctx.save_for_backward(rows_ND, weight_vD, bias_v, targets_N)
+        ctx.save_for_backward(rows_ND, weight_vD, bias_v, tokens)
         ctx.group, ctx.num_targets = group, num_targets
-        compute = partial(_losses_and_logit_gradient, group)
-        losses, _ = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, _NO_GRADIENTS, compute)
+        compute = _of_several(group) if tokens.dim() > 1 else partial(_losses_and_logit_gradient, group)
+        losses, _ = _of_all_ranks(rows_ND, weight_vD, bias_v, tokens, group, num_targets, _NO_GRADIENTS, compute)
         return -torch.cat(losses).split(list(num_targets))[group.index]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, num_targets = ctx.group, ctx.num_targets
-        weights_R = _gather(group, -grad_N.contiguous(), num_targets)
-        compute = weighted(partial(_losses_and_logit_gradient, group), weights_R)
+        weights = _gather(group, -grad.contiguous(), num_targets)
+        several = weights.dim() > 1
+        compute = (
+            _of_several(group, weights) if several else weighted(partial(_losses_and_logit_gradient, group), weights)
+        )
         needs = ctx.needs_input_grad[:3]
-        rows_ND, weight_vD, bias_v, targets_N = ctx.saved_tensors
-        _, gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, needs, compute)
+        rows_ND, weight_vD, bias_v, tokens = ctx.saved_tensors
+        _, gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, tokens, group, num_targets, needs, compute)
         return *gradients, None, None, None
 
 
@@ -570,18 +606,57 @@ def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Ten
     return losses_C, all_Cv.to(logits_Cv.dtype)
 
 
+def _of_several(group: TPGroup | None, weights_NK: Tensor | None = None) -> LossAndGradient:
+    """What gives the cross-entropies of several tokens at each row, (C, K) fp32, and the gradient of their weighted sum
+    by this rank's logits, in the dtype of these; zero for logits beyond the rows, which are padding.
+
+    Args:
+        group: that divides the vocabulary; tokens are then counted from this rank's first one. None: it is not divided.
+        weights_NK: in the order in which the chunks come; None: no gradient is needed.
+    """
+    begin = 0
+
+    def compute(logits_Cv: Tensor, tokens_CK: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal begin
+        num_rows, num_columns = len(tokens_CK), logits_Cv.shape[1]
+        x_Cv = logits_Cv[:num_rows].float()
+        is_here_CK, place_CK = (tokens_CK >= 0) & (tokens_CK < num_columns), tokens_CK % num_columns
+        at_token_CK, own_C = x_Cv.gather(1, place_CK).where(is_here_CK, 0.0), x_Cv.amax(dim=1)
+        # -inf less -inf would be no number: tokens that are ruled out may be all that a rank has
+        x_Cv = (x_Cv - own_C.clamp(min=torch.finfo(torch.float32).min).unsqueeze(1)).exp_()
+        losses_CK, highest_C, exp_sum_C = _exchange(group, own_C, x_Cv.sum(dim=1), at_token_CK)
+        if weights_NK is None:
+            return losses_CK, logits_Cv
+        weights_CK = weights_NK[begin : begin + num_rows]
+        begin += num_rows
+        x_Cv *= ((own_C - highest_C).exp() / exp_sum_C * weights_CK.sum(dim=1)).unsqueeze(1)
+        x_Cv.scatter_add_(1, place_CK, -weights_CK.where(is_here_CK, 0.0))
+        grad_Cv = torch.zeros_like(logits_Cv)
+        grad_Cv[:num_rows] = x_Cv
+        return losses_CK, grad_Cv
+
+    return compute
+
+
 def _exchange(
-    group: TPGroup, highest_C: Tensor, exp_sum_C: Tensor, at_target_C: Tensor
+    group: TPGroup | None, highest_C: Tensor, exp_sum_C: Tensor, at_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the highest logit and the sum of exp(logit - highest) of the complete vocabulary, from each
-    rank's own."""
-    figures_n3C = group.all_gather(torch.stack([highest_C, exp_sum_C, at_target_C]).unsqueeze(0), dim=0)
-    highest_nC, exp_sum_nC, at_target_nC = figures_n3C.unbind(1)
+    rank's own.
+
+    Args:
+        at_tokens: (C,), or (C, K) of several tokens; 0 for those that are elsewhere.
+    """
+    at_KC = at_tokens.unsqueeze(0) if at_tokens.dim() == 1 else at_tokens.t()
+    figures_nFC = torch.cat([torch.stack([highest_C, exp_sum_C]), at_KC]).unsqueeze(0)
+    if group is not None:
+        figures_nFC = group.all_gather(figures_nFC, dim=0)
+    highest_nC, exp_sum_nC, at_nKC = figures_nFC[:, 0], figures_nFC[:, 1], figures_nFC[:, 2:]
     highest_C = highest_nC.amax(dim=0)
     exp_sum_C = (exp_sum_nC * (highest_nC - highest_C).exp()).sum(dim=0)
     # large logits are subtracted from one another before anything small is added
-    losses_C = (highest_C - at_target_nC.sum(dim=0)) + exp_sum_C.log()
-    return losses_C, highest_C, exp_sum_C
+    losses_KC = (highest_C - at_nKC.sum(dim=0)) + exp_sum_C.log()
+    return losses_KC.t().reshape(at_tokens.shape), highest_C, exp_sum_C
 
 
 def _gather(group: TPGroup, part_N: Tensor, numbers: Sequence[int]) -> Tensor:

@@ -26,6 +26,7 @@ NOT_MODELLED = {
 """Flags that change a step in a way that no forecast has, and what it says instead."""
 NOT_IN_PLANS = {
     "task": "the head's logits are taken to be computed once a step, and a loss of preferences has them twice",
+    "teacher": "the head's logits are taken to be computed once a step, and with a teacher they are computed twice",
     "packing": "each sequence is taken to be one sample, of which attention takes longest",
     "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
     "router_bias_update_rate": "moving the routers' biases is not in it",
@@ -42,6 +43,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "a number with which the same kernels compute": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
         *("preference_loss", "preference_beta", "preference_sft_weight", "desirable_weight", "undesirable_weight"),
+        "teacher_weight",
         *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
     ),
     "a step is forecast as almost all of a run are": tuple(name for entry in OUR_OPTIMIZERS for name in entry.dry_run),

@@ -44,9 +44,10 @@ from ....sharding.pipeline.schedule import Action, make_schedule
 from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
-from ...data.batch import Batch, LossBatch, SplitSequences
+from ...data.batch import CANDIDATES, Batch, LossBatch, SplitSequences
 from ...engine import compute_dtype, topology_of
 from ...loss.balance import BiasUpdate, choose_balance
+from ...loss.distillation import TEACHER, distillation_objective
 from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
@@ -193,7 +194,7 @@ def _rehearse(
         ):
             train_step(
                 *(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at),
-                objective=preference_objective(config),
+                objective=preference_objective(config) or distillation_objective(config),
             )
         storages = kinds_of_storages(recorder, live, casts, model, optimizer)
         memory = peak_memory(recorder, storages, model, optimizer)
@@ -341,7 +342,7 @@ def batch_of(
 
     Args:
         segments: where they are packed, samples' lengths.
-        config: whose --task is read; None: it is sft.
+        config: whose --task and --teacher are read; None: it is sft, without a teacher.
     """
     is_packed = segments is not None
     tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
@@ -357,6 +358,10 @@ def batch_of(
         names = (REFERENCE, TARGETS, SFT) if config.task == "dpo" else (REFERENCE, DESIRABLE, KL)
         inputs = {name: torch.ones(number, dtype=torch.float64) for name in names}
         for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
+    if config is not None and config.teacher:
+        top_k = config.teacher_top_k
+        taught = {CANDIDATES: torch.zeros(targets, top_k, dtype=torch.int64), TEACHER: torch.zeros(targets, top_k)}
+        for_loss = LossBatch(index_N, index_N, rows, taught, index_N, rows, cp_group)
     return Batch(
         *(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared), for_loss
     )

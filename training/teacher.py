@@ -1,0 +1,263 @@
+"""A teacher's predictions of the data's target tokens, for distillation.
+
+They are computed once, before the student is loaded, so that the two are never in memory together, and kept in the
+output directory: the K most likely tokens at each target, and their log-probabilities, 8 bytes each. A resumed run, and
+every further epoch, reads them there.
+
+Shape suffixes: N target tokens, K of the teacher's most likely tokens at each of them.
+"""
+
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..checkpoints.files.directories import write_errors
+from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
+from ..moe.util.atomic_write import PARTIAL, whole
+from ..moe.util.errors import ExpertMeshError
+from ..sharding.runtime.process import Ranks, raise_together
+from .config.flags import default_of
+from .config.train_config import TrainConfig
+from .data.batch import CANDIDATES, LossInputs, collate_rows
+from .data.sequences import Rows
+from .engine import Engine
+from .evaluate import by_length, head_outputs, inference
+from .inputs import Inputs, load_tokenizer
+from .loss.distillation import TEACHER
+
+DIRECTORY = "teacher"
+_FACTS = "facts.json"
+_OF_STUDENT = (
+    *(
+        "tokenizer",
+        "rope_scaling",
+        "teacher",
+        "adapter",
+        "base_dtype",
+        "init_adapter",
+        "merge",
+        "freeze",
+        "lora_dropout",
+    ),
+    *("expert_precision", "dense_precision", "compile", "gradient_checkpointing", "offload", "offload_activations"),
+    *("pipeline_layers", "resume", "elastic", "router_bias_update_rate", "drop_untrained", "export_encoding"),
+)
+"""Settings that are at their defaults for the teacher."""
+_LINE = "line"
+"""Among what is known of a target: its number in the data, which is that of its line in the file."""
+
+
+@dataclass(frozen=True)
+class TeacherInputs:
+    """What the loss of a student needs of each target.
+
+    lines: (targets,) of fields token and logprob, K each; of a file, of which only what is asked for is read.
+    firsts: the number of each sample's first target; one more, of all.
+    """
+
+    lines: NDArray[Any]
+    firsts: Tensor
+
+    def within(self, rows: Rows, together: Sequence[int]) -> Callable[[list[int]], LossInputs]:
+        """What makes the inputs of a batch from the numbers of its entries of `rows`."""
+
+        def inputs(numbers: list[int]) -> LossInputs:
+            found = self.lines[_lines_of(rows, self.firsts, numbers).numpy()]
+            tokens_NK, logprobs_NK = (torch.from_numpy(found[name].copy()) for name in ("token", "logprob"))
+            return LossInputs(by_target={CANDIDATES: tokens_NK.long(), TEACHER: logprobs_NK})
+
+        return inputs
+
+
+def _firsts(rows: Rows) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), rows.samples.targets.cumsum(0)])
+
+
+def _lines_of(rows: Rows, firsts: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Numbers of the targets of entries, in the order in which a batch has them."""
+    samples = [sample for number in numbers for sample in rows.numbers(number)]
+    runs = [torch.arange(int(firsts[sample]), int(firsts[sample + 1])) for sample in samples]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Of the data to train on and of those to evaluate on. was_kept: whether they were computed by an earlier start."""
+
+    training: TeacherInputs
+    evaluation: TeacherInputs | None
+    was_kept: bool
+
+
+def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> ModelSource:
+    """
+    Raises:
+        ExpertMeshError: there is no such model, or its tokens are others than the student's.
+    """
+    source = open_source(resolve_model(config.teacher, "--teacher"))
+    own, vocabulary = load_tokenizer(str(source.path), source).get_vocab(), tokenizer.get_vocab()
+    if own != vocabulary:
+        names = sorted({*own.items()} ^ {*vocabulary.items()}, key=lambda entry: entry[1])
+        raise ExpertMeshError(
+            f"--teacher {config.teacher}: {len(names):,} tokens differ in its tokenizer and the student's, such as "
+            f"{names[0][0]!r} ({names[0][1]}); give a teacher with the same tokenizer"
+        )
+    sizes = [model.text_config.vocab_size for model in (source, student)]
+    if sizes[0] > sizes[1]:
+        raise ExpertMeshError(
+            f"--teacher {config.teacher}: its vocabulary has {sizes[0]:,} entries, the student's {sizes[1]:,}; it may "
+            "predict tokens that the student has not"
+        )
+    if config.teacher_top_k > sizes[0]:
+        raise ExpertMeshError(
+            f"--teacher-top-k {config.teacher_top_k}: --teacher {config.teacher} has only {sizes[0]:,} tokens"
+        )
+    return source
+
+
+def be_taught(
+    config: TrainConfig,
+    source: ModelSource,
+    facts: Any,
+    inputs: Inputs,
+    ranks: Ranks,
+    output_dir: Path,
+    may_replace: bool,
+) -> Taught:
+    """The teacher's predictions for all data, of an earlier start of the run or computed now. All ranks call it
+    together.
+
+    Args:
+        source: from `open_teacher`.
+        facts: of the teacher's files and of the data, on rank 0.
+        may_replace: whether those of another teacher or of other data may be replaced.
+
+    Raises:
+        ExpertMeshError: on all ranks, where the teacher cannot be loaded, or its predictions cannot be written.
+    """
+    assert inputs.training is not None
+    rows = {"training": inputs.training} | ({} if inputs.evaluation is None else {"evaluation": inputs.evaluation})
+    directory = output_dir / DIRECTORY
+    told = json.dumps([facts, config.teacher_top_k, config.bf16], sort_keys=True)
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    is_kept = [False]
+    with raise_together():
+        if ranks.rank == 0:
+            kept = _kept(directory)
+            is_kept = [kept == digest]
+            if kept and not is_kept[0] and not may_replace:
+                raise ExpertMeshError(
+                    f"--teacher {config.teacher}: {directory} has the predictions of another teacher, with another "
+                    "--teacher-top-k or dtype, or for other data; resume with what the run began with, or begin anew"
+                )
+    dist.broadcast_object_list(is_kept, src=0)
+    if not is_kept[0]:
+        _compute(config, source, rows, ranks, directory)
+        # the teacher's modules refer to one another
+        gc.collect()
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        with raise_together(), write_errors(directory):
+            if ranks.rank == 0:
+                with whole(directory / _FACTS) as partial:
+                    partial.write_text(json.dumps({"facts": digest}))
+    with raise_together():
+        found = {name: TeacherInputs(_read(directory, name), _firsts(part)) for name, part in rows.items()}
+    return Taught(found["training"], found.get("evaluation"), is_kept[0])
+
+
+def _kept(directory: Path) -> str:
+    """The digest of what the directory's predictions are of; empty: of nothing."""
+    try:
+        return str(json.loads((directory / _FACTS).read_text())["facts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _read(directory: Path, name: str) -> NDArray[Any]:
+    path = directory / f"{name}.npy"
+    try:
+        lines: NDArray[Any] = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise ExpertMeshError(
+            f"{path}: cannot be read: {error}; all nodes must see it; if it is damaged, delete {directory}"
+        ) from error
+    return lines
+
+
+def _compute(config: TrainConfig, source: ModelSource, rows: dict[str, Rows], ranks: Ranks, directory: Path) -> None:
+    try:
+        engine = Engine(_of_teacher(config), source, ranks)
+        engine.place()
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"--teacher {config.teacher}: {error}") from error
+    with raise_together(), write_errors(directory):
+        if ranks.rank == 0:
+            directory.mkdir(exist_ok=True)
+            (directory / _FACTS).unlink(missing_ok=True)
+    for name, part in rows.items():
+        _compute_part(engine, config, part, directory / f"{name}.npy")
+
+
+def _of_teacher(config: TrainConfig) -> TrainConfig:
+    """The settings of a run that has the teacher as its model, on the same ranks."""
+    own = {setting.name: default_of(setting) for setting in fields(config) if setting.name in _OF_STUDENT}
+    # its weights are held in what it computes in, and no rank has only a part of a position's predictions
+    return replace(
+        config, **own, model=config.teacher, optim="adamw_bf16" if config.bf16 else "adamw_torch_fused",
+        loss_parallel=False, cross_entropy="chunked",
+    )  # fmt: skip
+
+
+def _compute_part(engine: Engine, config: TrainConfig, rows: Rows, path: Path) -> None:
+    """Every rank computes some micro-batches; rank 0 writes what all have found."""
+    firsts, top_k, model, mesh = _firsts(rows), config.teacher_top_k, engine.model, engine.mesh
+    mine = by_length(rows, config.per_device_eval_batch_size, mesh)
+    padding = engine.padding.within(int(rows.lengths.max()))
+
+    def batch(numbers: list[int]) -> Any:
+        lines = LossInputs(by_target={_LINE: _lines_of(rows, firsts, numbers)})
+        return collate_rows(rows, numbers, mesh.cp_group, padding, lines)
+
+    partial = path.with_name(path.name + PARTIAL)
+    with raise_together(), write_errors(path.parent):
+        lines = _new_lines(partial, int(firsts[-1]), top_k) if engine.ranks.rank == 0 else None
+    with inference(model):
+        for batches, heads in head_outputs(model, map(batch, mine), engine.ranks.device, by_token=False, top_k=top_k):
+            # a pipeline's last stage has them alone
+            found = [(_numbers(here), gave.cpu().numpy()) for here, gave in zip(batches, heads, strict=False)]
+            of_ranks: list[Any] | None = None if lines is None else [None] * engine.ranks.world_size
+            dist.gather_object(found, of_ranks)
+            if lines is not None:
+                for numbers, figures in (entry for of_rank in of_ranks or () for entry in of_rank):
+                    lines["logprob"][numbers], lines["token"][numbers] = figures[:, 0], figures[:, 1]
+    with raise_together(), write_errors(path.parent):
+        if lines is not None:
+            lines.flush()
+            partial.replace(path)
+
+
+def _numbers(batch: Any) -> NDArray[Any]:
+    lines: NDArray[Any] = batch.for_loss[_LINE].cpu().numpy().astype(np.int64)
+    return lines
+
+
+def _new_lines(path: Path, number: int, top_k: int) -> Any:
+    """A file of so many lines, to be filled in memory that is mapped to it."""
+    line = np.dtype([("token", np.int32, (top_k,)), ("logprob", np.float32, (top_k,))])
+    lines = np.lib.format.open_memmap(path, "w+", line, (number,))
+    # a disk that is full is told of now: a write to mapped memory would end the process by a signal
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return lines
