@@ -217,7 +217,7 @@ METRICS = [
     Metric(
         name="loss",
         unit="nats",
-        meaning="mean cross-entropy of the target tokens; with `--task dpo` or `kto` the mean loss of pairs or answers",
+        meaning="mean cross-entropy of the target tokens; with `--task` or `--teacher` the mean of another loss",
         of="steps",
         value=lambda interval: interval.mean("loss", "weight"),
         over_ranks="alike",

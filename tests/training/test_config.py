@@ -20,7 +20,16 @@ NEEDED = ["--model", "m", "--dataset", "d"]
 
 
 GROUPS = (
-    *("Model", "Data", "Preference training", "Parallelism", "Memory", "Precision and kernels", "Batch and schedule"),
+    *(
+        "Model",
+        "Data",
+        "Preference training",
+        "Distillation",
+        "Parallelism",
+        "Memory",
+        "Precision and kernels",
+        "Batch and schedule",
+    ),
     *(
         "Optimizer",
         "MoE routing",
@@ -202,6 +211,7 @@ VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
     "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",
     "export_encoding": "source", "lora_dropout": "0.5", "preference_loss": "ipo",
+    "teacher_weight": "0.5",
 }  # fmt: skip
 """Of those that do not take 2."""
 WITHOUT = {
@@ -232,6 +242,8 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
     assert config.settled() == (parse_config([*NEEDED, *without]) if is_reset else config)
     needed = ["--optim=shampoo"] if name.startswith("shampoo") else WITH
     needed = [*needed, "--task=kto"] if "desirable" in name else needed
+    if name.startswith("teacher"):
+        needed = [*WITH[:-1], "--teacher=d"]
     config = parse_config([*NEEDED, *needed, given])
     assert config.without_effect == []
     assert config.settled() is config

@@ -288,3 +288,18 @@ def test_what_is_sent_is_what_is_received() -> None:
     # in another group nothing is sent
     with pytest.raises(ExpertMeshError, match="is none any more, and of what rank 1 receives from there 8 bytes"):
         check_order({0: [], 1: [replace(received, group="2")]}, ranks_per_stage=1)
+
+
+@pytest.mark.parametrize("flags", [[], ["--tp-size", "2", "--gpus", "32"]], ids=["whole", "divided"])
+def test_a_teacher_costs_a_second_pass_of_the_head(
+    flags: list[str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--teacher", "x", "--teacher-top-k", "8"]
+    flops = []
+    for more in ([], given):
+        (account,) = accounts(model, capsys, *flags, *more)
+        flops.append({part["name"]: part["flops"] for part in account["parts"]})
+    without, taught = flops
+    # forward and two products of backward, beside a forward alone
+    assert taught.pop("LM head, loss") == pytest.approx(without.pop("LM head, loss") * 4 / 3)
+    assert taught == without

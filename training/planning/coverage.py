@@ -27,6 +27,7 @@ NOT_MODELLED = {
 NOT_IN_PLANS = {
     "task": "the head's logits are taken to be computed once a step, and a loss of preferences has them twice",
     "teacher": "the head's logits are taken to be computed once a step, and with a teacher they are computed twice",
+    "teacher_top_k": "what these tokens take is not in it",
     "packing": "each sequence is taken to be one sample, of which attention takes longest",
     "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
     "router_bias_update_rate": "moving the routers' biases is not in it",
