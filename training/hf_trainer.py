@@ -42,24 +42,29 @@ from .data.chat import answer_ends
 from .engine import Engine
 from .evaluate import inference
 from .loss.balance import choose_balance
+from .loss.objective import Objective
+from .loss.preference import preference_objective
 from .micro_batch import StepCounts, count_step
 from .monitoring.meter import Meter
 from .monitoring.nonfinite import NonFiniteGuard
 from .step import Gradients, add_gradients, step_result
 from .trainer_arguments import heeded_arguments, overruled_settings
+from .trl_pairs import pairs_in_turn, with_reference
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""
 _SCHEDULER, _ARGUMENTS = "scheduler.pt", "training_args.bin"
 
-_LOSS_OWNERS = ("transformers.trainer", "trl.trainer.sft_trainer")
-"""Modules of classes whose `compute_loss` is the cross-entropy of the labels, which ours is too."""
+_OF_PAIRS = "trl.trainer.dpo_trainer"
+_LOSS_OWNERS = ("transformers.trainer", "trl.trainer.sft_trainer", _OF_PAIRS)
+"""Modules of classes whose `compute_loss` is the cross-entropy of the labels, or DPO's loss, which ours are too."""
 _OF_ROUTING = ("output_router_logits", "router_aux_loss_coef")
 """Of a model's config, what trl sets for the balancing loss that ours takes the place of."""
 _NOT_TAKEN = {
     "compute_loss_func": "use the engine's forward_backward in your own loop",
     "model_init": "give an engine from expertmesh.load",
     "peft_config": "give adapter='lora' to expertmesh.load",
+    "ref_model": "the reference is the engine's model as it is before training; leave it out",
     "quantization_config": "give adapter='lora' and base_dtype='nf4' to expertmesh.load",
     "optimizer_cls_and_kwargs": "give optim to expertmesh.load",
 }
@@ -86,7 +91,8 @@ else:
 
 
 class TrainerMixin(_Base):
-    """To be put before a Trainer class whose loss is the cross-entropy of the labels, such as trl's SFTTrainer.
+    """To be put before a Trainer class whose loss is the cross-entropy of the labels, such as trl's SFTTrainer, or
+    before trl's DPOTrainer.
 
     The engine says what is trained and how it is computed (adapters, dtypes, balancing, checkpointing, the kind of
     optimizer), the training arguments what Trainer decides: data, batch sizes, learning rate, betas, weight decay,
@@ -112,6 +118,7 @@ class TrainerMixin(_Base):
     """
 
     engine: Engine
+    _metrics: dict[str, dict[str, list[float]]]
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **more: Any):
         if not isinstance(model, Engine):
@@ -120,6 +127,8 @@ class TrainerMixin(_Base):
                 "Trainer(model=expertmesh.load('DIR', ep_size=8), ...)"
             )
         self.engine = model
+        if self._learns_pairs and others:
+            raise ExpertMeshError("DPOTrainer takes ref_model before args: give all but the engine by name")
         given = self._given(args, others, more)
         self._check_class(given)
         if _is_of_trl(type(self)) and model.config.tokenizer and given.get("processing_class") is None:
@@ -138,10 +147,25 @@ class TrainerMixin(_Base):
             )
         self._check_columns(args, given)
         self._balance(args)
+        self._objective: Objective | None = None
+        if self._learns_pairs:
+            if given.get("compute_metrics") is not None:
+                raise ExpertMeshError("compute_metrics: not possible for DPOTrainer on an engine; leave it out")
+            args.precompute_ref_log_probs = True
+            asked = {"preference_beta": args.beta, "preference_loss": args.loss_type[0], "preference_sft_weight": 0.0}
+            self._objective = preference_objective(replace(model.config, task="dpo", **asked))
+            # of which trl takes a hash, to name what it keeps
+            vars(model.model)["state_dict"] = dict
         held = {name: value for name, value in vars(model.model).items() if name == "forward"}
         text_config = model.model.config.get_text_config()
         routing = {name: getattr(text_config, name) for name in _OF_ROUTING if hasattr(text_config, name)}
-        super().__init__(model.model, args, *others, **more)
+        try:
+            if self._learns_pairs:
+                super().__init__(model.model, args=args, **more)
+            else:
+                super().__init__(model.model, args, *others, **more)
+        finally:
+            vars(model.model).pop("state_dict", None)
         # the engine moves batches, which it makes in host memory
         self.accelerator.device_placement = False
         self._check_launcher()
@@ -172,7 +196,8 @@ class TrainerMixin(_Base):
         self._meter = Meter(self.engine.counts, config, top_k, device, self.engine.config.bf16)
 
     def _no_losses(self) -> Tensor:
-        return torch.zeros(3, dtype=torch.float64, device=self.engine.ranks.device)
+        more = 0 if self._objective is None else len(self._objective.figures)
+        return torch.zeros(3 + more, dtype=torch.float64, device=self.engine.ranks.device)
 
     def _tell(self, *lines: str) -> None:
         """Warn, once for all ranks."""
@@ -187,10 +212,20 @@ class TrainerMixin(_Base):
         use_cpu = self.engine.ranks.device.type == "cpu"
         if not _is_of_trl(type(self)):
             return transformers.TrainingArguments("tmp_trainer", use_cpu=use_cpu)
-        from trl import SFTConfig
+        import trl
 
-        made: transformers.TrainingArguments = SFTConfig(f"{self.engine.source.path.name}-SFT", use_cpu=use_cpu)
+        kind, name = (trl.DPOConfig, "DPO") if self._learns_pairs else (trl.SFTConfig, "SFT")
+        made: transformers.TrainingArguments = kind(f"{self.engine.source.path.name}-{name}", use_cpu=use_cpu)
         return made
+
+    @property
+    def _learns_pairs(self) -> bool:
+        return any(kind.__module__ == _OF_PAIRS for kind in type(self).__mro__)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """In the place of DPOTrainer's."""
+        collate: Any = self.data_collator
+        return with_reference(self.engine, dataset, collate, batch_size)
 
     def _given(self, args: Any, others: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
         """What the class takes besides model and training arguments, by name."""
@@ -200,6 +235,8 @@ class TrainerMixin(_Base):
                 if "optimizers" in signature.parameters:
                     # others than it takes are its to refuse
                     with suppress(TypeError):
+                        if self._learns_pairs:
+                            return signature.bind_partial(self, self.engine.model, args=args, **more).arguments
                         return signature.bind_partial(self, self.engine.model, args, *others, **more).arguments
         return more
 
@@ -210,7 +247,8 @@ class TrainerMixin(_Base):
                     raise ExpertMeshError(
                         f"{kind.__name__} computes its own loss, which TrainerMixin would ignore: it is for "
                         "classes whose loss is the cross-entropy of the labels, such as transformers.Trainer and "
-                        "trl's SFTTrainer; use the engine's forward_backward in your own loop"
+                        "trl's SFTTrainer, and for trl's DPOTrainer; use train_ep.py --task dpo or kto, or the "
+                        "engine's forward_backward in your own loop"
                     )
                 break
         for name, instead in _NOT_TAKEN.items():
@@ -401,9 +439,10 @@ class TrainerMixin(_Base):
     ) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and its target tokens over all ranks."""
         taken = list(islice(epoch_iterator, num_batches))
-        batches = self.engine.batches(taken)
+        batches = self.engine.batches(self._taken(taken), self._objective is not None)
         self.engine.release()
-        self._counts, self._routing, self._step_losses = count_step(self.model, batches), None, self._no_losses()
+        self._counts, self._routing = count_step(self.model, batches, self._objective), None
+        self._step_losses = self._no_losses()
         inputs = [_Inputs(dict(each), batch, i) for i, (each, batch) in enumerate(zip(taken, batches, strict=True))]
         return inputs, self._counts.targets
 
@@ -414,7 +453,7 @@ class TrainerMixin(_Base):
         assert self._counts is not None
         model.train()
         weights = self.engine.balance.weights
-        mine, routing = add_gradients(self.model, inputs.batch, inputs.number, self._counts, weights)
+        mine, routing = add_gradients(self.model, inputs.batch, inputs.number, self._counts, weights, self._objective)
         self._routing = routing if self._routing is None else self._routing + routing
         self._step_losses += mine
         # the mean over no target is left out of what Trainer logs
@@ -433,7 +472,8 @@ class TrainerMixin(_Base):
         --on-nonfinite has it."""
         assert self._counts is not None
         assert self._routing is not None
-        gradients = Gradients(self._step_losses, self._routing, self._counts)
+        names = () if self._objective is None else self._objective.figures
+        gradients = Gradients(self._step_losses, self._routing, self._counts, names)
         figures = replace(step_result(gradients), grad_norm=norm)
         self._guard.check(self.state.global_step + 1, figures)
         self._is_skipped = not figures.is_finite
@@ -444,7 +484,13 @@ class TrainerMixin(_Base):
             self._losses += self._step_losses
             self._steps += 1
         self._meter.add(figures)
+        for name, value in figures.figures.items():
+            self._metrics["train"][name].append(value)  # of which DPOTrainer logs the mean
         return norm
+
+    def _taken(self, batches: list[Any]) -> list[Any]:
+        """Batches of the data collator, as the engine takes them."""
+        return batches if self._objective is None else list(map(pairs_in_turn, batches))
 
     @in_place_of_trainers
     def log(self, logs: dict[str, float], *more: Any, **others: Any) -> None:
@@ -506,10 +552,14 @@ class TrainerMixin(_Base):
         for inputs in self._own_part(dataloader):
             batches.append(inputs)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        found = self.engine.evaluate(batches)
+        own = () if self._objective is None else (self._objective.loss, self._objective.count, self._objective.figures)
+        found = self.engine.evaluate(self._taken(batches), *own)
         number = torch.tensor(sum(len(inputs["input_ids"]) for inputs in batches), device=self.engine.ranks.device)
         dist.all_reduce(number)
-        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": found.loss}, int(number))  # type: ignore[arg-type]
+        metrics = {
+            f"{metric_key_prefix}_{name}": value for name, value in {"loss": found.loss, **found.figures}.items()
+        }
+        return EvalLoopOutput(None, None, metrics, int(number))  # type: ignore[arg-type]
 
     def _own_part(self, dataloader: Any) -> Iterable[Any]:
         """This rank's batches. Of data without a length, accelerate would fill up the last ones by repeating."""

@@ -58,6 +58,9 @@ HEEDED: dict[str, tuple[str, ...]] = {
         *("pad_token", "trust_remote_code"),
     ),
     "the engine's balance of experts": ("router_aux_loss_coef",),
+    "the loss of preference pairs, whose reference is always read before training": (
+        *("beta", "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    ),
 }
 """By what -> the arguments that it heeds, whatever their value."""
 
@@ -86,6 +89,17 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "ranks get a signal at different steps, but save together; give save_steps, or use "
     "train_ep.py, which saves at a scheduler's signal",
     "model_init_kwargs": "the model is loaded already; give its settings to expertmesh.load",
+    **dict.fromkeys(
+        (
+            *("loss_weights", "ld_alpha", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef"),
+            *("use_weighting", "discopop_tau"),
+        ),
+        "the loss of pairs is DPO's or IPO's as published; leave it out",
+    ),
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "the reference is the model as it is before training; leave it out",
+    ),
     "pad_to_multiple_of": "the engine pads as its kernels need; leave it out",
 }
 """Arguments that are refused unless they are left out, and what to do instead."""
@@ -109,7 +123,8 @@ BY_VALUE: dict[str, str] = {
     "save_only_model": "load_best_model_at_end is off",
     "accelerator_config": "is about data loading, and has neither dispatch_batches nor even_batches=False",
     "label_names": "is ['labels']",
-    "loss_type": "is 'nll'",
+    "loss_type": "is 'nll' or, of pairs, ['sigmoid'] or ['ipo']",
+    "disable_dropout": "the engine has no lora_dropout",
     "chat_template_path": "is a .jinja file",
 }
 """Arguments that are heeded where this is so, and refused where it is not."""
@@ -266,7 +281,12 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         yield "save_only_model", True, "leaves no checkpoint for load_best_model_at_end; leave one of them out"
     if args.label_names not in (None, [], ["labels"]):
         yield "label_names", args.label_names, "the column of labels is called labels; leave it out"
-    if getattr(args, "loss_type", "nll") != "nll":
+    if getattr(args, "disable_dropout", False) and config.lora_dropout and config.adapter != "none":
+        yield "disable_dropout", True, "the engine was loaded with lora_dropout; leave one of them out"
+    if hasattr(args, "beta"):
+        if args.loss_type not in (["sigmoid"], ["ipo"]):
+            yield "loss_type", args.loss_type, "the loss of pairs is sigmoid or ipo alone; leave others out"
+    elif getattr(args, "loss_type", "nll") != "nll":
         yield "loss_type", args.loss_type, "the loss is the cross-entropy of the labels; leave it out"
     template = getattr(args, "chat_template_path", None)
     if template is not None and not (str(template).endswith(_TEMPLATES) and Path(template).is_file()):

@@ -50,7 +50,9 @@ def runs(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> Runs:
     return Runs(ranks, models["mixtral"], data, tmp_path)
 
 
-def by_trl(path: Path, out: Path, **settings: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def by_trl(
+    path: Path, out: Path, held: Any = None, **settings: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     arguments = trl.DPOConfig(
@@ -62,10 +64,12 @@ def by_trl(path: Path, out: Path, **settings: Any) -> tuple[list[dict[str, float
     trainer = trl.DPOTrainer(
         AutoModelForCausalLM.from_pretrained(path), args=arguments,
         processing_class=AutoTokenizer.from_pretrained(path), ref_model=AutoModelForCausalLM.from_pretrained(path),
-        train_dataset=datasets.Dataset.from_list(rows()),
+        train_dataset=datasets.Dataset.from_list(rows()), eval_dataset=held,
     )  # fmt: skip
     trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line], dict(trainer.model.state_dict())
+    return [line for line in trainer.state.log_history if {"loss", "eval_loss"} & {*line}], dict(
+        trainer.model.state_dict()
+    )
 
 
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -39,7 +39,7 @@ trl = pytest.importorskip("trl")
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, trl.SFTConfig])
+@pytest.mark.parametrize("kind", [TrainingArguments, trl.SFTConfig, trl.DPOConfig])
 def test_every_field_has_a_fate(kind: Any) -> None:
     """A release that adds a field fails here, until it is known what becomes of it."""
     assert unknown_fields(kind) == []
@@ -108,7 +108,9 @@ SET = {
     "auto_find_batch_size": True, "torch_empty_cache_steps": 2, "fsdp": True, "fsdp_config": {"version": 2},
     "deepspeed": {"zero_stage": 3}, "parallelism_config": object(), "debug": ["underflow_overflow"],
     "save_on_each_node": True, "enable_jit_checkpoint": True, "model_init_kwargs": {"dtype": "bfloat16"},
-    "pad_to_multiple_of": 8,
+    "pad_to_multiple_of": 8, "loss_weights": [0.5], "ld_alpha": 0.5, "label_smoothing": 0.1,
+    "f_divergence_type": "js_divergence", "f_alpha_divergence_coef": 0.7, "use_weighting": True, "discopop_tau": 0.1,
+    "sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 2,
 }  # fmt: skip
 """Of each argument that is refused a value, as transformers and trl have it after their own checks."""
 
@@ -139,6 +141,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("packing", True, {"packing": True}, {}),
     ("eval_packing", True, {"packing": True}, {}),
     ("padding_free", True, {"packing": True}, {}),
+    ("disable_dropout", True, {"adapter": "lora"}, {"adapter": "lora", "lora_dropout": 0.1}),
 ]
 """(argument, value, settings of an engine beside which it is heeded, settings beside which it is refused)"""
 VALUES: list[tuple[str, Any, Any]] = [
@@ -155,6 +158,8 @@ VALUES: list[tuple[str, Any, Any]] = [
 
 def made(name: str, value: Any, **more: Any) -> Any:
     """Of the class whose default is not this value."""
+    if name == "disable_dropout":
+        return trl.DPOConfig("out", use_cpu=True, report_to=[], **{name: value})
     kind = sft if name in {field.name for field in fields(trl.SFTConfig)} - {"bf16", "gradient_checkpointing"} else None
     return (kind or (lambda **given: TrainingArguments("out", use_cpu=True, **given)))(**{name: value}, **more)
 
