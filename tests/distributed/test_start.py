@@ -1,18 +1,22 @@
 """What happens before the first step, on several ranks: who goes first, and who waits where."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 import expertmesh
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime import agreement
 from expertmesh.training import inputs
 from expertmesh.training.planning import rank_memory
 from tests.distributed.pool import RankPool
+from tests.distributed.whole_runs import Runs
 
 
 def forecast_while_others_wait(model: Path) -> str:
@@ -25,7 +29,7 @@ def forecast_while_others_wait(model: Path) -> str:
     def planned(*arguments: Any) -> Any:
         for _ in range(6000):
             if ranks.store.add(came, 0) - before == ranks.world_size - 1:
-                raise ValueError("the others wait for this rank at the store")
+                raise ExpertMeshError("the others wait for this rank at the store")
             time.sleep(0.01)
         raise ValueError("the others are in a collective")
 
@@ -39,9 +43,18 @@ def forecast_while_others_wait(model: Path) -> str:
 
 
 def test_a_forecast_may_take_longer_than_a_collective(ranks: RankPool, tiny_model: Path) -> None:
-    assert set(ranks.run(forecast_while_others_wait, 2, tiny_model)) == {
-        "ValueError: the others wait for this rank at the store"
-    }
+    whys = set(ranks.run(forecast_while_others_wait, 2, tiny_model))
+    assert whys == {"the others wait for this rank at the store"}, "a mistake in words, without its class"
+
+
+@pytest.mark.slow
+def test_a_micro_batch_is_forecast_no_larger_than_the_data(runs: Runs) -> None:
+    """50 samples: a micro-batch of 5,000 holds as much memory as one of 50, and more than one of 2."""
+    held = {}
+    for size in (2, 50, 5000):
+        printed = runs(1, f"--preview --per-device-train-batch-size {size}").printed
+        (held[size],) = re.findall(r"^memory per rank, forecast: (.*), on top of", printed, re.MULTILINE)
+    assert held[2] != held[50] == held[5000]
 
 
 def turn_of_this_rank(model: Path, ranks_per_node: int) -> int:

@@ -71,12 +71,14 @@ class Needs(NamedTuple):
     """Without which a flag, given with another value than its default, has no effect; the run then says so.
 
     what: in words, after "has no effect without"; a function where they depend on what is registered. met: whether a
-    configuration has it. resets: whether what computes sees the default otherwise (see `TrainConfig.settled`).
+    configuration has it. resets: whether what computes sees the default otherwise (see `TrainConfig.settled`). because:
+    said instead of "without ...", where that is easier to understand.
     """
 
     what: str | Callable[[], str]
     met: Callable[[Any], bool]
     resets: bool = False
+    because: str = ""
 
     @property
     def in_words(self) -> str:
@@ -524,7 +526,11 @@ class ScheduleSettings:
     num_train_epochs: float = _flag(
         1.0,
         "Passes over the data, without --max-steps",
-        needs=Needs("--max-steps -1", lambda config: config.max_steps < 0),
+        needs=Needs(
+            "--max-steps -1",
+            lambda config: config.max_steps < 0,
+            because="because --max-steps sets the number of steps",
+        ),
         least=0,
     )
     max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1)

@@ -99,7 +99,7 @@ class TrainConfig(
                 flag += f" {' '.join(value)}"
             elif not isinstance(value, bool):
                 flag += f" {value}"
-            lines.append(f"{flag} has no effect without {needs.in_words}")
+            lines.append(f"{flag} has no effect {needs.because or f'without {needs.in_words}'}")
         return lines
 
     def settled(self) -> "TrainConfig":

@@ -183,7 +183,8 @@ def forecast(
                 is_open = topology.pp_size > 1 and inputs.training is not None
                 told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
             except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
-                told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
+                kind = "" if isinstance(error, ExpertMeshError) else f"{type(error).__name__}: "
+                told = [" ".join(f"{kind}{error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
     (found,) = told
     if isinstance(found, str):
@@ -215,7 +216,10 @@ def _planned(
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
     flags = replace(config, expert_kernel=name)
     device: Any = ranks.device.type
-    return planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
+    # a micro-batch may be larger than the data
+    most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
+    sizes: dict[str, Any] = dict(seq_length=longest, micro_batch=most * config.sequences_per_row)
+    return planned(flags, source.config, topology.world_size, device, **sizes, trained=trained)
 
 
 def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
