@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
-from .config.flags import default_of
+from .config.settings import ParallelSettings
 from .config.train_config import TrainConfig
 from .data.batch import CANDIDATES, LossInputs, collate_rows
 from .data.sequences import Rows
@@ -38,22 +38,12 @@ from .loss.distillation import TEACHER
 
 DIRECTORY = "teacher"
 _FACTS = "facts.json"
-_OF_STUDENT = (
-    *(
-        "tokenizer",
-        "rope_scaling",
-        "teacher",
-        "adapter",
-        "base_dtype",
-        "init_adapter",
-        "merge",
-        "freeze",
-        "lora_dropout",
-    ),
-    *("expert_precision", "dense_precision", "compile", "gradient_checkpointing", "offload", "offload_activations"),
-    *("pipeline_layers", "resume", "elastic", "router_bias_update_rate", "drop_untrained", "export_encoding"),
+_OF_TEACHER = (
+    *(setting.name for setting in fields(ParallelSettings)),
+    *("bf16", "tf32", "use_cpu", "expert_kernel", "attn_implementation", "cpu_matmul", "deterministic"),
+    *("packing", "max_seq_length", "reshard_after_forward"),
 )
-"""Settings that are at their defaults for the teacher."""
+"""Settings that the teacher has from the run; the others are at their defaults."""
 _LINE = "line"
 """Among what is known of a target: its number in the data, which is that of its line in the file."""
 
@@ -106,7 +96,8 @@ def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> M
         ExpertMeshError: there is no such model, or its tokens are others than the student's.
     """
     source = open_source(resolve_model(config.teacher, "--teacher"))
-    own, vocabulary = load_tokenizer(str(source.path), source).get_vocab(), tokenizer.get_vocab()
+    settings = TrainConfig(model=config.teacher)
+    own, vocabulary = load_tokenizer(settings, source).get_vocab(), tokenizer.get_vocab()
     if own != vocabulary:
         names = sorted({*own.items()} ^ {*vocabulary.items()}, key=lambda entry: entry[1])
         raise ExpertMeshError(
@@ -212,12 +203,12 @@ def _compute(config: TrainConfig, source: ModelSource, rows: dict[str, Rows], ra
 
 def _of_teacher(config: TrainConfig) -> TrainConfig:
     """The settings of a run that has the teacher as its model, on the same ranks."""
-    own = {setting.name: default_of(setting) for setting in fields(config) if setting.name in _OF_STUDENT}
-    # its weights are held in what it computes in, and no rank has only a part of a position's predictions
-    return replace(
-        config, **own, model=config.teacher, optim="adamw_bf16" if config.bf16 else "adamw_torch_fused",
-        loss_parallel=False, cross_entropy="chunked",
-    )  # fmt: skip
+    own = {name: getattr(config, name) for name in _OF_TEACHER}
+    # no rank has only a part of a position's predictions
+    own |= {"pipeline_layers": None, "loss_parallel": False}
+    # whose weights are held in what it computes in
+    optim = "adamw_bf16" if config.bf16 else "adamw_torch_fused"
+    return TrainConfig(model=config.teacher, optim=optim, cross_entropy="chunked", **own)
 
 
 def _compute_part(engine: Engine, config: TrainConfig, rows: Rows, path: Path) -> None:

@@ -141,6 +141,8 @@ def test_a_resumed_run_finds_the_predictions(runs: Runs, models: dict[str, Path]
     runs.refuses(2, saving.replace(f"top-k {TOP_K}", "top-k 4") + " --resume auto", "--teacher-top-k", out=stopped)
     other = saving.replace(str(models["teacher"]), str(models["student"]))
     runs.refuses(2, f"{other} --resume auto", "has the predictions of another teacher", out=stopped)
+    without = saving.replace(f"--teacher {models['teacher']}", "")
+    runs.refuses(2, f"{without} --resume auto", "that run had --teacher, this one has no --teacher", out=stopped)
     assert changed.read_bytes() == kept
     resumed = runs(2, f"{saving} --resume auto", stopped)
     assert "read from teacher/" in resumed.printed
