@@ -221,6 +221,7 @@ def test_figures_of_a_step(engine: Any) -> None:
     [
         ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
+        ({"task": "kto"}, "task=.kto.: only train_ep.py trains on preferences"),
         ({"warmup_steps": 3}, "warmup_steps needs max_steps"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),

@@ -7,6 +7,7 @@ model that was made so, for a training loop: ours in `training.loop`, a user's o
 """
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -420,7 +421,7 @@ class Engine:
         objective = _objective(loss, count, figures)
         self.release()
         self.model.train()
-        result = self.train_step(self.batches(batches, objective is not None), objective=objective)
+        result = self.train_step(self.batches(batches, objective is not None, figures), objective=objective)
         self._advance()
         return self._told_targets(result)
 
@@ -471,7 +472,7 @@ class Engine:
         self.model.train()
         self._grad_norm = 0.0
         objective = _objective(loss, count, figures)
-        made = self.batches(batches, objective is not None)
+        made = self.batches(batches, objective is not None, figures)
         return self._told_targets(compute_gradients(self.model, made, self.balance.weights, objective))
 
     def clip(self, max_norm: float | None = None) -> float:
@@ -518,9 +519,10 @@ class Engine:
         free_gathered(self.model)
 
     def _told_targets(self, result: StepResult) -> StepResult:
-        """The same; warned of where it has no target token."""
-        if result.targets == 0:
-            self.tell(f"warning: the loss of a step is NaN, so it is skipped: {NO_TARGETS}")
+        """The same; warned of where it has no target token, or counts nothing."""
+        if result.targets == 0 or not result.weight:
+            why = "count gave 0 for all micro-batches of all ranks" if result.targets else NO_TARGETS
+            self.tell(f"warning: the loss of a step is NaN, so it is skipped: {why}")
         return result
 
     def _count(self, result: StepResult) -> None:
@@ -538,11 +540,13 @@ class Engine:
         if self.scheduler is not None:
             step_scheduler(self.scheduler, None)
 
-    def batches(self, given: MicroBatch | Sequence[MicroBatch], for_loss: bool = False) -> list[Batch]:
+    def batches(
+        self, given: MicroBatch | Sequence[MicroBatch], for_loss: bool = False, figures: Sequence[str] = ()
+    ) -> list[Batch]:
         """This rank's micro-batches of a step, on its device.
 
         Args:
-            for_loss: whether the loss is one's own.
+            for_loss: whether the loss is one's own. figures: those that it gives.
 
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
@@ -555,10 +559,11 @@ class Engine:
         except ExpertMeshError as error:
             problem = str(error)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (problem, len(batches), self._digests(batches)))
-        problems, numbers, digests = zip(*told, strict=True)
+        dist.all_gather_object(told, (problem, len(batches), self._digests(batches), (for_loss, *figures)))
+        problems, numbers, digests, losses = zip(*told, strict=True)
         if said := next(filter(None, problems), None):
             raise ExpertMeshError(said)
+        _check_losses(losses)
         self._check_shared(digests)
         if len(set(numbers)) > 1 or numbers[0] == 0:
             raise ExpertMeshError(
@@ -640,10 +645,11 @@ class Engine:
             ExpertMeshError: on all ranks, when a batch is not what it should be.
         """
         objective = _objective(loss, count, figures)
-        made, _ = self._all_made(batches, objective is not None)
+        made, _ = self._all_made(batches, objective is not None, figures)
         found = mean_loss(self.model, made, self.ranks.device, objective)
-        if found.targets == 0:
-            self.tell(f"warning: the loss of an evaluation is NaN: {NO_TARGETS}")
+        if found.targets == 0 or math.isnan(found.loss):
+            why = "it, or what count gave, is no number or 0" if found.targets else NO_TARGETS
+            self.tell(f"warning: the loss of an evaluation is NaN: {why}")
         return found
 
     def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
@@ -659,7 +665,9 @@ class Engine:
         found = label_logprobs(self.model, made, self.ranks.device, [*sizes, *[1] * (len(made) - len(given))])
         return [None if shape is None else x.view(shape) for shape, x in zip(shapes, found, strict=False)]
 
-    def _all_made(self, batches: Iterable[MicroBatch], for_loss: bool) -> tuple[list[Batch], list[Any]]:
+    def _all_made(
+        self, batches: Iterable[MicroBatch], for_loss: bool, figures: Sequence[str] = ()
+    ) -> tuple[list[Batch], list[Any]]:
         """(micro-batches where their tensors are, equally many on all ranks; what was given for this rank's own)."""
         with raise_together():
             if isinstance(batches, Batch | Mapping) or not isinstance(batches, Iterable):
@@ -670,8 +678,9 @@ class Engine:
                 made.append(self._made(batch, for_loss))
                 given.append(batch)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (len(made), self._digests(given)))
-        numbers, digests = zip(*told, strict=True)
+        dist.all_gather_object(told, (len(made), self._digests(given), (for_loss, *figures)))
+        numbers, digests, losses = zip(*told, strict=True)
+        _check_losses(losses)
         self._check_shared(digests)
         made += [self._made(None, for_loss) for _ in range(max(numbers) - len(made))]
         return made, given
@@ -923,6 +932,21 @@ def _objective(
     if isinstance(figures, str) or not all(isinstance(name, str) for name in figures):
         raise ExpertMeshError(f"figures is {figures!r}; it must be a list of names")
     return Objective(loss, count, tuple(figures))
+
+
+def _check_losses(told: Sequence[tuple[Any, ...]]) -> None:
+    """
+    Args:
+        told: of each rank, whether its loss is one's own, and the names of its figures.
+
+    Raises:
+        ExpertMeshError: they differ.
+    """
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        said = ("a loss of its own with the figures " + str(list(each[1:])) if each[0] else "none" for each in told)
+        first, another = (words for rank, words in enumerate(said) if rank in (0, other))
+        raise ExpertMeshError(f"rank 0 gives {first}, rank {other} {another}: give all ranks the same loss and figures")
 
 
 def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:

@@ -3,6 +3,7 @@ process on full logits, whatever it sums over."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,6 +186,36 @@ WRONG: dict[Any, str] = {
     of_an_unknown: "asks for 'reward'; loss_inputs of the batch has",
     "nll": "loss is a str",
 }
+
+
+def test_what_ranks_must_have_in_common(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks.run(refused_together, 2, models["mixtral"])
+
+
+def refused_together(path: Path) -> None:
+    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", ep_size=2)
+    rank, batch = engine.ranks.rank, batch_of([0, 1], False)
+    figures = FIGURES if rank else ("margin",)
+    with pytest.raises(ExpertMeshError, match=r"rank 0 gives a loss of its own with the figures \['margin'\], rank 1"):
+        engine.forward_backward(batch, loss=preference, figures=figures)
+    with pytest.raises(ExpertMeshError, match="rank 0 gives none, rank 1 a loss of its own"):
+        engine.evaluate([batch if rank else {k: v for k, v in (batch or {}).items() if k != "loss_inputs"}],
+            loss=preference if rank else None, figures=FIGURES if rank else ())  # fmt: skip
+    wrong: dict[str, Any] = {
+        "a NoneType": None, "-1": -1, "nan": float("nan"), "a str": "2", r"a tensor of shape \(2,\)": torch.ones(2)
+    }  # fmt: skip
+    for said, gave in wrong.items():
+        with pytest.raises(ExpertMeshError, match=f"count gave {said}; it must give a number, 0 or more"):
+            engine.step(batch, loss=preference, count=Mock(return_value=gave), figures=FIGURES)
+    told: list[str] = []
+    engine.tell = told.append
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    result = engine.step(batch, loss=preference, count=lambda _: 0, figures=FIGURES)
+    assert not result.is_finite
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    assert told == [
+        "warning: the loss of a step is NaN, so it is skipped: count gave 0 for all micro-batches of all ranks"
+    ]
 
 
 def test_what_is_no_loss_is_refused(ranks: RankPool, models: dict[str, Path]) -> None:

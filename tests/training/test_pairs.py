@@ -78,6 +78,8 @@ WRITTEN: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         ("[u]q[a]{The a</s>}", "[u]q[a]{The b</s>}"),
     ),
     "ms-swift": ({"messages": [{"role": "system", "content": "s"}, *ASKED, *YES], "rejected_response": "no"}, SYSTEM),
+    "ms-swift, conversations": ({"messages": [{"role": "system", "content": "s"}, *ASKED, *YES],
+        "rejected_messages": [{"role": "system", "content": "s"}, *ASKED, *NO]}, SYSTEM),
     "openai": (
         {"input": {"messages": ASKED, "tools": [TOOL]}, "preferred_output": [CALL], "non_preferred_output": NO},
         ("<f>[u]q[a]{f{\"x\": 1}</s>}", "<f>[u]q[a]{no</s>}"),

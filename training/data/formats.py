@@ -41,7 +41,7 @@ _REASONING_PARTS = ("reasoning_details", "thinking_blocks")
 # keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's, ms-swift's
 _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
-_PREFERENCES = ("rejected", "rejected_response", "non_preferred_output", "kto_tag")
+_PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output", "kto_tag")
 # keys of a tool call that hold what it hands over: OpenAI's, and that of Llama's published chat template
 _ARGUMENTS = ("arguments", "parameters")
 # its other keys

@@ -160,6 +160,13 @@ PAIR_FORMATS = [
         known_from="ms-swift",
     ),
     PairFormat(
+        "messages/rejected_messages",
+        ("messages", "rejected_messages"),
+        lambda row: _without_prompt({"chosen": row["messages"], "rejected": row["rejected_messages"]}),
+        written="`messages`, `rejected_messages`: conversations that begin with the same prompt",
+        known_from="ms-swift",
+    ),
+    PairFormat(
         "preferred/non-preferred",
         ("input", "preferred_output", "non_preferred_output"),
         _of_openai,

@@ -3,6 +3,7 @@
 Shape suffixes: N target tokens on this rank.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,20 @@ class Objective:
     figures: tuple[str, ...] = ()
 
     def counted(self, batches: Sequence[Batch]) -> float:
-        """What micro-batches count for on this rank."""
+        """What micro-batches count for on this rank.
+
+        Raises:
+            ExpertMeshError: `count` gives no number of 0 or more.
+        """
         if self.count is None:
             return float(sum(batch.num_targets for batch in batches))
-        return float(sum(self.count(_told(batch)) for batch in batches))
+        found = [self.count(_told(batch)) for batch in batches]
+        for gave in found:
+            is_number = isinstance(gave, int | float) or (isinstance(gave, Tensor) and gave.numel() == 1)
+            if not is_number or not 0 <= float(gave) < math.inf:
+                said = repr(gave) if isinstance(gave, int | float) else _described(gave)
+                raise ExpertMeshError(f"count gave {said}; it must give a number, 0 or more, for each micro-batch")
+        return float(sum(found))
 
     def sums(self, logprobs_N: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(the loss, an fp32 scalar; the figures, (figures,) fp32 without gradients) of a micro-batch on this rank, not
