@@ -59,6 +59,8 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     if not config.dataset:
         return Inputs(tokenizer, tokenizer if config.has_own_tokenizer else None, template, None, None)
     training, evaluation = _read_samples(config, tokenizer)
+    if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
+        _check_weighted(config)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
     if tells and (unused := _without_effect(config, training)):
@@ -71,9 +73,28 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     return Inputs(tokenizer, saved, template, rows, held_out)
 
 
+def _check_weighted(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: the loss is computed by what knows no weights.
+    """
+    if config.cross_entropy == "liger":
+        raise ExpertMeshError(
+            "--cross-entropy liger: gives no loss for each token, which the weights of the data need; give auto or "
+            "chunked"
+        )
+    if config.teacher:
+        raise ExpertMeshError("--teacher: all its target tokens count alike; leave out the weights of the data")
+
+
 def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
     columns = Columns(
-        config.prompt_column, config.response_column, config.messages_column, config.text_column, config.system_column
+        config.prompt_column,
+        config.response_column,
+        config.messages_column,
+        config.text_column,
+        config.system_column,
+        config.weight_column,
     )
     options = DataOptions(
         config.max_seq_length,

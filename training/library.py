@@ -28,6 +28,7 @@ OF_THE_LOOP = frozenset(
             "response_column",
             "system_column",
             "text_column",
+            "weight_column",
             "sample_by",
             "chat_template",
             "prompt_template",

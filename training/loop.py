@@ -30,7 +30,7 @@ from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
 from .generate import generate
 from .inputs import Inputs, Prompts
-from .loss.objective import Objective
+from .loss.objective import WEIGHTED, Objective
 from .metrics import told_of
 from .model_setup.compiling import Compilation, compilation
 from .monitoring.alarms import Alarms
@@ -90,6 +90,12 @@ class Run:
         """See `order_facts`."""
         assert self.inputs.training is not None
         return order_facts(self.config, self.inputs.training, self.order)
+
+    def objective(self, rows: Rows | None) -> Objective | None:
+        """What is minimised of these data in place of the plain cross-entropy, if anything."""
+        if self.own_loss is not None:
+            return self.own_loss.objective
+        return WEIGHTED if rows is not None and rows.samples.is_weighted else None
 
     @property
     def saver(self) -> Saver | None:
@@ -173,7 +179,7 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best = Best() if resume_from is None else _resume(run, resume_from)
-    objective = None if run.own_loss is None else run.own_loss.objective
+    objective = run.objective(run.inputs.training)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step)
@@ -391,11 +397,11 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
-    objective = inputs_of = inputs = None
+    objective, inputs_of, inputs = run.objective(rows), None, None
     if run.own_loss is not None:
         inputs = run.own_loss.inputs.evaluation
         assert inputs is not None
-        objective, inputs_of = run.own_loss.objective, inputs.within(rows, range(len(rows)))
+        inputs_of = inputs.within(rows, range(len(rows)))
     per_device = config.per_device_eval_batch_size
     if isinstance(inputs, LabelledInputs) and inputs.estimates:
         assert isinstance(rows, LabelledRows)
@@ -406,7 +412,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
     found = str(evaluation)
-    if objective is not None:
+    if run.own_loss is not None:
         found = ", ".join([f"eval loss {evaluation.loss:.4f}", *told_of(figures, verbose=True)])
     run.log.event(figures, f"step {done}: {found}; {compared}")
     if not math.isfinite(evaluation.loss):

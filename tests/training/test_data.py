@@ -19,6 +19,7 @@ from expertmesh.training.banner import _data, _data_sets
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, parse_datasets
+from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.samples import (
     DataOptions,
@@ -836,8 +837,12 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (call_of({}, function_call={"name": "g"}), "message 1 has tool_calls and function_call"),
         (call_of(None, train=True, weight=0), "message 1 has train and weight, which contradict each other"),
         (one({"content": 3}), "message 1: content is 3, not text"),
-        (one({"content": "a", "weight": 0.5}), "weight is 0.5; expected true or false"),
-        (one({"content": "a", "loss_weight": 0.5}), "message 1: loss_weight is 0.5; expected true or false"),
+        (one({"content": "a", "weight": -0.5}), "message 1: weight is -0.5; expected a weight from 0 to 1,000,000"),
+        (one({"content": "a", "weight": "0.5"}), "message 1: weight is '0.5'; expected a weight"),
+        (one({"content": "a", "weight": 10**400}), "message 1: weight is 1000.*; expected a weight"),
+        (b'{"messages": [{"role": "assistant", "content": "a", "weight": NaN}]}', "weight is nan; expected a weight"),
+        (one({"content": "a", "weight": 0.5, "loss": 0.25}), "has weight and loss, which contradict each other"),
+        (one({"content": "a", "weight": 0.5, "train": False}), "has train and weight, which contradict each other"),
         (one({"content": "a", "train_detail": [{}]}), "message 1: train_detail is not supported"),
         (chat("judge: a"), "line 1: the chat template refuses .*not judge"),
         (chat("user: a"), "no record has a trained token"),
@@ -899,6 +904,76 @@ def test_records_that_cannot_be_used(tmp_path: Path, tokenizer: Any, content: An
     with pytest.raises(ExpertMeshError, match=said) as raised:
         load(tokenizer, file)
     assert f"--dataset {file}" in str(raised.value) or "--dataset: " in str(raised.value)
+
+
+WEIGHED = Columns(weight="w")
+AS_WEIGHED: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, float]]]] = {
+    "of messages": (
+        chat(say(TURNS[0], weight=0.5), say(TURNS[1], weight=0.25), TURNS[2], say(TURNS[3], loss_scale=2, train=True)),
+        {}, [(" [INST] a [/INST]", 0.5), (" b</s>", 0.25), (" d</s>", 2)],
+    ),
+    "of a message, all trained": (
+        chat(*TURNS[:3], say(TURNS[3], weight=0.5)), {"train_on": "all"},
+        [(" [INST] a [/INST] b</s> [INST] c [/INST]", 1), (" d</s>", 0.5)],
+    ),
+    "of a record": ({"prompt": "hi", "response": "yo", "w": "0.5"}, {"columns": WEIGHED}, [(" yo</s>", 0.5)]),
+    "of both": (
+        chat(TURNS[0], say(TURNS[1], weight=0.5), TURNS[2], TURNS[3], w=3), {"columns": WEIGHED},
+        [(" b</s>", 1.5), (" d</s>", 3)],
+    ),
+    "of plain text": ({"text": "once", "w": 0.5}, {"columns": WEIGHED}, [("nce</s>", 0.5)]),
+    "in a prompt template": (
+        chat(say("user: ab", weight=2), say("assistant: cd", weight=0.5)), PLAIN, [("b\n", 2), ("cd</s>", 0.5)],
+    ),
+    "cut": (chat(TURNS[0], say("assistant: bcdef", weight=0.5)), {"max_seq_length": 19}, [(" b", 0.5)]),
+}  # fmt: skip
+"""(record, settings, trained texts in order and the weight of each)"""
+
+
+@pytest.mark.parametrize("name", AS_WEIGHED)
+def test_weights_of_losses(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    row, settings, expected = AS_WEIGHED[name]
+    if name == "cut":
+        settings = {"max_seq_length": len(tokenizer("<s> [INST] a [/INST] b", add_special_tokens=False)["input_ids"])}
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", [row, row]), **settings)
+    assert samples.is_weighted
+    assert samples.origins[0].weighted == 2
+    for sample in samples:
+        trained = [at for at in range(1, len(sample.tokens)) if sample.is_trained[at]]
+        assert tokenizer.decode([sample.tokens[at] for at in trained]) == "".join(text for text, _ in expected)
+        lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in expected]
+        wanted = [weight for (_, weight), length in zip(expected, lengths, strict=True) for _ in range(length)]
+        assert sample.weights is not None
+        assert [sample.weights[at] for at in trained] == wanted
+
+
+def test_weights_of_1_and_0_are_none(tmp_path: Path, tokenizer: Any) -> None:
+    """They say what is trained on, and nothing is computed with them; with other weights the data are others."""
+    both = [{**PAIR, "w": 1.0}, {**PAIR, "w": 0}, {**PAIR, "w": True}]
+    samples = load(tokenizer, write(tmp_path / "a.jsonl", both), columns=WEIGHED)
+    assert not samples.is_weighted
+    assert [sample.weights for sample in samples] == [None, None]
+    assert samples.origins[0].without_target == 1
+    others = [samples, *(
+        load(tokenizer, write(tmp_path / f"{w}.jsonl", [{**PAIR, "w": w}] * 2), columns=WEIGHED) for w in (0.5, 0.25)
+    )]  # fmt: skip
+    facts = [samples_facts(each) for each in others]
+    assert len({of["targets in order"] for of in facts}) == 3
+    assert len({of["tokens in order"] for of in facts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (PAIR, "line 1 has no column 'w'; found: prompt, response; --weight-column names it"),
+        ({**PAIR, "w": None}, "line 1 w is None; expected a weight from 0"),
+        ({**PAIR, "w": "much"}, "line 1 w is 'much'; expected a weight from 0"),
+        ({**PAIR, "w": "inf"}, "line 1 w is inf; expected a weight from 0"),
+    ],
+)
+def test_what_is_no_weight_of_a_record(tmp_path: Path, tokenizer: Any, row: Any, said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        load(tokenizer, write(tmp_path / "data.jsonl", [row]), columns=WEIGHED)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,10 @@ def test_what_pairs_become(written: str, cells: bool, tmp_path: Path) -> None:
             "has input beside chosen and rejected, which are texts",
         ),
         ({"chosen": YES, "rejected": YES}, "do not begin alike, and no prompt"),
+        (
+            {"prompt": [user("q")], "chosen": [answer("a") | {"weight": 0.5}], "rejected": NO},
+            "has a message with a weight, but preference data are not weighted; leave it out .chosen",
+        ),
         ({"input": [], "preferred_output": YES, "non_preferred_output": NO}, "prompt is None, not a list of messages"),
     ],
 )

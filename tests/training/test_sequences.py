@@ -71,6 +71,23 @@ def test_preview(
     assert "100.0% of all positions" in plain
 
 
+def test_preview_shows_weights(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    set_chat_template(tokenizer, "mistral")
+    asked = {"role": "user", "content": "hi"}
+    rows = [{"messages": [asked, {"role": "assistant", "content": "yo", "weight": w}]} for w in (0.25, 1)]
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", rows))
+    print_preview(make_rows(samples, True, 400, seed=0), DataOrder(1, 1, 1, 1, seed=0), tokenizer, 400)
+    shown = capsys.readouterr().out
+    assert "« yo</s>»×0.25\n" in shown
+    assert "« yo</s>»\n" in shown
+    assert "weighted     1 record: the loss is divided by the sum of weights" in shown
+
+
 @pytest.mark.parametrize("lengths", [None, torch.arange(1, 41)], ids=["random", "by length"])
 def test_every_epoch_is_a_permutation_of_its_own(lengths: torch.Tensor | None) -> None:
     order = DataOrder(40, 2, 2, 2, seed=3, lengths=lengths)
@@ -109,7 +126,8 @@ def test_group_by_length() -> None:
 
 def test_targets_are_what_a_token_comes_before() -> None:
     """Nothing predicts the first token, and what is cut off is no target."""
-    rows = _table([([5, 6, 7], [True, False, True], {7}), ([5, 6, 7, 8], [True] * 4, {8})], 3, {7, 8})
+    found: Any = [([5, 6, 7], [True, False, True], {7}, []), ([5, 6, 7, 8], [True] * 4, {8}, [])]
+    rows = _table(found, 3, {7, 8})
     assert rows["num_targets"] == [1, 2]
     assert rows["length"] == [3, 3]
     assert rows["is_cut"] == [False, True]

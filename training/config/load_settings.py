@@ -52,6 +52,7 @@ class LoadSettings(TypedDict, total=False):
     response_column: str
     system_column: str
     text_column: str
+    weight_column: str
     sample_by: SampleBy
     chat_template: str | Path
     prompt_template: str

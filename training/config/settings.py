@@ -212,6 +212,7 @@ class DataSettings:
     response_column: str = _flag("", "Column with the response", metavar="NAME")
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
     text_column: str = _flag("", "Column with plain text; all of it is trained on", metavar="NAME")
+    weight_column: str = _flag("", "Column with the weight of a record's loss, 0 or more", metavar="NAME")
     sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
     chat_template: str = _flag(
         "",

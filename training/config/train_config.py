@@ -171,6 +171,10 @@ class TrainConfig(
             )
         if self.teacher and self.task != "sft":
             raise ExpertMeshError(f"--teacher: has no part in --task {self.task}; leave out one of them")
+        if self.task != "sft" and self.weight_column:
+            raise ExpertMeshError(
+                f"--weight-column is for supervised fine-tuning; leave it out with --task {self.task}"
+            )
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
 

@@ -22,6 +22,8 @@ IGNORED = -100
 CANDIDATES = "candidates"
 """Among what a loss of one's own gets by target: (N, K) int64, tokens whose log-probabilities it gets beside the
 target's."""
+WEIGHT = "weight"
+"""Among what a loss gets by target: the weights that data have."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def collate(
     cp_group: CPGroup | None = None,
     padding: Padding = AS_LONG_AS_LONGEST,
     loss_inputs: LossInputs | None = None,
+    is_weighted: bool = False,
 ) -> Batch:
     """Each sequence's samples one after the other, padded on the right. No sequence at all gives as much padding as one
     position takes, for a rank that has nothing to do but must take part in the collectives.
@@ -234,6 +237,7 @@ def collate(
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become.
         loss_inputs: for a loss of one's own.
+        is_weighted: whether it gets the samples' weights, and nothing else.
     """
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths), default=1)
@@ -241,6 +245,7 @@ def collate(
     positions_BS = torch.zeros_like(tokens_BS)
     is_token_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
+    weights_BS = torch.ones(tokens_BS.shape if is_weighted else 0)
     for index, row in enumerate(rows):
         start = 0
         for sample in row:
@@ -252,7 +257,11 @@ def collate(
             is_token_BS[index, start:end] = True
             # position i predicts token i + 1; the last one of a sample predicts nothing
             targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
+            if sample.weights is not None:
+                weights_BS[index, start : max(end - 1, start)] = torch.tensor(sample.weights[1:])
             start = end
+    if is_weighted:
+        loss_inputs = LossInputs(by_target_BS={WEIGHT: weights_BS})
     return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs)
 
 
@@ -265,7 +274,7 @@ def collate_rows(
 ) -> Batch:
     """`collate` of entries of the data, each of which may become several sequences."""
     sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
-    batch = collate(sequences, cp_group, padding, loss_inputs)
+    batch = collate(sequences, cp_group, padding, loss_inputs, rows.samples.is_weighted)
     if loss_inputs is None or loss_inputs.mismatched is None:
         return batch
     assert isinstance(rows, LabelledRows)

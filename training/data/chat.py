@@ -9,7 +9,7 @@ where the same text stands there. Where the words beside them are is found by re
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,12 +82,13 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, the (begin, end) of its characters that are trained on, and the special tokens that end
-    the answers among them."""
+    """A conversation's text, the (begin, end) of its characters that are trained on, the special tokens that end the
+    answers among them, and the parts with another weight than 1, in order."""
 
     text: str
     trained: list[tuple[int, int]]
     ends: frozenset[str] = frozenset()
+    weights: Sequence[tuple[Span, float]] = ()
 
 
 def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
@@ -103,15 +104,21 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
     written.check_complete()
     wanted = trained_messages(conversation, train_on)
     _check_reasoning(written, wanted)
+    weights = {i: own for i, own in enumerate(conversation.is_trained) if type(own) is float}
     answers = [i for i, is_trained in enumerate(wanted) if is_trained and written.messages[i]["role"] == "assistant"]
     if train_on == "all":
         left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], final=False)
         trained = _complement(_merged(itertools.chain(*left_out.values())), len(written.text))
         last = [(0, len(written.text))] if answers[-1:] == [len(wanted) - 1] else []
-        return Rendered(written.text, trained, _ends(written, last))
+        of_weights = find_spans(written, list(weights), final=False)
+        return Rendered(written.text, trained, _ends(written, last), _weighed(of_weights, weights))
     spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], final=train_on == "final")
     ends = _ends(written, [part for answer in answers for part in spans[answer]])
-    return Rendered(written.text, _merged(itertools.chain(*spans.values())), ends)
+    return Rendered(written.text, _merged(itertools.chain(*spans.values())), ends, _weighed(spans, weights))
+
+
+def _weighed(spans: Mapping[int, list[Span]], weights: Mapping[int, float]) -> list[tuple[Span, float]]:
+    return sorted((part, weight) for index, weight in weights.items() for part in spans[index])
 
 
 def _ends(written: Written, spans: Iterable[tuple[int, int]]) -> frozenset[str]:
@@ -149,7 +156,7 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
         default = set(range(len(conversation.messages)))
     else:
         default = set(assistants[-1:] if train_on == "last" else assistants)
-    return [i in default if own is None else own for i, own in enumerate(conversation.is_trained)]
+    return [i in default if own is None else bool(own) for i, own in enumerate(conversation.is_trained)]
 
 
 def beginning(tokenizer: Any, text: str, max_length: int) -> str:
@@ -162,11 +169,13 @@ def beginning(tokenizer: Any, text: str, max_length: int) -> str:
     return text[:length]
 
 
-def tokenize(
-    tokenizer: Any, rendered: Sequence[Rendered], max_length: int
-) -> list[tuple[list[int], list[bool], set[int]]]:
-    """Tokens of each text (of its `beginning`), whether each is trained on, and those that end answers. Nothing is
-    added: templates write the special tokens.
+Tokens = tuple[list[int], list[bool], set[int], list[float]]
+"""Tokens, whether each is trained on, those that end the answers among them, and each one's weight; no weights where
+all are 1."""
+
+
+def tokenize(tokenizer: Any, rendered: Sequence[Rendered], max_length: int) -> list[Tokens]:
+    """Tokens of each text (of its `beginning`). Nothing is added: templates write the special tokens.
 
     A token belongs where its last character does, so one that begins in a question's closing bracket and ends in the
     answer is part of the answer.
@@ -175,19 +184,23 @@ def tokenize(
         return []
     texts = [beginning(tokenizer, r.text, max_length) for r in rendered]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    return [
-        (tokens, _inside(offsets, r.trained), set(tokenizer.convert_tokens_to_ids(sorted(r.ends))))
-        for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
-    ]
+    found: list[Tokens] = []
+    for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True):
+        trained = [at is not None for at in _places(offsets, r.trained)]
+        places = _places(offsets, [part for part, _ in r.weights]) if r.weights else []
+        weights = [1.0 if at is None else r.weights[at][1] for at in places]
+        found.append((tokens, trained, set(tokenizer.convert_tokens_to_ids(sorted(r.ends))), weights))
+    return found
 
 
-def _inside(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    inside, at = [], 0
+def _places(offsets: Iterable[tuple[int, int]], spans: Sequence[Span]) -> list[int | None]:
+    """The number of the span in which each token is; None: in none."""
+    places, at = [], 0
     for begin, end in offsets:
         while at < len(spans) and spans[at][1] < end:
             at += 1
-        inside.append(begin < end and at < len(spans) and spans[at][0] < end)
-    return inside
+        places.append(at if begin < end and at < len(spans) and spans[at][0] < end else None)
+    return places
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -42,7 +42,8 @@ def _hashes(samples: Samples) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """(of each sample's token ids, of these and what is trained on among them)."""
     of_tokens: list[int] = []
     of_targets: list[int] = []
-    table = samples.dataset.select_columns(["tokens", "is_trained"]).with_format("arrow")
+    columns = ["tokens", "is_trained", *["weights"] * samples.is_weighted]
+    table = samples.dataset.select_columns(columns).with_format("arrow")
     for batch in table.iter(batch_size=_SAMPLES_AT_ONCE):
         column = batch["tokens"].combine_chunks()
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
@@ -51,4 +52,8 @@ def _hashes(samples: Samples) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         for own_tokens, own_trained in zip(np.split(tokens, ends[:-1]), np.split(trained, ends[:-1]), strict=True):
             of_tokens.append(xxhash.xxh3_64_intdigest(own_tokens.tobytes()))
             of_targets.append(xxhash.xxh3_64_intdigest(own_trained.tobytes(), seed=of_tokens[-1]))
+        if samples.is_weighted:
+            weights = [np.array(own, dtype=np.float32).tobytes() for own in batch["weights"].to_pylist()]
+            since = len(of_targets) - len(weights)
+            of_targets[since:] = map(xxhash.xxh3_64_intdigest, weights, of_targets[since:])
     return np.array(of_tokens, dtype=np.uint64), np.array(of_targets, dtype=np.uint64)

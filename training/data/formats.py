@@ -6,6 +6,7 @@ A format of your own is one call of `register_format`, before data are read.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -38,7 +39,8 @@ _CALLERS = ("function_call", "tool_call")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # those that hold it in another form
 _REASONING_PARTS = ("reasoning_details", "thinking_blocks")
-# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's, ms-swift's
+# keys of a message that say whether it is trained on, or with which weight: ours, axolotl's, OpenAI's, LLaMA-Factory's,
+# ms-swift's
 _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
 _PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output", "kto_tag")
@@ -46,6 +48,7 @@ _PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_prefe
 _ARGUMENTS = ("arguments", "parameters")
 # its other keys
 _ABOUT_A_CALL = ("type", "id", "index", "function", "name")
+_MOST_WEIGHT = 1_000_000
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # columns with a part of a question or an answer, which some formats read
 _PARTS = ("history", "input", "context", *_REASONING)
@@ -60,19 +63,23 @@ class Columns:
     messages: str = ""
     text: str = ""
     system: str = ""
+    weight: str = ""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a chat template takes them, and for each whether it is trained on (None: as --train-on says).
+    """Messages as a chat template takes them, and for each whether it is trained on (None: as --train-on says), or the
+    weight of its loss, where that is another than 1.
 
-    tools: what the template is told of them, if anything. arguments: what else it is told, by name.
+    tools: what the template is told of them, if anything. arguments: what else it is told, by name. weight: of the
+    record, by which those of its messages are multiplied.
     """
 
     messages: list[dict[str, Any]]
-    is_trained: list[bool | None]
+    is_trained: list[bool | float | None]
     tools: list[Any] | None = None
     arguments: dict[str, Any] | None = None
+    weight: float = 1.0
 
     @property
     def as_prompt_and_response(self) -> tuple[str, str] | None:
@@ -86,10 +93,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PlainText:
-    """Text without a chat template. prompt: what comes before it and has no loss; None where it is no answer."""
+    """Text without a chat template. prompt: what comes before it and has no loss; None where it is no answer. weight:
+    of its loss."""
 
     text: str
     prompt: str | None = None
+    weight: float = 1.0
 
 
 _Read = Callable[[Mapping[str, Any], Columns], Conversation | PlainText]
@@ -188,7 +197,7 @@ def check_columns(row: Any, columns: Sequence[str]) -> None:
 
 
 def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | PlainText":
-    """One record of a data set whose format is known.
+    """One record of a data set whose format is known, with its weight.
 
     Raises:
         RowError: a column is missing or holds something else.
@@ -200,7 +209,25 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
             f"has {dropped} beside {' and '.join(data_format.columns)}, where it is ignored; merge it "
             "into them, or name the columns to read with --prompt-column and --response-column"
         )
-    return data_format.read(row, columns)
+    said = data_format.read(row, columns)
+    return replace(said, weight=_weight_in(row, columns.weight)) if columns.weight else said
+
+
+def _weight_in(row: Mapping[str, Any], column: str) -> float:
+    """A record's weight; a table may have it as text."""
+    if column not in row:
+        raise RowError(f"has no column {column!r}; found: {', '.join(map(str, row))}; --weight-column names it")
+    value = row[column]
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    return _weight(value, column)
+
+
+def _weight(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or not 0 <= value <= _MOST_WEIGHT:
+        raise RowError(f"{name} is {value!r:.80}; expected a weight from 0 to {_MOST_WEIGHT:,}, or true or false")
+    return float(value)
 
 
 def _messages_in(column: str) -> _Read:
@@ -238,7 +265,9 @@ def read_answer(row: Mapping[str, Any], columns: Columns) -> Conversation | Plai
     before = len(_messages(row["prompt"], "prompt")[0])
     # a system prompt may have come in front
     before += len(said.messages) - before - len(_messages(row["completion"], "completion")[0])
-    context: list[bool | None] = [False] * before
+    context: list[bool | float | None] = [False] * before
+    if any(type(own) is float for own in said.is_trained[before:]):
+        raise RowError("has a message with a weight, but preference data are not weighted; leave it out")
     return replace(said, is_trained=context + said.is_trained[before:])
 
 
@@ -441,7 +470,7 @@ def table_of_formats(formats: Sequence[Listed] = FORMATS) -> str:
 
 
 def conversation(
-    row: Mapping[str, Any], columns: Columns, messages: list[dict[str, Any]], is_trained: list[bool | None]
+    row: Mapping[str, Any], columns: Columns, messages: list[dict[str, Any]], is_trained: list[bool | float | None]
 ) -> Conversation:
     """Messages as they were read, with the record's own system prompt in front, if it has one, and its tools.
 
@@ -495,14 +524,14 @@ def json_value(value: Any, name: str, kind: type, described: str) -> Any:
     return found or None
 
 
-def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | float | None]]:
     """Messages of a list of them, or of its JSON text, as tables have it."""
     if isinstance(turns, str) and turns.strip():
         turns = json_value(turns, column, list, "a list of messages")
     if not isinstance(turns, list | tuple) or not turns:
         raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
     messages: list[dict[str, Any]] = []
-    is_trained: list[bool | None] = []
+    is_trained: list[bool | float | None] = []
     turns = [_decoded(turn, f"{column}, message {number}") for number, turn in enumerate(turns, start=1)]
     for number, turn in enumerate(turns, start=1):
         place = f"{column}, message {number}"
@@ -709,18 +738,18 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
 
 
-def _override(turn: Mapping[str, Any], place: str) -> bool | None:
+def _override(turn: Mapping[str, Any], place: str) -> bool | float | None:
+    """Whether the message is trained on, or its weight; None where it does not say."""
     if turn.get("train_detail"):
         raise RowError(f"{place}: train_detail is not supported: a message is trained on completely or not at all")
     found = {key: turn[key] for key in _OVERRIDES if turn.get(key) is not None}
-    for key, value in found.items():
-        if value not in (0, 1):
-            raise RowError(
-                f"{place}: {key} is {value!r:.80}; expected true or false (1 or 0): losses cannot be weighted"
-            )
-    if len({bool(value) for value in found.values()}) > 1:
+    weights = {key: _weight(value, f"{place}: {key}") for key, value in found.items()}
+    # true says nothing of how much
+    numbers = {weights[key] for key, value in found.items() if value is not True}
+    if len(numbers) > 1 or len({bool(weight) for weight in weights.values()}) > 1:
         raise RowError(f"{place} has {' and '.join(found)}, which contradict each other; leave one out")
-    return next(map(bool, found.values()), None)
+    weight = next(iter(numbers), 1.0)
+    return (bool(weight) if weight in (0, 1) else weight) if found else None
 
 
 def message_of(role: str, content: str) -> dict[str, Any]:

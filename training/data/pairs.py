@@ -289,6 +289,7 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         merged = {
             "tokens": one["tokens"] + other["tokens"],
             "is_trained": one["is_trained"] + other["is_trained"],
+            "weights": [],
             "ends": sorted({*one["ends"], *other["ends"]}),
             "length": one["length"] + other["length"],
             "num_targets": sum(targets) if all(targets) else 0,

@@ -36,21 +36,25 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
 
 def _as_text(sample: Sample, tokenizer: Any, marks: bool) -> Text:
     text = Text()
-    for tokens, is_trained in _runs(sample):
+    for tokens, is_trained, weight in _runs(sample):
         words = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if marks and is_trained:
             words = f"«{words}»"
         text.append(words, style=_TRAINED if is_trained else _CONTEXT)
+        if is_trained and weight != 1:
+            text.append(f"×{weight:g}", style=_EDGE)
     return text
 
 
-def _runs(sample: Sample) -> list[tuple[list[int], bool]]:
-    """Neighbouring tokens that are, or are not, trained on. The first token never is: nothing predicts it."""
-    runs: list[tuple[list[int], bool]] = []
-    for position, (token, is_trained) in enumerate(zip(sample.tokens, sample.is_trained, strict=True)):
+def _runs(sample: Sample) -> list[tuple[list[int], bool, float]]:
+    """Neighbouring tokens that are, or are not, trained on, with one weight. The first token never is: nothing predicts
+    it."""
+    runs: list[tuple[list[int], bool, float]] = []
+    weights = sample.weights or [1.0] * len(sample.tokens)
+    for position, (token, is_trained, weight) in enumerate(zip(sample.tokens, sample.is_trained, weights, strict=True)):
         is_target = is_trained and position > 0
-        if not runs or runs[-1][1] != is_target:
-            runs.append(([], is_target))
+        if not runs or runs[-1][1:] != (is_target, weight):
+            runs.append(([], is_target, weight))
         runs[-1][0].append(token)
     return runs
 
@@ -63,11 +67,15 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     is_paired = isinstance(samples, Pairs)
     lengths = samples.longest if isinstance(samples, Pairs) else samples.lengths
     entry = "pair" if is_paired and rows.groups is None else "sequence"
+    weighted = sum(origin.weighted for origin in samples.origins)
     facts = {
         "pairs" if is_paired else "samples": f"{len(samples):,}"
         + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
         "tokens": f"{tokens:,}; longest sample {int(lengths.max()):,}",
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
+        **(
+            {"weighted": f"{_count(weighted, 'record')}: the loss is divided by the sum of weights"} if weighted else {}
+        ),
         "truncated": f"{cut:,} at {max_seq_length} tokens",
         f"{kind}": f"{tokens / positions:.1%} of all positions are tokens, the rest is padding",
         "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, entry)}",
@@ -83,6 +91,8 @@ def describe(origin: Origin) -> str:
         parts.append(f"{origin.without_target:,} left out without a trained token")
     if origin.used < origin.rows - origin.without_target:
         parts.append(f"{origin.used:,} used because of its weight")
+    if origin.weighted:
+        parts.append(f"{origin.weighted:,} with weights of their own")
     return ", ".join(parts)
 
 

@@ -15,29 +15,28 @@ import torch
 from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
-from .chat import TrainOn, beginning, render, tokenize, trained_messages
+from .chat import Tokens, TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
 from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 16
+_VERSION = 17
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 
-Tokens = tuple[list[int], list[bool], set[int]]
-"""Tokens, whether each is trained on, and those that end the answers among them."""
-
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens, and for each whether it is trained on, that is, whether it is a target of the token before it."""
+    """tokens, and for each whether it is trained on, that is, whether it is a target of the token before it; and the
+    weight of its loss, where one is not 1."""
 
     tokens: list[int]
     is_trained: list[bool]
+    weights: list[float] | None = None
 
     @classmethod
     def of_prompt(cls, tokens: list[int], prompt_length: int) -> "Sample":
@@ -84,6 +83,7 @@ class Origin:
     on. empty: those with an answer that says nothing, which are trained on. unread: files beside those that were read.
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
+    weighted: samples in which some losses have another weight than 1.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Origin:
     endless: int
     used: int
     ends: tuple[int, ...] = ()
+    weighted: int = 0
     too_long: Noted | None = None
     untrained: Noted | None = None
     empty: Noted | None = None
@@ -123,7 +124,12 @@ class Samples(Sequence[Sample]):
 
     def __getitem__(self, index: Any) -> Any:
         row = self.dataset[int(index)]
-        return Sample(row["tokens"], row["is_trained"])
+        return Sample(row["tokens"], row["is_trained"], row["weights"] or None)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some losses have another weight than 1."""
+        return any(origin.weighted for origin in self.origins)
 
     @property
     def ends(self) -> list[int]:
@@ -258,7 +264,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     from datasets import Dataset, Features, Value
     from datasets.features import List
 
-    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32"}
+    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
@@ -312,6 +318,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         endless=int((_column(tokens, "is_endless")[learnable]).sum()),
         used=len(learnable),
         ends=tuple(sorted(ends)),
+        weighted=sum(bool(n) for chunk in tokens.data.column("weights").chunks for n in chunk.value_lengths().tolist()),
         too_long=noted((targets == 0) & (is_cut == 1)),
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
@@ -416,10 +423,11 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
-        rendered, is_empty = [], []
+        rendered, is_empty, of_records = [], [], []
         records = zip(batch["place"], batch["is_plain"], map(json.loads, batch["content"]), strict=True)
         for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
             is_empty.append(_says_nothing(is_plain, said, options))
+            of_records.append(said["weight"])
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
                     results.append(_in_prompt_template(tokenizer, is_plain, said, options))
@@ -431,7 +439,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
             except ValueError as error:
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
-        table = _table([result or next(templated) for result in results], options.max_seq_length, ends)
+        found = [_weighed(result or next(templated), w) for result, w in zip(results, of_records, strict=True)]
+        table = _table(found, options.max_seq_length, ends)
         table["is_empty"] = is_empty
         if options.labelled:
             _add_labels(table, batch["is_desirable"])
@@ -449,6 +458,16 @@ def _add_labels(table: dict[str, list[Any]], is_desirable: list[bool]) -> None:
     table["first"] = [each.index(True) if any(each) else len(each) for each in trained]
     prompts = [str(tokens[:first]) for tokens, first in zip(table["tokens"], table["first"], strict=True)]
     table["prompt_hash"] = [int(hashlib.sha256(prompt.encode()).hexdigest()[:15], 16) for prompt in prompts]
+
+
+def _weighed(found: Tokens, of_record: float) -> Tokens:
+    """With the record's weight."""
+    tokens, is_trained, ends, weights = found
+    if of_record == 0:
+        return tokens, [False] * len(tokens), ends, []
+    return (
+        found if of_record == 1 else (tokens, is_trained, ends, [of_record * w for w in weights or [1.0] * len(tokens)])
+    )
 
 
 def _says_nothing(is_plain: bool, said: dict[str, Any], options: DataOptions) -> bool:
@@ -484,12 +503,12 @@ def _plain_tokens(tokenizer: Any, said: PlainText, options: DataOptions) -> Toke
     trains_all = options.train_on == "all" or said.prompt is None
     # a token belongs where its last character does, and those behind the text to its end
     inside = [trains_all or end > len(prompt) for end in ends]
-    return tokens, inside + [True] * (len(tokens) - len(inside)), _eos(tokenizer)
+    return tokens, inside + [True] * (len(tokens) - len(inside)), _eos(tokenizer), []
 
 
 def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], options: DataOptions) -> Tokens:
     """A question in the template and its answer, each trained on as its message or else --train-on says."""
-    is_trained: list[bool | None] = [None, None] if is_plain else said["is_trained"]
+    is_trained: list[bool | float | None] = [None, None] if is_plain else said["is_trained"]
     pair = (said["prompt"], said["text"]) if is_plain else Conversation(**said).as_prompt_and_response
     if pair is None:
         beside = ": it has tools, which need a chat template" if said["tools"] else ""
@@ -498,8 +517,10 @@ def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], op
     prompt = prompt_tokens(tokenizer, options.prompt_template, question)
     response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
     on_prompt = is_trained[0] if is_trained[0] is not None else options.train_on == "all"
-    inside = [on_prompt] * len(prompt) + [is_trained[1] is not False] * len(response)
-    return prompt + response, inside, _eos(tokenizer)
+    inside = [bool(on_prompt)] * len(prompt) + [is_trained[1] is not False] * len(response)
+    of_prompt, of_response = ([own if type(own) is float else 1.0] for own in is_trained)
+    weights = of_prompt * len(prompt) + of_response * len(response) if of_prompt + of_response != [1.0, 1.0] else []
+    return prompt + response, inside, _eos(tokenizer), weights
 
 
 def prompt_tokens(tokenizer: Any, template: str, prompt: str) -> list[int]:
@@ -530,13 +551,14 @@ def _with_end(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 
 def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, list[Any]]:
-    names = ("tokens", "is_trained", "ends", "length", "num_targets", "is_cut", "is_endless")
+    names = ("tokens", "is_trained", "weights", "ends", "length", "num_targets", "is_cut", "is_endless")
     table: dict[str, list[Any]] = {name: [] for name in names}
-    for tokens, is_trained, own_ends in results:
+    for tokens, is_trained, own_ends, weights in results:
         kept, trained = tokens[:max_length], is_trained[:max_length]
         is_cut = len(kept) < len(tokens)
         table["tokens"].append(kept)
         table["is_trained"].append(trained)
+        table["weights"].append(weights[:max_length])
         table["length"].append(len(kept))
         # nothing comes before the first token, so nothing can predict it
         table["num_targets"].append(sum(trained[1:]))

@@ -76,8 +76,10 @@ class LossHead(nn.Linear):
         if forward is None or forward.targets is None:
             return super().forward(x_BSD)
         if self.is_last:
-            compute = token_logprobs if forward.targets.by_token else LOSS_SUMS[self.kind]
-            compute = top_logprobs if forward.targets.top_k else compute
+            targets = forward.targets
+            by_token = full_logprobs if self.kind == "full" and targets.candidates_NK is None else token_logprobs
+            compute = by_token if targets.by_token else LOSS_SUMS[self.kind]
+            compute = top_logprobs if targets.top_k else compute
             return compute(x_BSD, self.weight, self.bias, forward.targets)
         return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
 
@@ -195,6 +197,13 @@ def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targe
     """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division): the reference."""
     logits_TV = F.linear(x_BSD, weight_VD, bias_V).flatten(0, 1).float()
     return F.cross_entropy(logits_TV, targets.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def full_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """`token_logprobs` from the logits of all positions."""
+    logits_TV = F.linear(x_BSD, weight_VD, bias_V).flatten(0, 1).float()
+    targets_T = targets.targets_BS.flatten()
+    return -F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="none")[targets.index_N]
 
 
 def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:

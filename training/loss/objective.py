@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
-from ..data.batch import Batch, LossBatch
+from ..data.batch import WEIGHT, Batch, LossBatch
 
 LossFunction = Callable[[Tensor, LossBatch], Tensor | tuple[Tensor, ...]]
 """Of (logprobs_N, batch), gives a sum: over this rank's targets, over its samples, or both; with `figures` a tuple of
@@ -69,6 +69,12 @@ class Objective:
         # whatever it is made of, backward must come through the model on every rank
         loss = loss + 0.0 * logprobs_N.sum()
         return loss, torch.stack(figures).detach() if figures else loss.new_zeros(0)
+
+
+WEIGHTED = Objective(
+    lambda logprobs_N, batch: -(batch[WEIGHT] * logprobs_N).sum(), lambda batch: float(batch[WEIGHT].double().sum())
+)
+"""The cross-entropy of data that have weights: the sum of weight times loss, divided by the sum of weights."""
 
 
 def _told(batch: Batch) -> LossBatch:

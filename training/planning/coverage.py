@@ -18,6 +18,7 @@ NOT_MODELLED = {
     "check_replicas": "its comparisons are not in it",
     "profile": "the forecast is for steps without it",
     "debug_ranks": "the forecast is of a run without it",
+    "weight_column": "the head's logits are taken to be computed once a step, and with weights they are computed twice",
     "eval_dataset": "the forecast is of training steps; evaluations are not in it",
     "eval_ratio": "the forecast is of training steps; evaluations are not in it",
     "generate_steps": "the forecast is of training steps; generating is not in it",
