@@ -31,7 +31,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
     return [
         f"model   {_model(engine)}",
         f"layout  {_layout(num_experts, engine, order)}",
-        f"data    {_data(inputs, order)}",
+        f"data    {data_line(inputs, order)}",
         f"memory  {memory.line()}",
     ]
 
@@ -54,7 +54,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
         *engine.trained,
     ]
     if inputs.training is not None:
-        lines += _data_sets(inputs, config)
+        lines += data_sets(inputs, config)
         lines += _too_long(inputs, source)
     return lines
 
@@ -186,7 +186,7 @@ def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
     return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
 
 
-def _data(inputs: Inputs, order: DataOrder) -> str:
+def data_line(inputs: Inputs, order: DataOrder) -> str:
     if inputs.training is None:
         return "none: without --dataset, nothing is trained"
     samples, held_out = inputs.training.samples, inputs.evaluation
@@ -201,7 +201,7 @@ def _data(inputs: Inputs, order: DataOrder) -> str:
     )
 
 
-def _data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
+def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
     assert inputs.training is not None
     samples, held_out = inputs.training.samples, inputs.evaluation
     lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]

@@ -34,7 +34,7 @@ OF_THE_LOOP = frozenset(
             "prompt_template",
             "train_on",
         ),
-        *("max_seq_length", "group_by_length", "preview", "force", "per_device_train_batch_size"),
+        *("max_seq_length", "group_by_length", "preview", "prepare_only", "force", "per_device_train_batch_size"),
         *("gradient_accumulation_steps", "global_batch_size", "num_train_epochs", "router_warn_steps"),
         *("router_warn_load", "merge", "eval_dataset", "eval_dataset_split", "eval_ratio", "eval_steps"),
         *("per_device_eval_batch_size", "early_stopping_patience", "early_stopping_threshold"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.files.directories import write_errors
+from ..checkpoints.hf.source import open_source, resolve_model
 from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded, going_on_unread
@@ -14,10 +15,11 @@ from ..sharding.runtime.debugger import check_debug_ranks, debugging
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from ..sharding.torchrun import STOPPED
-from .banner import detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
+from .banner import data_line, data_sets, detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .config.train_config import TrainConfig
 from .consistency import compare_data, compare_teachers, start_facts
 from .data.preview import print_preview
+from .data.samples import cache_directory
 from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line
 from .inputs import make_prompts, read_inputs
@@ -49,7 +51,7 @@ def run(config: TrainConfig) -> int:
     watchdog = Watchdog(ranks, limit)
     try:
         unread = f"standard output is no longer read; the run continues, see {config.output_dir}/metrics.jsonl"
-        with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
+        with going_on_unread("" if config.ends_after_data else f"train_ep.py: {unread}"), watchdog.watching():
             with ExitStack() as closing:
                 finished = run_training(config, ranks, watchdog, closing)
             end_process_group()
@@ -68,16 +70,20 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     """
     if ranks.rank == 0 and config.without_effect:
         print(folded(f"note: {'; '.join(config.without_effect)}"), flush=True)
-    if config.preview and ranks.world_size == 1:
+    if (config.ends_after_data) and ranks.world_size == 1:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()
         if without:
             alone = "figures per rank and per step are for one rank"
-            print(folded(f"note: a preview in one process ignores {' '.join(without)}: {alone}"), flush=True)
+            kind = "a preview" if config.preview else "--prepare-only"
+            print(folded(f"note: {kind} in one process ignores {' '.join(without)}: {alone}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with raise_together(patient=ranks):
         check_trackers(config)
         check_debug_ranks(config.debug_ranks, ranks.world_size)
+    if config.prepare_only:
+        prepare(config, ranks, watchdog)
+        return True
     engine, products = start_engine(config, ranks, tell)
     config, source = engine.config, engine.source
     if config.offload and ranks.device.type == "cuda":
@@ -159,6 +165,20 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         return train_and_export(run, memory, resume_from, output_dir)
+
+
+def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
+    """Tokenize the data into the cache of each node, and say what is there. Of the model, config.json and tokenizer are
+    read."""
+    with raise_together(patient=ranks):
+        source = open_source(resolve_model(config.model, weights=False))
+    watchdog.at("reading the data", limited=False)
+    inputs = read_inputs(config, source, ranks)
+    order = data_order(config, inputs.training, ranks.world_size)
+    if ranks.rank == 0:
+        lines = [f"data    {data_line(inputs, order)}", *data_sets(inputs, config)]
+        lines.append(f"prepared: a run with the same data flags finds these samples in {cache_directory()}")
+        print(folded("\n".join(lines)), flush=True)
 
 
 def references(run: Run, output_dir: Path, resume_from: Path | None) -> References:

@@ -43,7 +43,7 @@ def check_apart(config: TrainConfig) -> None:
         ExpertMeshError: --output-dir is a directory that the run reads, or lies in one: its files would be taken for a
             model's, an adapter's or data by whoever reads that directory next.
     """
-    if config.preview:
+    if config.ends_after_data:
         return
     output_dir = Path(config.output_dir).resolve()
     for setting in fields(config):

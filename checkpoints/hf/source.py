@@ -333,11 +333,12 @@ class Checkpoint:
         return replace(self, source=replace(self.source, rope_scaling=scaling), carried=carried)
 
 
-def resolve_model(model: str, flag: str = "--model") -> Path:
+def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> Path:
     """The directory of `model`: itself, or the local copy of a hub id, downloaded if need be.
 
     Args:
         flag: how the user gave it, for the error.
+        weights: whether they are downloaded, too.
 
     Raises:
         ExpertMeshError: it is neither, or cannot be fetched.
@@ -345,7 +346,7 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     if not check_model(model, flag):
         return Path(model)
     try:
-        return _download(model)
+        return _download(model, weights)
     except ExpertMeshError:
         raise
     except Exception as error:
@@ -355,12 +356,14 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         ) from error
 
 
-def _download(model: str) -> Path:
+def _download(model: str, weights: bool) -> Path:
     """The local copy of a hub id: what goes along with the weights, and then those that the index names, as some
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
     path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
+    if not weights:
+        return path
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}
     # of the same revision, should there be a newer one by now
     return Path(snapshot_download(model, revision=path.name, allow_patterns=sorted(map(glob.escape, files))))

@@ -449,6 +449,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         (["--model", "CONFIG", "--use-cpu"], "--use-cpu: the forecast is of a run on GPUs; leave it out"),
         (["--model", "CONFIG", "--max-steps", "0"], "--max-steps 0: a run with it takes no step to forecast"),
         (["--model", "CONFIG", "--preview"], "--preview: a run with it takes no step to forecast"),
+        (["--model", "CONFIG", "--prepare-only"], "--prepare-only: a run with it takes no step to forecast"),
         (["--model", "CONFIG", "--resume", "auto", "--elastic"], "--elastic: would choose another --ep-size"),
         (["--gpus", "8"], "--model is missing: a directory, a config.json, or a hub id"),
         (

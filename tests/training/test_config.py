@@ -192,6 +192,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--load-best-model-at-end", "--load-best-model-at-end: needs evaluation data"),
         ("--gradient-checkpointing --keep-expert-products 2", "--gradient-checkpointing full stores no outputs"),
         ("--profile 5 --profile-ranks -1", "--profile-ranks -1: give numbers of ranks, or all"),
+        ("--preview --prepare-only", "--preview and --prepare-only: give one of them"),
         ("--task dpo --weight-column w", "--weight-column is for supervised fine-tuning; leave it out with --task dpo"),
         ("--profile 5 --profile-ranks all 1", "--profile-ranks all 1: give numbers"),
     ],

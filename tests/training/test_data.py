@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.banner import _data, _data_sets
+from expertmesh.training.banner import data_line, data_sets
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, parse_datasets
@@ -588,7 +588,7 @@ def said_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None)
     held = None if evaluation is None else make_rows(evaluation, False, 512, 0)
     inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), held)
     config = TrainConfig(model="m", dataset=["d"], max_seq_length=512)
-    return [_data(inputs, DataOrder(len(samples), 1, 1, 1, 0)), *_data_sets(inputs, config)]
+    return [data_line(inputs, DataOrder(len(samples), 1, 1, 1, 0)), *data_sets(inputs, config)]
 
 
 def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:

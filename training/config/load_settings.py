@@ -61,6 +61,7 @@ class LoadSettings(TypedDict, total=False):
     packing: bool
     group_by_length: bool
     preview: bool
+    prepare_only: bool
 
     # What is learned from the data.
     task: Task

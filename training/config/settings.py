@@ -231,12 +231,22 @@ class DataSettings:
     preview: bool = _flag(
         False, "Print the first sequences as the model sees them and what the data contain, then exit"
     )
+    prepare_only: bool = _flag(
+        False, "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU"
+    )
+
+    @property
+    def ends_after_data(self) -> bool:
+        """Whether a run ends once its data are read."""
+        return self.preview or self.prepare_only
 
     def check_data(self) -> None:
         if self.prompt_template and "{prompt}" not in self.prompt_template:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} must contain {{prompt}}")
         if self.prompt_template and self.chat_template:
             raise ExpertMeshError("--prompt-template and --chat-template: give one of them")
+        if self.preview and self.prepare_only:
+            raise ExpertMeshError("--preview and --prepare-only: give one of them; --preview fills the cache, too")
         if self.packing and self.group_by_length:
             raise ExpertMeshError(
                 "--packing and --group-by-length: packed sequences have one length already; choose one"

@@ -281,7 +281,7 @@ def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = _parse(make_parser(beside), arguments)
-    if not config.dataset and (config.max_steps != 0 or config.preview):
+    if not config.dataset and (config.max_steps != 0 or config.ends_after_data):
         raise ExpertMeshError("--dataset is missing: files, directories or hub ids (required unless --max-steps 0)")
     return config
 

@@ -77,8 +77,9 @@ def check_covered(config: TrainConfig) -> None:
     """
     if config.use_cpu:
         raise ExpertMeshError("--use-cpu: the forecast is of a run on GPUs; leave it out")
-    if config.preview:
-        raise ExpertMeshError("--preview: a run with it takes no step to forecast; leave it out")
+    for flag, given in (("--preview", config.preview), ("--prepare-only", config.prepare_only)):
+        if given:
+            raise ExpertMeshError(f"{flag}: a run with it takes no step to forecast; leave it out")
     if config.max_steps == 0:
         raise ExpertMeshError("--max-steps 0: a run with it takes no step to forecast; leave it out")
     if config.elastic:
