@@ -217,8 +217,8 @@ METRICS = [
     Metric(
         name="loss",
         unit="nats",
-        meaning="mean cross-entropy of the target tokens, weighted if the data have weights; with `--task` or `--teacher` "
-        "the mean of another loss",
+        meaning="mean cross-entropy of the target tokens, weighted if the data have weights; with `--task` or "
+        "`--teacher` the mean of another loss",
         of="steps",
         value=lambda interval: interval.mean("loss", "weight"),
         over_ranks="alike",
