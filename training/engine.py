@@ -360,7 +360,7 @@ class Engine:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the settings, or of the model's directory."""
-        return load_tokenizer(self.config, self.source)
+        return load_tokenizer(self.config.tokenizer or str(self.source.path), self.source, self.config.add_tokens)
 
     def schedule(self, num_steps: int) -> Schedule:
         """Have the learning rate follow the settings' schedule over so many steps.

@@ -1,6 +1,7 @@
 """What a run reads before it starts: tokenizer, sequences to train on, sequences to evaluate on."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Input
 def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
-    tokenizer = load_tokenizer(config, source)
+    tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
     own_template = tokenizer.chat_template
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     if not config.dataset:
@@ -176,9 +177,9 @@ def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:
     """
     if not (config.add_tokens or config.resize_vocab):
         return source
-    ids = set(_tokenizer(config, source).get_vocab().values())
+    ids = set(_tokenizer(config.tokenizer or str(source.path), config.add_tokens).get_vocab().values())
     try:
-        known = set(_tokenizer(replace(config, tokenizer="", add_tokens=[]), source).get_vocab().values())
+        known = set(_tokenizer(str(source.path)).get_vocab().values())
     except ExpertMeshError:  # the model comes without one
         known = set(range(source.text_config.vocab_size))
     size = max(ids) + 1
@@ -186,13 +187,13 @@ def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:
     return replace(source, vocab_size=grown, new_tokens=tuple(sorted(ids - known)))
 
 
-def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
-    """The tokenizer of a run, with --add-tokens; its ids must fit the model's vocabulary.
+def load_tokenizer(where: str, source: ModelSource, added: Sequence[str] = ()) -> Any:
+    """The tokenizer in a directory, with tokens of --add-tokens; its ids must fit the model's vocabulary.
 
     Raises:
         ExpertMeshError: there is none, or it has more tokens than the model.
     """
-    tokenizer, where = _tokenizer(config, source), config.tokenizer or source.path
+    tokenizer = _tokenizer(where, added)
     remedy = "; --resize-vocab gives the model rows for them"
     if (highest := max(tokenizer.get_vocab().values(), default=-1)) >= source.text_config.vocab_size:
         raise ExpertMeshError(
@@ -207,10 +208,8 @@ def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
     return tokenizer
 
 
-def _tokenizer(config: TrainConfig, source: ModelSource) -> Any:
+def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
     from transformers import AutoTokenizer
-
-    where = config.tokenizer or str(source.path)
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
@@ -221,7 +220,7 @@ def _tokenizer(config: TrainConfig, source: ModelSource) -> Any:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise ExpertMeshError(f"{where}: has no tokenizer; give one with --tokenizer ({error})") from error
-    for entry in config.add_tokens:
+    for entry in added:
         if Path(entry).is_file():
             try:
                 tokens = [line for line in Path(entry).read_text(encoding="utf-8").splitlines() if line]

@@ -185,11 +185,7 @@ def planned(path: Path) -> str:
 
 
 def tokenizer_of(path: Path) -> Any:
-    config, source = (
-        TrainConfig(model=str(path)),
-        SimpleNamespace(text_config=SimpleNamespace(vocab_size=320), path=path),
-    )
-    return load_tokenizer(config, source)  # type: ignore[arg-type]
+    return load_tokenizer(str(path), SimpleNamespace(text_config=SimpleNamespace(vocab_size=320)))  # type: ignore[arg-type]
 
 
 def tokens(path: Path) -> list[int]:
