@@ -96,8 +96,7 @@ def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> M
         ExpertMeshError: there is no such model, or its tokens are others than the student's.
     """
     source = open_source(resolve_model(config.teacher, "--teacher"))
-    settings = TrainConfig(model=config.teacher)
-    own, vocabulary = load_tokenizer(settings, source).get_vocab(), tokenizer.get_vocab()
+    own, vocabulary = load_tokenizer(str(source.path), source).get_vocab(), tokenizer.get_vocab()
     if own != vocabulary:
         names = sorted({*own.items()} ^ {*vocabulary.items()}, key=lambda entry: entry[1])
         raise ExpertMeshError(
