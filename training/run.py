@@ -137,7 +137,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         directory = output_dir / "checkpoints"
         resume_from = find_resume(config.resume, directory, engine.tell, ranks)
     taught: Taught | None = None
-    if config.teacher and inputs.training is not None:
+    if config.teacher and num_steps > 0 and inputs.training is not None:
         watchdog.at("the teacher's predictions", limited=False)
         facts = {name: table for name, table in engine.facts.items() if name != "model"}
         may_replace = resume_from is None or bool(config.allow_changed)
