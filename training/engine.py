@@ -39,6 +39,7 @@ from ..moe.hf_model.build import (
     use_kernel,
 )
 from ..moe.hf_model.counts import ParameterCounts
+from ..moe.hf_model.mtp import mtp_of
 from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ..moe.util.errors import ExpertMeshError
@@ -69,6 +70,7 @@ from .generate import generate
 from .inputs import load_tokenizer, with_new_tokens
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
+from .loss.mtp import use_mtp
 from .loss.objective import LossFunction, Objective
 from .model_setup.compiling import compile_layers
 from .model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
@@ -176,6 +178,9 @@ def assemble(
     attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))
     if config.tp_size > 1 and config.loss_parallel:
         trained.append(divide_vocabulary(model, config.cross_entropy))
+    if (mtp := mtp_of(model)) is not None:
+        use_mtp(model, config.mtp_detach)
+        trained.append(mtp.line(config.train_mtp, config.mtp_detach))
     if config.optimizer_entry.parameters_in_bf16:
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:
@@ -418,7 +423,7 @@ class Engine:
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
         """
-        objective = _objective(loss, count, figures)
+        objective = self._own(loss, count, figures)
         self.release()
         self.model.train()
         result = self.train_step(self.batches(batches, objective is not None, figures), objective=objective)
@@ -471,7 +476,7 @@ class Engine:
         self.release()
         self.model.train()
         self._grad_norm = 0.0
-        objective = _objective(loss, count, figures)
+        objective = self._own(loss, count, figures)
         made = self.batches(batches, objective is not None, figures)
         return self._told_targets(compute_gradients(self.model, made, self.balance.weights, objective))
 
@@ -517,6 +522,11 @@ class Engine:
         """Let go of parameters that a forward has gathered, as one without a backward leaves some: they would outlive
         the next update of their shards, and be taken for what this rank holds."""
         free_gathered(self.model)
+
+    def _own(self, loss: LossFunction | None, count: Any, figures: Sequence[str]) -> Objective | None:
+        if loss is not None and self.config.train_mtp > 0:
+            raise ExpertMeshError("train_mtp: goes with the cross-entropy alone, not with a loss of your own")
+        return _objective(loss, count, figures)
 
     def _told_targets(self, result: StepResult) -> StepResult:
         """The same; warned of where it has no target token, or counts nothing."""
@@ -908,6 +918,8 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
     """
     with raise_together(patient=ranks):
         source = with_new_tokens(config, open_source(resolve_model(config.model), config.rope))
+        if config.train_mtp > 0:
+            source = source.training_mtp()
         side_files(source.path)  # what cannot go along is better told now than at the export
     engine = Engine(config, source, ranks, tell)
     if engine.changes:

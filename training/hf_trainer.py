@@ -270,6 +270,11 @@ class TrainerMixin(_Base):
                     "tensor-parallel group need the same; use the engine's step in your own loop, or "
                     "train_ep.py"
                 )
+        if self.engine.config.train_mtp > 0:
+            raise ExpertMeshError(
+                "train_mtp: Trainer has no place for a second loss; use the engine's step in your own loop, or "
+                "train_ep.py"
+            )
         if self.engine.config.pp_size > 1:
             raise ExpertMeshError(
                 "pp_size: Trainer gives each rank other sequences, one micro-batch at a time, but the "

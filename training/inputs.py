@@ -79,6 +79,10 @@ def _check_weighted(config: TrainConfig) -> None:
     Raises:
         ExpertMeshError: the loss is computed by what knows no weights.
     """
+    if config.train_mtp > 0:
+        raise ExpertMeshError(
+            "--train-mtp: does not work with data that have weights: drafts are of other tokens; leave out one of them"
+        )
     if config.cross_entropy == "liger":
         raise ExpertMeshError(
             "--cross-entropy liger: gives no loss for each token, which the weights of the data need; give auto or "

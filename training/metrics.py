@@ -261,6 +261,18 @@ METRICS = [
     ),
     *_of_student("teacher_kl", "divergence of the prediction from the teacher's", lambda mean: f"kl {mean:.3f}"),
     *_of_student("cross_entropy", "mean cross-entropy of the target tokens beside a teacher"),
+    Metric(
+        name="mtp_loss",
+        unit="nats",
+        meaning="mean cross-entropy of what the layer for multi-token prediction drafts, unweighted; only with "
+        "`--train-mtp`",
+        of="steps",
+        value=lambda interval: interval.figure("mtp_loss"),
+        over_ranks="alike",
+        is_logged=lambda interval: "mtp_loss" in interval.steps[0].figures,
+        console=lambda line: f"mtp loss {line['mtp_loss']:.4f}",
+        chart=Chart("Loss", label="multi-token prediction", smooth=True),
+    ),
     *_of_preferences(
         "rewards/chosen",
         "`--preference-beta` times the chosen, or desirable, answer's log-probability less the reference's",

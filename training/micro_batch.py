@@ -27,19 +27,23 @@ from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.objective import Objective
 
+MTP_LOSS = "mtp_loss"
+"""Name of the figure that is the loss of multi-token prediction."""
+
 
 @dataclass(frozen=True)
 class Denominators:
     """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
 
     targets: of the step, or what a loss of one's own counts. tokens_in_forward: of this micro-batch. tokens: of the
-    step. forwards: micro-batches of the step.
+    step. forwards: micro-batches of the step. drafts: targets of multi-token prediction in the step.
     """
 
     targets: float
     tokens_in_forward: int
     tokens: int
     forwards: int
+    drafts: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class StepCounts:
     """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
 
     targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
-    counted: what the loss is divided by: the targets, or what a loss of one's own counts; may be 0.
+    counted: what the loss is divided by: the targets, or what a loss of one's own counts; may be 0. drafts: targets of
+    multi-token prediction.
     """
 
     targets: int
@@ -55,10 +60,12 @@ class StepCounts:
     pairs: tuple[int, ...]
     tokens_M: tuple[int, ...]
     counted: float
+    drafts: int = 0
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
-        return Denominators(self.counted or 1, max(self.tokens_M[number], 1), self.tokens, len(self.tokens_M))
+        tokens = self.tokens_M[number]
+        return Denominators(self.counted or 1, max(tokens, 1), self.tokens, len(self.tokens_M), max(self.drafts, 1))
 
 
 def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None = None) -> StepCounts:
@@ -72,16 +79,22 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None
         objective: a loss of one's own.
     """
     attention = facts_of(model).attention
-    figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans)) for b in batches]
+    figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans), *_drafts(b)) for b in batches]
     with computing_values():
         counted = torch.tensor(figures)
         dist.all_reduce(counted)
         # every pp index has all micro-batches
         by_batch = (counted // _pp_size(model)).tolist()
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
+    drafts = others.pop() if _drafts(batches[0]) else 0
     tokens, *pairs = (max(n, 1) for n in others)
     divisor = targets if objective is None else _counted(model, batches, objective)
-    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor)
+    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts)
+
+
+def _drafts(batch: Batch) -> tuple[int, ...]:
+    """How many targets of multi-token prediction a batch has on this rank; nothing where there is none."""
+    return () if batch.ahead is None else (len(batch.ahead.targets.index_N),)
 
 
 def _counted(model: Any, batches: Sequence[Batch], objective: Objective) -> float:
@@ -101,7 +114,7 @@ def _pp_size(model: Any) -> int:
 class MicroLosses:
     """This rank's part of one micro-batch's losses, unweighted fp32 scalars with their graph, and of its routing.
 
-    figures: what a loss of one's own tells beside it, without a graph.
+    figures: what a loss of one's own tells beside it, without a graph. mtp: the loss of multi-token prediction.
     """
 
     cross_entropy: Tensor
@@ -109,15 +122,27 @@ class MicroLosses:
     z: Tensor
     routing: Routing
     figures: Tensor | None = None
+    mtp: Tensor | None = None
 
     def total(self, weights: LossWeights) -> Tensor:
         """What is to be differentiated."""
-        return self.cross_entropy + weights.balance * self.balance + weights.z * self.z
+        total = self.cross_entropy + weights.balance * self.balance + weights.z * self.z
+        return total if self.mtp is None else total + weights.mtp * self.mtp
 
     def values(self) -> Tensor:
-        """(3,) cross-entropy, balancing loss and z-loss, and the figures, without graph."""
+        """(3,) cross-entropy, balancing loss and z-loss, and the figures (see `figure_names`), without graph."""
         values = torch.stack([self.cross_entropy, self.balance, self.z]).detach()
+        if self.mtp is not None:
+            return torch.cat([values, self.mtp.detach().unsqueeze(0)])
         return values if self.figures is None else torch.cat([values, self.figures])
+
+
+def figure_names(weights: LossWeights, objective: Objective | None) -> tuple[str, ...]:
+    """Of what a step tells beside its losses."""
+    if weights.mtp > 0:
+        assert objective is None, "--train-mtp goes with the cross-entropy alone"
+        return (MTP_LOSS,)
+    return () if objective is None else objective.figures
 
 
 def losses_of(
@@ -125,23 +150,31 @@ def losses_of(
 ) -> MicroLosses:
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
-    forward = forward_of(batch, weights.of_routers, by_token=objective is not None)
+    forward = forward_of(batch, weights.of_routers, by_token=objective is not None, drafts=True)
     assert forward.targets is not None
     output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
     # under way while the loss is computed
     counts = PooledCounts(stats, weights, stage_group(model))
-    loss_sum, figures = loss_sums(model, output.logits, batch, forward.targets, objective)
-    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, counts, figures)
+    sums = loss_sums(model, output.logits, batch, forward.targets, objective)
+    return weigh_losses(sums, stats, routing_of(stats), weights, over, counts)
 
 
-def loss_sums(
-    model: Any, logits: Tensor, batch: Batch, targets: Targets, objective: Objective | None
-) -> tuple[Tensor, Tensor | None]:
-    """(the loss before it is divided, what else a loss of one's own tells), of what a forward of a model with a
-    `LossHead` has given as logits, with these targets."""
+@dataclass(frozen=True)
+class LossSums:
+    """Losses before they are divided: the loss; what else a loss of one's own tells; that of multi-token prediction."""
+
+    loss: Tensor
+    figures: Tensor | None = None
+    mtp: Tensor | None = None
+
+
+def loss_sums(model: Any, logits: Tensor, batch: Batch, targets: Targets, objective: Objective | None) -> LossSums:
+    """Of what a forward of a model with a `LossHead` has given as logits, with these targets."""
     gave = loss_head(model).loss_of(logits, targets)
-    return (gave, None) if objective is None else objective.sums(gave, batch)
+    if batch.ahead is not None:
+        return LossSums(gave[0], mtp=gave[1])
+    return LossSums(gave) if objective is None else LossSums(*objective.sums(gave, batch))
 
 
 class PooledCounts:
@@ -167,44 +200,52 @@ class PooledCounts:
 
 
 def weigh_losses(
-    loss_sum: Tensor,
+    sums: LossSums,
     stats: Sequence[RouterStats],
     routing: Routing,
     weights: LossWeights,
     over: Denominators,
     counts: PooledCounts,
-    figures: Tensor | None = None,
 ) -> MicroLosses:
     """The losses of a micro-batch, of what its forward has given on this rank.
 
     Args:
-        loss_sum, figures: see `loss_sums`.
+        sums: see `loss_sums`.
         stats: of all MoE layers. counts: of the same.
         routing: what is told of it.
     """
-    cross_entropy = loss_sum / over.targets
-    if figures is not None:
-        figures = figures / over.targets
+    cross_entropy = sums.loss / over.targets
+    figures = None if sums.figures is None else sums.figures / over.targets
+    mtp = None if sums.mtp is None else sums.mtp / over.drafts
     # a loss that nobody asked for would keep its graph, and with it the inputs of checkpointed layers, beyond backward
     balance = z = torch.zeros((), device=cross_entropy.device)
     if weights.balance > 0:
         balance = load_balancing_loss(stats, counts.wait(), over.tokens_in_forward) / over.forwards
     if weights.z > 0:
         z = router_z_loss(stats, over.tokens)
-    return MicroLosses(cross_entropy, balance, z, routing, figures)
+    return MicroLosses(cross_entropy, balance, z, routing, figures, mtp)
 
 
-def forward_of(batch: Batch, has_router_losses: bool = True, by_token: bool = False, top_k: int = 0) -> Forward:
+def forward_of(
+    batch: Batch, has_router_losses: bool = True, by_token: bool = False, top_k: int = 0, drafts: bool = False
+) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments.
 
     Args:
         by_token: whether the log-probability of each target is asked for, in place of their loss, and that of the
             candidates that the batch has.
         top_k: how many of the most likely tokens are asked for, in place of that; 0: none.
+        drafts: whether a layer for multi-token prediction is run, if there is one.
     """
     candidates_NK = batch.for_loss.inputs.get(CANDIDATES) if by_token and batch.for_loss is not None else None
-    targets = Targets(batch.targets_BS, batch.target_index_N, by_token, candidates_NK, top_k)
-    return Forward(batch.is_token_BS, targets, batch.split, batch.segments, has_router_losses=has_router_losses)
+    return Forward(
+        batch.is_token_BS,
+        Targets(batch.targets_BS, batch.target_index_N, by_token, candidates_NK, top_k),
+        ahead=batch.ahead if drafts else None,
+        split=batch.split,
+        segments=batch.segments,
+        has_router_losses=has_router_losses,
+    )
 
 
 def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> Tensor:

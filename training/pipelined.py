@@ -42,7 +42,7 @@ from .data.batch import Batch, SplitSequences
 from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.objective import Objective
-from .micro_batch import PooledCounts, StepCounts, forward_of, loss_sums, weigh_losses
+from .micro_batch import PooledCounts, StepCounts, figure_names, forward_of, loss_sums, weigh_losses
 
 
 def pipelined_gradients(
@@ -320,9 +320,8 @@ class PipelinedStep(_Run):
     ):
         super().__init__(model, batches, at)
         self.counts, self.weights, self.objective = counts, weights, objective
-        self.losses = torch.zeros(
-            3 + (0 if objective is None else len(objective.figures)), dtype=torch.float64, device=self.device
-        )
+        num_figures = len(figure_names(weights, objective))
+        self.losses = torch.zeros(3 + num_figures, dtype=torch.float64, device=self.device)
         self.done: dict[tuple[int, int], _Done] = {}
         self.has_gradients = False
         self.num_experts = moe_shape(model).num_experts
@@ -375,7 +374,7 @@ class PipelinedStep(_Run):
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
         num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
-        forward = forward_of(batch, self.has_router_losses, by_token=self.objective is not None)
+        forward = forward_of(batch, self.has_router_losses, by_token=self.objective is not None, drafts=True)
         forward.weight_gradients = self.pipeline.later
         forward.stage = StageForward(
             self.stages,
@@ -402,9 +401,9 @@ class PipelinedStep(_Run):
         assert forward.targets is not None
         of_layers = sums.by_layer() if self.has_router_losses else []
         counts = PooledCounts(of_layers, self.weights, self.pipeline.mesh.stage_group)
-        loss_sum, figures = loss_sums(self.model, gave.logits, batch, forward.targets, self.objective)
+        loss = loss_sums(self.model, gave.logits, batch, forward.targets, self.objective)
         over = self.counts.over(action.micro_batch)
-        found = weigh_losses(loss_sum, of_layers, self.routing, self.weights, over, counts, figures)
+        found = weigh_losses(loss, of_layers, self.routing, self.weights, over, counts)
         self.losses += found.values()
         self.done[stage, action.micro_batch] = _Done(received, [found.total(self.weights)])
 

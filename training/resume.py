@@ -163,9 +163,11 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
             f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
         )
         raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
-    taught, is_taught = bool(settings.get("teacher")), bool(config.teacher)
-    if taught != is_taught:
-        there, here = ("--teacher" if given else "no --teacher" for given in (taught, is_taught))
+    for name in ("teacher", "train_mtp"):
+        began, is_asked = bool(settings.get(name)), bool(getattr(config, name))
+        if began == is_asked:
+            continue
+        there, here = (flag_of(name) if given else f"no {flag_of(name)}" for given in (began, is_asked))
         raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
     frozen = settings["freeze"]
     if sorted(frozen) != sorted(config.freeze):

@@ -28,7 +28,7 @@ from .data.batch import Batch
 from .divergence import with_divergence
 from .loss.balance import BiasUpdate, LossWeights
 from .loss.objective import Objective
-from .micro_batch import StepCounts, count_step, losses_of
+from .micro_batch import StepCounts, count_step, figure_names, losses_of
 from .pipelined import pipelined_gradients
 
 NO_TARGETS = "there is no token to predict on any rank: every label is -100"
@@ -46,7 +46,7 @@ class StepResult:
         tokens: without padding.
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
-        figures: what a loss of your own gives beside itself, by name.
+        figures: what a loss of your own gives beside itself, by name; with --train-mtp `mtp_loss`.
         pairs, routing, is_stopping, counted: for `Engine.update` and the loop, and no part of the public interface:
             pairs of tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see
             `seen_pairs`); this rank's part of the routing; whether any rank was asked to stop; what the loss is divided
@@ -152,7 +152,7 @@ def step_gradients(
         at: is told what comes next in a pipeline.
         objective: a loss of one's own, in place of the cross-entropy.
     """
-    counts, names = count_step(model, batches, objective), () if objective is None else objective.figures
+    counts, names = count_step(model, batches, objective), figure_names(weights, objective)
     if pipeline_of(model) is not None:
         return Gradients(*pipelined_gradients(model, batches, counts, weights, at, objective), counts, names)
     losses = torch.zeros(3 + len(names), dtype=torch.float64, device=batches[0].tokens_BS.device)

@@ -19,6 +19,7 @@ from ...moe.experts.layout import ExpertParameter
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.hf_model.family_exceptions import SHARING_OUT
+from ...moe.hf_model.mtp import mtp_of, shared_with_mtp
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.state import StateTensor, saved_state, state_of
 from ...sharding.topology import rows_of
@@ -80,6 +81,19 @@ class Matched:
     untrained: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
 
+    def renamed(self, on_disk: Mapping[str, str]) -> "Matched":
+        """The same, with the tensors' names replaced by those `on_disk`, where that has them."""
+
+        def called(name: str) -> str:
+            return on_disk.get(name, name)
+
+        return Matched(
+            {called(name): regions for name, regions in self.tensors.items()},
+            {called(name): regions for name, regions in self.tied_copies.items()},
+            [called(name) for name in self.untrained],
+            {called(name): problem.replace(name, called(name)) for name, problem in self.problems.items()},
+        )
+
 
 class Names:
     """The names of a model from `build_model`, sharded or not.
@@ -91,6 +105,7 @@ class Names:
         buffers: which are no parameters, and are never rounded.
         shape: of its MoE layers. num_moe_layers: how many there are.
         aliases: further names of tied parameters, and the name that each has in `parameters`.
+        shared_with_mtp: those of them by which a layer for multi-token prediction repeats embedding and head.
         experts_transposed: whether their experts' matrices lie transposed in transformers' tensors.
     """
 
@@ -108,6 +123,9 @@ class Names:
         self.aliases = {
             alias: names[0] for names in _shared(model).values() for alias in names[1:] if names[0] in self._targets
         }
+        self._mtp, self._layers = mtp_of(model), _layers_path(model)
+        self.shared_with_mtp = {} if self._mtp is None else shared_with_mtp(model)
+        self.aliases |= {alias: self.aliases.get(name, name) for alias, name in self.shared_with_mtp.items()}
         self._computed = {name for name, part in state_of(model).items() if not part.persistent}
         self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self._beyond = _layers_beyond(model)
@@ -158,6 +176,12 @@ class Names:
 
     def match(self, found: Mapping[str, Shape]) -> Matched:
         """Which of the model's rows stand where in tensors on disk of these names and shapes."""
+        if self._mtp is None:
+            return self._match(found)
+        on_disk = {self._mtp.ours(name, self._layers): name for name in found}
+        return self._match({ours: found[name] for ours, name in on_disk.items()}).renamed(on_disk)
+
+    def _match(self, found: Mapping[str, Shape]) -> Matched:
         from transformers.core_model_loading import dot_natural_key
 
         matched = Matched()
@@ -347,10 +371,14 @@ def _shared(model: Any) -> dict[int, list[str]]:
     return names
 
 
+def _layers_path(model: Any) -> str:
+    layers = decoder_layers(model)
+    return next(path for path, module in model.named_modules() if module is layers)
+
+
 def _layers_beyond(model: Any) -> re.Pattern[str] | None:
     """Names in the layers for multi-token prediction, which checkpoints number on from the last decoder layer."""
-    layers = decoder_layers(model)
-    path = next(path for path, module in model.named_modules() if module is layers)
+    layers, path = decoder_layers(model), _layers_path(model)
     extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None)
     if not isinstance(extra, int) or extra < 1:
         return None

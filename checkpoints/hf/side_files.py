@@ -92,7 +92,7 @@ def copy_side_files(
     if source.rope is not None:
         config = source.rope.apply(config)
     if drop_untrained:
-        config = without_untrained(config, source.config)
+        config = without_untrained(config, source.config, keeps_predictors=source.mtp is not None)
     if source.is_untied:
         config = _with(config, source.config, tie_word_embeddings=False)
     if source.vocab_size is not None:

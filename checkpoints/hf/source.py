@@ -30,6 +30,7 @@ from .reader import ParameterReader, SafetensorsReader
 from .untrained_tensors import summary
 
 if TYPE_CHECKING:
+    from ...moe.hf_model.mtp import PublishedMTP
     from ...moe.hf_model.rope import RopeChange
     from .names import Names
 
@@ -57,6 +58,7 @@ class ModelSource:
             model's own tokenizer lacks.
         answer_ends: tokens with which the model has learned to end an answer, which are to end generation where it is
             written.
+        mtp: the layer for multi-token prediction that is trained along; None: there is none, or it is carried over.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class ModelSource:
     answer_ends: tuple[int, ...] = ()
     vocab_size: int | None = None
     new_tokens: tuple[int, ...] = ()
+    mtp: PublishedMTP | None = None
 
     @cached_property
     def generation_ends(self) -> list[int]:
@@ -107,7 +110,7 @@ class ModelSource:
         if self.vocab_size is not None:
             found = deepcopy(found)
             found.get_text_config().vocab_size = self.vocab_size
-        return found
+        return found if self.mtp is None else self.mtp.with_layer(found)
 
     @cached_property
     def rope(self) -> RopeChange | None:
@@ -147,16 +150,48 @@ class ModelSource:
             ExpertMeshError: it cannot be built; the message names config.json.
         """
         from ...moe.hf_model.build import build_model
+        from ...moe.hf_model.mtp import add_mtp
         from ...moe.hf_model.rope import check_rope
 
         try:
             model = build_model(self.config, attn_implementation)
             if self.rope_scaling is not None:
                 check_rope(model, self.rope_scaling)
+            if self.mtp is not None:
+                add_mtp(model, self.mtp)
             return model
         except ExpertMeshError as error:
             file = self.path / "config.json"
             raise ExpertMeshError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+
+    def training_mtp(self, names: Iterable[str] | None = None) -> ModelSource:
+        """The same, with the checkpoint's layer for multi-token prediction in the model.
+
+        Args:
+            names: of all tensors in Hugging Face form; None: those in the directory's files.
+
+        Raises:
+            ExpertMeshError: there is no such layer, or it cannot be trained (see `find_mtp`).
+        """
+        from ...moe.hf_model.mtp import find_mtp
+
+        if self.vocab_size is not None:
+            raise ExpertMeshError(
+                "--train-mtp: does not work with --add-tokens or --resize-vocab where the model gets new rows, which "
+                "the layer's copies of embedding and head would lack; leave out one of them"
+            )
+        if names is None:
+            if not any((self.path / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
+                raise ExpertMeshError(
+                    f"--train-mtp: {self.path} is not in Hugging Face form, and EP shards only carry the layer over; "
+                    "give the model that they were made of"
+                )
+            names = read_headers(self.path)
+        try:
+            mtp = find_mtp(names, replace(self, mtp=None).text_config.num_hidden_layers)
+        except ExpertMeshError as error:
+            raise ExpertMeshError(f"{self.path}: {error}") from error
+        return replace(self, mtp=mtp)
 
     @cached_property
     def names(self) -> Names:

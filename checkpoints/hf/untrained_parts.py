@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .untrained_tensors import by_module
@@ -15,12 +16,13 @@ _PREDICTORS = re.compile(r"(\w+_)?(nextn|mtp)(_\w+)?_(layers|modules|heads)|use_
 """Settings that say how many layers for multi-token prediction there are, or whether."""
 
 
-def without_untrained(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def without_untrained(raw: Mapping[str, Any], config: Any, keeps_predictors: bool = False) -> dict[str, Any]:
     """A config.json that claims no more than the causal language model which is trained: of one with several parts, the
     text part, where transformers has a class for it; and no layers for multi-token prediction.
 
     Args:
         config: transformers' object for it.
+        keeps_predictors: whether a layer for multi-token prediction is trained.
     """
     from ...moe.hf_model.build import model_class
 
@@ -34,7 +36,7 @@ def without_untrained(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
             own["tie_word_embeddings"] = text.tie_word_embeddings
         raw = {"architectures": [causal.__name__], **kept, **own, "model_type": text.model_type}
         raw["architectures"] = [causal.__name__]
-    return _without_predictors(raw)
+    return dict(raw) if keeps_predictors else _without_predictors(raw)
 
 
 def _without_predictors(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None
 
     lacking = without_tensors = None
     others = {tensor.name for tensor in checkpoint.carried}
-    whole = whole_model(checkpoint.source.config)
+    whole = whole_model(replace(checkpoint.source, mtp=None).config)
     if whole is not None:
         found = [tensor.name for tensor in checkpoint.exported] + sorted(others)
         targets = _targets(whole, found, checkpoint.names.shape.num_experts)
@@ -83,7 +85,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None
             told = by_module([min(same) for same in missing], targets)
             lacking = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
     predictors = list(_predictors(raw))
-    if predictors and all(checkpoint.names.is_computed(name) for name in others):
+    if predictors and checkpoint.source.mtp is None and all(checkpoint.names.is_computed(name) for name in others):
         without_tensors = f"layers for multi-token prediction that config.json names: {', '.join(predictors)}"
     return lacking, without_tensors
 

@@ -58,6 +58,9 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
     for file, described in marker["files"].items():
         check_file(path, file, described)
     source = open_source(path / "model")
+    if marker["settings"].get("train_mtp"):
+        with well_formed(path / MARKER):
+            source = source.training_mtp([str(entry["name"]) for entry in marker["exported"]])
     names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors = []

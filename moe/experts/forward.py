@@ -39,6 +39,19 @@ class Targets:
     top_k: int = 0
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What a layer for multi-token prediction is told of a batch (see `training.loss.mtp`).
+
+    tokens_BS: int64, the next token of the same sample; 0 where there is none. targets: the one after that, where it is
+        to be learned. num_targets: of each rank that shares the sequences, where they are split.
+    """
+
+    tokens_BS: Tensor
+    targets: Targets
+    num_targets: tuple[int, ...] = ()
+
+
 @dataclass(eq=False)
 class Forward:
     """Current within `with forward:`, for one call of a model or of some of its layers.
@@ -49,6 +62,7 @@ class Forward:
         is_token_BS: bool, False for padding, which is not routed; None where there is none. If it is None, a model that
             is called with a 2-D `attention_mask` takes it from there.
         targets: the targets for the head's loss; None: the head returns logits.
+        ahead: for a layer for multi-token prediction; None: it is not run. drafts_BSD: what it gave, for the head.
         split: the sequences of which each rank of a context-parallel group holds a part (`training.data.
             SplitSequences`); None: they are complete.
         segments: lengths of the samples, and of the padding behind them, of complete sequences, one sequence after the
@@ -74,6 +88,8 @@ class Forward:
 
     is_token_BS: Tensor | None = None
     targets: Targets | None = None
+    ahead: Ahead | None = None
+    drafts_BSD: Tensor | None = None
     split: Any = None
     segments: tuple[int, ...] | None = None
     layout: Any = None
@@ -105,6 +121,7 @@ class Forward:
         whose graph will hold it. May be current more than once, one time after the other."""
         return Forward(
             self.is_token_BS,
+            ahead=self.ahead,
             split=self.split,
             segments=self.segments,
             layout=self.layout,

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.hf_model.build import fp32_parameters, without_computing
+from ...moe.hf_model.mtp import final_norm, mtp_of
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
 from .balance import crossing
@@ -183,6 +184,13 @@ def survey(model: Any, compute_dtype: torch.dtype) -> Survey:
         if parameter in around and 0 in uses.get(name, ()):
             # the code around the layers, which every stage runs, computes with it
             uses[name] |= set(range(len(layers) + 1))
+    if (mtp := mtp_of(model)) is not None:
+        # a forward without targets only passes through the layer
+        for name, parameter in model.named_parameters():
+            if parameter in {model.get_input_embeddings().weight, final_norm(model).weight}:
+                uses[name] |= {mtp.number}
+        flops[mtp.number] += flops[mtp.like] - _expert_flops(layers[mtp.like])
+        flops[-1] *= 2
     return Survey(type(model).__name__, path, len(layers), uses, frozenset(first.skips), given, outside, tuple(flops))
 
 

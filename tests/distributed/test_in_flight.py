@@ -25,6 +25,7 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import (
     Denominators,
+    LossSums,
     PooledCounts,
     forward_of,
     routing_of,
@@ -192,7 +193,7 @@ def _forward(model: Any, batch: Batch, name: str, queue: Any) -> tuple[Tensor, d
     loss_sum = token_loss_sum(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
     counts = PooledCounts(stats, WEIGHTS, None)
-    losses = weigh_losses(loss_sum, stats, routing_of(stats), WEIGHTS, over, counts)
+    losses = weigh_losses(LossSums(loss_sum), stats, routing_of(stats), WEIGHTS, over, counts)
     routing = losses.routing
     figures = (losses.values(), routing.counts_LE, routing.entropy_L, routing.rows_computed_L)
     return losses.total(WEIGHTS), dict(zip(("losses", "counts", "entropies", "rows"), figures, strict=True))

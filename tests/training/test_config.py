@@ -33,6 +33,7 @@ GROUPS = (
     *(
         "Optimizer",
         "MoE routing",
+        "Multi-token prediction",
         "LoRA and freezing",
         "Evaluation",
         "Checkpoints and export",
@@ -247,6 +248,7 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
     needed = [*needed, "--task=kto"] if "desirable" in name else needed
     if name.startswith("teacher"):
         needed = [*WITH[:-1], "--teacher=d"]
+    needed = ["--train-mtp"] if name == "mtp_detach" else needed
     config = parse_config([*NEEDED, *needed, given])
     assert config.without_effect == []
     assert config.settled() is config

@@ -19,7 +19,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.evaluate import Best
 from expertmesh.training.loop import _had_enough
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import Denominators, PooledCounts, weigh_losses
+from expertmesh.training.micro_batch import Denominators, LossSums, PooledCounts, weigh_losses
 from expertmesh.training.monitoring.nonfinite import MAX_SKIPPED_IN_A_ROW, NonFiniteGuard
 from expertmesh.training.step import StepResult, after_update
 from tests.tiny import in_memory, tiny_config
@@ -30,7 +30,8 @@ def test_losses_of_a_micro_batch_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "all_reduce", mock.Mock())
     stats = [RouterStats(torch.tensor([3, 1]), torch.tensor([2.5, 1.5]), torch.tensor(6.0), None, 4)]
     over, weights = Denominators(3, 4, 8, 2), LossWeights(0.5, 0.25)
-    found = weigh_losses(torch.tensor(6.0), stats, routing_of(stats), weights, over, PooledCounts(stats, weights, None))
+    counts = PooledCounts(stats, weights, None)
+    found = weigh_losses(LossSums(torch.tensor(6.0)), stats, routing_of(stats), weights, over, counts)
     balance = 2 * (3 / 4 * 2.5 / 4 + 1 / 4 * 1.5 / 4) / 2
     assert found.values().tolist() == pytest.approx([2.0, balance, 6 / 8])
     assert found.total(weights).item() == pytest.approx(2.0 + 0.5 * balance + 0.25 * 6 / 8)

@@ -17,8 +17,9 @@ def padding_of(model: Any, config: TrainConfig, device_type: str) -> Padding:
     rounded up there. Not in packed sequences, which are almost all of one length; not where the model's rotary
     positions depend on the length, as results would; and not beyond the positions that the model has.
     """
+    looks_ahead = config.train_mtp > 0
     is_sdpa = model.config._attn_implementation == "sdpa" and not config.packing
     if device_type != "cuda" or not is_sdpa or any(looks_for_longest(module) for module in model.modules()):
-        return Padding()
+        return Padding(looks_ahead=looks_ahead)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Padding(_MULTIPLE, positions if isinstance(positions, int) else None)
+    return Padding(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead)

@@ -145,6 +145,10 @@ class LoadSettings(TypedDict, total=False):
     router_warn_steps: int
     router_warn_load: float | None
 
+    # Layers for multi-token prediction.
+    train_mtp: float | bool
+    mtp_detach: bool
+
     # What of the model is trained, and what the rest is held in.
     adapter: Adapter
     lora_rank: int

@@ -649,6 +649,41 @@ class RoutingSettings:
     )
 
 
+MTP_WEIGHT = 0.1
+"""Of the loss of multi-token prediction: that of the later part of DeepSeek-V3's training (arXiv 2412.19437, 4.2), and
+Megatron-LM's default."""
+
+
+def _mtp_weight(text: str) -> float:
+    """In YAML it may be a switch too."""
+    switch = {"true": MTP_WEIGHT, "false": 0.0}.get(text.lower())
+    return float(text) if switch is None else switch
+
+
+@dataclass
+class MTPSettings:
+    """Layers for multi-token prediction, which draft tokens for speculative decoding."""
+
+    GROUP = "Multi-token prediction"
+
+    train_mtp: float = _flag(
+        0.0,
+        "Also train the checkpoint's layer for multi-token prediction (MTP), with this weight of its loss "
+        f"({MTP_WEIGHT} if none is given). Without it, the layer is copied unchanged to the export",
+        type=_mtp_weight,
+        nargs="?",
+        const=MTP_WEIGHT,
+        metavar="WEIGHT",
+        least=0,
+    )
+    mtp_detach: bool = _flag(
+        True,
+        "The loss of --train-mtp trains its layer alone, so that all else learns as without it. Off: it trains the "
+        "whole model, embedding and head included",
+        needs=Needs("--train-mtp", lambda config: config.train_mtp > 0),
+    )
+
+
 @dataclass
 class AdapterSettings:
     """What of the model is trained, and what the rest is held in."""

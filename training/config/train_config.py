@@ -29,6 +29,7 @@ from .settings import (
     LogSettings,
     MemorySettings,
     ModelSettings,
+    MTPSettings,
     Needs,
     OptimizerSettings,
     ParallelSettings,
@@ -46,6 +47,7 @@ class TrainConfig(
     CheckpointSettings,
     EvaluationSettings,
     AdapterSettings,
+    MTPSettings,
     RoutingSettings,
     OptimizerSettings,
     ScheduleSettings,
@@ -148,6 +150,8 @@ class TrainConfig(
                 "--dense-precision fp8: does not work with --async-tp, which overlaps only bf16 GEMMs; "
                 "leave out one of them"
             )
+        if self.train_mtp > 0:
+            self._check_mtp()
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError(
                 "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them"
@@ -177,6 +181,17 @@ class TrainConfig(
             )
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
+
+    def _check_mtp(self) -> None:
+        """Refuse what does not go together with a layer for multi-token prediction."""
+        for flag, is_given, why in (
+            ("--adapter lora", self.adapter != "none", "PEFT has no module for an adapter of the layer"),
+            (f"--task {self.task}", self.task != "sft", "the layer learns tokens of samples, not preferences"),
+            ("--teacher", bool(self.teacher), "a student's loss is of its own kind"),
+            ("--compile", self.compile, "the layer is not among what is compiled"),
+        ):
+            if is_given:
+                raise ExpertMeshError(f"--train-mtp: does not work with {flag}: {why}; leave out one of them")
 
     @property
     def sequences_per_row(self) -> int:

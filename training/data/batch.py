@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...moe.experts.forward import Ahead, Targets
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.context_parallel import CPGroup
 from .samples import Sample
@@ -43,10 +44,12 @@ class SplitSequences:
 @dataclass(frozen=True)
 class Padding:
     """The lengths that sequences are padded to: that of a batch's longest one, rounded up to a `multiple`, but not
-    beyond `limit`. Padding has no loss and is not routed."""
+    beyond `limit`. Padding has no loss and is not routed. looks_ahead: whether batches have what a layer for
+    multi-token prediction is told."""
 
     multiple: int = 1
     limit: int | None = None
+    looks_ahead: bool = False
 
     def length(self, longest: int) -> int:
         rounded = -(-longest // self.multiple) * self.multiple
@@ -160,6 +163,7 @@ class Batch:
     split: what is to be known of the full sequences, where this is a part of each.
     for_loss: what a loss of one's own gets of it; None: the loss is the cross-entropy.
     mismatched: of labelled answers, the same prompts before answers to others (see `training.divergence`).
+    ahead: for a layer for multi-token prediction; None where there is none.
     """
 
     tokens_BS: Tensor
@@ -174,6 +178,7 @@ class Batch:
     split: SplitSequences | None = None
     for_loss: LossBatch | None = None
     mismatched: "Batch | None" = None
+    ahead: Ahead | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
@@ -204,6 +209,9 @@ class Batch:
             changed["for_loss"] = self.for_loss.moved(move)
         if self.mismatched is not None:
             changed["mismatched"] = self.mismatched._moved(move)
+        if self.ahead is not None:
+            targets = Targets(move(self.ahead.targets.targets_BS), move(self.ahead.targets.index_N))
+            changed["ahead"] = replace(self.ahead, tokens_BS=move(self.ahead.tokens_BS), targets=targets)
         return replace(self, **changed)
 
 
@@ -262,7 +270,7 @@ def collate(
             start = end
     if is_weighted:
         loss_inputs = LossInputs(by_target_BS={WEIGHT: weights_BS})
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs)
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs, padding.looks_ahead)
 
 
 def collate_rows(
@@ -385,7 +393,9 @@ def batch_of(
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
         given_inputs = LossInputs(by_sample, by_target, place_BS)
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, given_inputs)
+    return _batch(
+        tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, given_inputs, padding.looks_ahead
+    )
 
 
 _PLACE = "labels"
@@ -490,6 +500,7 @@ def _batch(
     lengths: Sequence[Sequence[int]],
     cp_group: CPGroup | None,
     loss_inputs: LossInputs | None = None,
+    looks_ahead: bool = False,
 ) -> Batch:
     """A batch of full sequences, padded on the right to a length that `_length` gives.
 
@@ -500,6 +511,7 @@ def _batch(
     length = tokens_BS.shape[1]
     is_packed = any(len(samples) > 1 for samples in lengths)
     split, run, is_target_BS = None, slice(0, length), targets_BS != IGNORED
+    ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if looks_ahead else None
     if cp_group is not None:
         if not is_packed:
             # padding takes the last position that a token has: what looks for the longest sequence must find it
@@ -529,7 +541,27 @@ def _batch(
         _spans(lengths, run),
         split,
         for_loss,
+        ahead=ahead,
     )
+
+
+def _ahead(
+    tokens_BS: Tensor, positions_BS: Tensor, is_token_BS: Tensor, targets_BS: Tensor, cp_group: CPGroup | None
+) -> Ahead:
+    """What a layer for multi-token prediction is told, of the positions that are here.
+
+    Args:
+        positions_BS: each within its own sample. The others are of full sequences too.
+    """
+    following = torch.nn.functional.pad(is_token_BS[:, 1:] & (positions_BS[:, 1:] > 0), (0, 1))
+    next_BS = torch.nn.functional.pad(tokens_BS[:, 1:], (0, 1)).where(following, 0)
+    after_BS = _shifted(targets_BS).where(following, IGNORED)
+    num_targets: tuple[int, ...] = ()
+    if cp_group is not None:
+        by_rank = [part.chunk(cp_group.size, dim=1) for part in (next_BS, after_BS)]
+        num_targets = tuple(int((part != IGNORED).sum()) for part in by_rank[1])
+        next_BS, after_BS = (parts[cp_group.index].contiguous() for parts in by_rank)
+    return Ahead(next_BS, Targets(after_BS, (after_BS.flatten() != IGNORED).nonzero().flatten()), num_targets)
 
 
 def _for_loss(

@@ -22,12 +22,14 @@ BIAS_RATE = 0.001
 class LossWeights:
     """Coefficients of the auxiliary losses; 0 leaves one out.
 
-    balance_per_layer: whether each layer is balanced by itself, not all of them pooled.
+    balance_per_layer: whether each layer is balanced by itself, not all of them pooled. mtp: of the loss of a layer for
+    multi-token prediction.
     """
 
     balance: float
     z: float
     balance_per_layer: bool = False
+    mtp: float = 0.0
 
     @property
     def of_routers(self) -> bool:
@@ -95,7 +97,9 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
             f"--router-aux-loss-coef {coefficient:g}: transformers' {type(model).__name__} has no balancing loss; "
             f"{instead}"
         )
-    weights = LossWeights(coefficient, config.router_z_loss_coef, config.router_aux_loss_per_layer)
+    weights = LossWeights(
+        coefficient, config.router_z_loss_coef, config.router_aux_loss_per_layer, mtp=config.train_mtp
+    )
     if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
         flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
         raise ExpertMeshError(

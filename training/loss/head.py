@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...moe.cpu.matmul import add_product, matmul, pad_rows
-from ...moe.experts.forward import Forward, Targets, current_forward
+from ...moe.experts.forward import Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import computes_on_cpu, takes_triton
@@ -59,6 +59,7 @@ class LossHead(nn.Linear):
         is_last: whether the model's logits are what this gave, as they were.
         vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is, which then is this
             rank's rows; `kind` says nothing then. None: it is not divided.
+        detaches_drafts: whether the loss of drafts (see `mtp`) gives the weight no gradient.
     """
 
     def __init__(self, head: nn.Linear, kind: str, is_last: bool):
@@ -68,38 +69,64 @@ class LossHead(nn.Linear):
         self.kind: str = kind
         self.is_last = is_last
         self.vocabulary: TPGroup | None = None
+        self.detaches_drafts = False
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         forward = current_forward()
-        if self.vocabulary is not None:
-            return self._of_divided(x_BSD, forward, self.vocabulary)
         if forward is None or forward.targets is None:
-            return super().forward(x_BSD)
+            if self.vocabulary is None:
+                return super().forward(x_BSD)
+            assert forward is None or forward.split is None, "logits are of sequences that all ranks have"
+            return complete_logits(x_BSD, *self._here(), self.vocabulary)
+        split: SplitSequences | None = forward.split
+        loss = self._of_targets(x_BSD, forward.targets, split, () if split is None else split.num_targets)
+        if forward.ahead is None:
+            return loss
+        assert forward.drafts_BSD is not None
+        ahead, drafts_BSD, forward.drafts_BSD = forward.ahead, forward.drafts_BSD, None
+        return torch.stack([loss, self._of_targets(drafts_BSD, ahead.targets, split, ahead.num_targets, is_draft=True)])
+
+    def _of_targets(
+        self,
+        x_BSD: Tensor,
+        targets: Targets,
+        split: SplitSequences | None,
+        num_targets: Sequence[int],
+        is_draft: bool = False,
+    ) -> Tensor:
+        """
+        Args:
+            num_targets: of each rank that shares sequences, where they are split.
+        """
+        weight, bias = self._here()
+        if is_draft and self.detaches_drafts:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        if self.vocabulary is not None:
+            assert self.is_last
+            assert split is not None
+            assert not targets.top_k
+            # the group is part of those that split sequences, and its ranks are adjacent
+            first = split.cp_group.index - self.vocabulary.index
+            of_group = num_targets[first : first + self.vocabulary.size]
+            of_divided = vocabulary_logprobs if targets.by_token else vocabulary_loss_sum
+            return of_divided(x_BSD, weight, bias, targets, self.vocabulary, of_group)
         if self.is_last:
-            targets = forward.targets
             by_token = full_logprobs if self.kind == "full" and targets.candidates_NK is None else token_logprobs
             compute = by_token if targets.by_token else LOSS_SUMS[self.kind]
             compute = top_logprobs if targets.top_k else compute
-            return compute(x_BSD, self.weight, self.bias, forward.targets)
-        return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
+            return compute(x_BSD, weight, bias, targets)
+        return super().forward(target_rows(x_BSD, targets)).unsqueeze(0)
 
-    def _of_divided(self, x_BLD: Tensor, forward: Forward | None, group: TPGroup) -> Tensor:
-        assert self.is_last
-        assert forward is None or forward.targets is None or not forward.targets.top_k
-        weight_vD, bias_v = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
-        if forward is None or forward.targets is None:
-            assert forward is None or forward.split is None, "logits are of sequences that all ranks have"
-            return complete_logits(x_BLD, weight_vD, bias_v, group)
-        # the group is part of those that split sequences, and its ranks are adjacent
-        split: SplitSequences = forward.split
-        first = split.cp_group.index - group.index
-        num_targets = split.num_targets[first : first + group.size]
-        compute = vocabulary_logprobs if forward.targets.by_token else vocabulary_loss_sum
-        return compute(x_BLD, weight_vD, bias_v, forward.targets, group, num_targets)
+    def _here(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias; where the vocabulary is divided, this rank's rows."""
+        if self.vocabulary is None:
+            return self.weight, self.bias
+        return local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
         """The loss, from what a forward with these targets has given as logits: a scalar or, with `by_token`, (N,)
-        log-probabilities, with candidates (N, 1 + K), or (N, 2, K) with `top_k` (see `top_logprobs`); fp32."""
+        log-probabilities, with candidates (N, 1 + K), or (N, 2, K) with `top_k` (see `top_logprobs`); fp32. With
+        drafts (2,): their loss behind it."""
         if self.is_last:
             return logits
         logits_NV = logits.squeeze(0).float()

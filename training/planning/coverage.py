@@ -11,6 +11,7 @@ from ..config.train_config import TrainConfig
 NOT_MODELLED = {
     "add_tokens": "the rows of new tokens are not in it",
     "resize_vocab": "the rows of new tokens are not in it",
+    "train_mtp": "the layer for multi-token prediction, and its loss, are not in it",
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",
     "compile": "the forecast is without it",
     "deterministic": "the forecast is of the faster kernels",
@@ -46,6 +47,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
         *("preference_loss", "preference_beta", "preference_sft_weight", "desirable_weight", "undesirable_weight"),
         "teacher_weight",
+        "mtp_detach",
         *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
     ),
     "a step is forecast as almost all of a run are": tuple(name for entry in OUR_OPTIMIZERS for name in entry.dry_run),
