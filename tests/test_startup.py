@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +91,16 @@ def test_help() -> None:
         assert max(map(len, said.splitlines())) <= 80
         assert "_" not in "".join(re.findall(r"--[\w-]+", said))
         assert not modules & HEAVY_FOR_HELP
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_idle_threads_sleep_unless_told_otherwise(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before torch is imported, which brings the library that reads it."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert train_ep.main(["--no-such-flag"]) == 2
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")
 
 
 def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ class RouterAlarm:
         layers = np.flatnonzero(has & (load_L > self._default_bound(num_experts)))
         if not len(layers):
             return None
-        first = layers[0]
-        more = f"; {len(layers) - 1} more layers collapsed too" if len(layers) > 1 else ""
+        first, others = layers[0], len(layers) - 1
+        more = f"; {others} more layer{'s' * (others > 1)} collapsed too" if others else ""
         return (
             f"router collapse: in {steps} steps, {dead_L[first]} of the {num_experts} experts of layer {first} got no "
             f"token, and expert {tokens_LE[first].argmax()} got {load_L[first]:.2f} times the mean{more}"
