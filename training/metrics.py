@@ -267,10 +267,10 @@ METRICS = [
         meaning="mean cross-entropy of what the layer for multi-token prediction drafts, unweighted; only with "
         "`--train-mtp`",
         of="steps",
-        value=lambda interval: interval.figure("mtp_loss"),
+        value=lambda interval: interval.figures.get("mtp_loss"),
         over_ranks="alike",
         is_logged=lambda interval: "mtp_loss" in interval.steps[0].figures,
-        console=lambda line: f"mtp loss {line['mtp_loss']:.4f}",
+        console=lambda line: f"mtp loss {line['mtp_loss'] or math.nan:.4f}",
         chart=Chart("Loss", label="multi-token prediction", smooth=True),
     ),
     *_of_preferences(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...moe.hf_model.mtp import mtp_of
 from ..config.train_config import TrainConfig
 from ..data.batch import Padding
 from .context_parallel_attention import looks_for_longest
@@ -17,7 +18,7 @@ def padding_of(model: Any, config: TrainConfig, device_type: str) -> Padding:
     rounded up there. Not in packed sequences, which are almost all of one length; not where the model's rotary
     positions depend on the length, as results would; and not beyond the positions that the model has.
     """
-    looks_ahead = config.train_mtp > 0
+    looks_ahead = mtp_of(model) is not None
     is_sdpa = model.config._attn_implementation == "sdpa" and not config.packing
     if device_type != "cuda" or not is_sdpa or any(looks_for_longest(module) for module in model.modules()):
         return Padding(looks_ahead=looks_ahead)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ...moe.experts.model_layers import moe_layers
 from ...moe.experts.router_stats import Routing
+from ...moe.hf_model.mtp import mtp_of
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 
@@ -97,9 +98,9 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
             f"--router-aux-loss-coef {coefficient:g}: transformers' {type(model).__name__} has no balancing loss; "
             f"{instead}"
         )
-    weights = LossWeights(
-        coefficient, config.router_z_loss_coef, config.router_aux_loss_per_layer, mtp=config.train_mtp
-    )
+    # a dry run's model is made of config.json alone, and has no layer for multi-token prediction
+    mtp = 0.0 if mtp_of(model) is None else config.train_mtp
+    weights = LossWeights(coefficient, config.router_z_loss_coef, config.router_aux_loss_per_layer, mtp)
     if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
         flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
         raise ExpertMeshError(
