@@ -194,8 +194,10 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
     noun = "pair" if isinstance(samples, Pairs) else "sample"
     packed = f" packed into {_plural(len(inputs.training), 'sequence')}" if inputs.training.groups is not None else ""
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
+    of_stream = f"{_plural(len(inputs.stream.files), 'file')}, read while training; first: " if inputs.stream else ""
     return (
-        f"{_plural(len(samples), noun)}{packed}, {tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
+        f"{of_stream}{_plural(len(samples), noun)}{packed}, "
+        f"{tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
         f"trained), about {a_step:,.0f} per step"
         + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), noun)}")
     )
@@ -205,7 +207,9 @@ def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
     assert inputs.training is not None
     samples, held_out = inputs.training.samples, inputs.evaluation
     lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
-    lines += [f"chat template: {inputs.template}", f"tokenized samples are cached in {cache_directory()}"]
+    lines.append(f"chat template: {inputs.template}")
+    if inputs.stream is None:
+        lines.append(f"tokenized samples are cached in {cache_directory()}")
     for name, rows in (("samples", samples), ("evaluation samples", None if held_out is None else held_out.samples)):
         if rows is not None and (cut := int(rows.is_cut.sum())):
             lines.append(

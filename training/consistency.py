@@ -96,6 +96,8 @@ def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks:
             for name, rows in (("data", inputs.training), ("evaluation data", inputs.evaluation)):
                 if rows is not None:
                     facts[name] = samples_facts(rows.samples)
+            if inputs.stream is not None:
+                facts["data"] = inputs.stream.facts | facts["data"]
     remedy = "give all nodes the same files, in the same order"
     for name in ("data", "evaluation data"):
         mine = facts.get(name, {}) if _reads() else None

@@ -13,10 +13,11 @@ from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.torchrun import read_environment
 from .config.train_config import TrainConfig
 from .data.chat import set_chat_template
-from .data.data_files import parse_datasets
+from .data.data_files import RowSource, open_files, parse_datasets
 from .data.formats import Columns
-from .data.samples import DataOptions, Labelled, Sample, Samples, hold_out, load_samples, prompt_tokens
+from .data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from .data.sequences import Rows, make_rows
+from .data.stream import Stream
 
 _NUM_PROMPTS = 3
 
@@ -25,6 +26,7 @@ _NUM_PROMPTS = 3
 class Inputs:
     """template: which chat template the data are written in, in words. training, evaluation: None where there is none.
 
+    stream: what the data to train on are read from while they are, of which `training` is then the first window.
     saved_tokenizer: the tokenizer to be saved with the model, where it is not the source's own.
     """
 
@@ -33,6 +35,7 @@ class Inputs:
     template: str
     training: Rows | None
     evaluation: Rows | None
+    stream: Stream | None = None
 
 
 def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Inputs:
@@ -59,9 +62,9 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     if not config.dataset:
         return Inputs(tokenizer, tokenizer if config.has_own_tokenizer else None, template, None, None)
-    training, evaluation = _read_samples(config, tokenizer)
+    training, evaluation, stream = _read_samples(config, tokenizer)
     if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
-        _check_weighted(config)
+        check_weighted(config)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
     if tells and (unused := _without_effect(config, training)):
@@ -69,12 +72,12 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     if config.estimates_divergence:
         _check_prompts(training, evaluation)
-    rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
+    rows = stream.first.rows if stream else make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
-    return Inputs(tokenizer, saved, template, rows, held_out)
+    return Inputs(tokenizer, saved, template, rows, held_out, stream)
 
 
-def _check_weighted(config: TrainConfig) -> None:
+def check_weighted(config: TrainConfig) -> None:
     """
     Raises:
         ExpertMeshError: the loss is computed by what knows no weights.
@@ -92,7 +95,7 @@ def _check_weighted(config: TrainConfig) -> None:
         raise ExpertMeshError("--teacher: all its target tokens count alike; leave out the weights of the data")
 
 
-def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
+def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None, Stream | None]:
     columns = Columns(
         config.prompt_column,
         config.response_column,
@@ -114,13 +117,32 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         labelled=config.task == "kto",
     )
     _check_names_of_parts(config)
-    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
+    stream = _stream(config, tokenizer, options) if config.streaming else None
+    if stream is not None:
+        samples = stream.first.rows.samples
+    else:
+        samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
     if config.eval_ratio > 0:
-        return hold_out(samples, config.eval_ratio, config.seed)
+        return *hold_out(samples, config.eval_ratio, config.seed), stream
     if config.eval_dataset:
         options = replace(options, split=config.eval_dataset_split)
-        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
-    return samples, None
+        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed), stream
+    return samples, None, stream
+
+
+def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream:
+    """
+    Raises:
+        ExpertMeshError: a data set has a weight, or see `load_samples`.
+    """
+    check_fast("--dataset", tokenizer)
+    files: list[RowSource] = []
+    for spec in parse_datasets("--dataset", config.dataset):
+        if spec.weight is not None:
+            raise ExpertMeshError("--streaming: reads one data set after the other; leave out the weights of --dataset")
+        files += open_files("--dataset", spec.name, options.hub_config, options.split, options.sample_by)
+    size, seed = config.shuffle_buffer, config.seed
+    return Stream("--dataset", files, tokenizer, options, config.packing, size, seed)
 
 
 def _check_prompts(*parts: Samples | None) -> None:

@@ -23,13 +23,14 @@ from ..sharding.runtime.process import Ranks
 from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
 from .config.train_config import TrainConfig
-from .data.batch import Batch, Padding, collate_rows
-from .data.sequences import DataOrder, LabelledRows, Rows
+from .data.batch import Batch, Padding, collate, collate_rows
+from .data.sequences import DataOrder, LabelledRows, Rows, share_out
+from .data.stream import Stream, place_in
 from .divergence import of_evaluation
 from .engine import Engine, topology_of
 from .evaluate import Best, evaluate
 from .generate import generate
-from .inputs import Inputs, Prompts
+from .inputs import Inputs, Prompts, check_weighted
 from .loss.objective import WEIGHTED, Objective
 from .metrics import told_of
 from .model_setup.compiling import Compilation, compilation
@@ -91,6 +92,11 @@ class Run:
         assert self.inputs.training is not None
         return order_facts(self.config, self.inputs.training, self.order)
 
+    def stream_state(self, step: int) -> dict[str, int]:
+        """Where the stream of data stands before a step, for a checkpoint."""
+        stream = self.inputs.stream
+        return {} if stream is None else stream.place(step).state()
+
     def objective(self, rows: Rows | None) -> Objective | None:
         """What is minimised of these data in place of the plain cross-entropy, if anything."""
         if self.own_loss is not None:
@@ -138,6 +144,7 @@ def order_facts(config: TrainConfig, rows: Rows, order: DataOrder) -> dict[str, 
         "seed": order.seed,
         "packing": int(config.packing),
         "group_by_length": int(config.group_by_length),
+        "shuffle_buffer": config.shuffle_buffer if config.streaming else 0,
     }
 
 
@@ -197,6 +204,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             learning_rate = scheduler.get_last_lr()[0]
             with meter.waiting():
                 batches = next(following)
+            if run.inputs.stream is not None:
+                objective = WEIGHTED if batches[0].for_loss is not None else None
             with profiler.step(done):
                 result = engine.train_step(batches, watchdog.at, stop.is_asked, objective)
             guard.check(done, result)
@@ -237,7 +246,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                     check_replicas(run.model, engine.topology, run.ranks.device, done, numbers)
             if is_saving:
                 with meter.paused():
-                    _save(run, engine.progress(run.order_facts, best.state()))
+                    _save(run, engine.progress(run.order_facts | run.stream_state(done), best.state()))
             elif run.saver is not None and config.async_save:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
@@ -263,6 +272,8 @@ def _resume(run: Run, path: Path) -> Best:
     run.watchdog.at("reading the checkpoint", limited=False)
     progress = run.engine.load_state(path)
     check_order(progress.order, run.order_facts, run.config, path)
+    if run.inputs.stream is not None:
+        run.inputs.stream.begin = place_in(progress.order)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation (step {best.step}) was deleted")
@@ -307,12 +318,26 @@ def _batches(run: Run, first_step: int) -> Iterator[Iterator[list[Batch]]]:
 
 def _collated(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
+    if run.inputs.stream is not None:
+        return _streamed(run, run.inputs.stream, step)
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
     data, padding, own_loss = run.inputs.training, run.padding, run.own_loss
     if own_loss is None:
         return [collate_rows(data, forward, cp_group, padding) for forward in rows]
     inputs = own_loss.inputs.training.within(data, run.order.global_batch(step))
     return [collate_rows(data, forward, cp_group, padding, inputs(forward)) for forward in rows]
+
+
+def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
+    order, cp_group = run.order, run.engine.mesh.cp_group
+    entries = stream.batch(step, order.global_batch_size)
+    # alike on all ranks, which have all entries
+    is_weighted = any(rows.samples.is_weighted for rows, _ in entries)
+    if is_weighted:
+        check_weighted(run.config)
+    mine = share_out(entries, order.num_readers, order.per_device, run.engine.data_rank)
+    sequences = [[sequence for rows, number in part for sequence in rows.sequences(number)] for part in mine]
+    return [collate(part, cp_group, run.padding, is_weighted=is_weighted) for part in sequences]
 
 
 @contextmanager
@@ -381,7 +406,8 @@ def _saves_at(done: int, run: Run) -> bool:
 
 
 def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
-    epoch = round(done / run.order.steps_per_epoch, 4)
+    stream = run.inputs.stream
+    epoch = round(done / run.order.steps_per_epoch, 4) if stream is None else float(stream.place(done).epoch)
     metrics = {"step": done} | meter.metrics(run.engine.balance.weights, epoch, learning_rate)
     run.log.step(metrics)
 

@@ -116,7 +116,8 @@ def check_order(there: Mapping[str, int], here: Mapping[str, int], config: Train
     """
     may_change = ("rows", "tokens") if "data" in config.allow_changed else ()
     for name, value in there.items():
-        if here[name] != value and name not in may_change:
+        # beside these there is where a stream stands
+        if here.get(name, value) != value and name not in may_change:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {name.replace('_', ' ')} {value}, this one has "
                 f"{here[name]}; other batches would make it another run"

@@ -124,6 +124,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         print(folded("\n".join(lines)), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
+            if inputs.stream is not None:
+                print(f"note: --streaming: of the first {config.shuffle_buffer:,} records")
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
         return True
 

@@ -81,7 +81,11 @@ def ours(path: Path, settings: dict[str, Any]) -> Any:
     rows = make_rows(samples_of(path), engine.config.packing, CAPACITY, 0)
     order = DataOrder(len(rows), engine.data_size, 1, -(-len(rows) // engine.data_size), seed=0)
     run: Any = SimpleNamespace(
-        inputs=SimpleNamespace(training=rows), order=order, engine=engine, padding=engine.padding, own_loss=None
+        inputs=SimpleNamespace(training=rows, stream=None),
+        order=order,
+        engine=engine,
+        padding=engine.padding,
+        own_loss=None,
     )
     before = evaluate(engine.model, rows, 2, engine.mesh, engine.padding, WEIGHTED)
     result = compute_gradients(engine.model, _collated(run, 0), engine.balance.weights, WEIGHTED)

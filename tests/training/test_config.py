@@ -193,6 +193,14 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--load-best-model-at-end", "--load-best-model-at-end: needs evaluation data"),
         ("--gradient-checkpointing --keep-expert-products 2", "--gradient-checkpointing full stores no outputs"),
         ("--profile 5 --profile-ranks -1", "--profile-ranks -1: give numbers of ranks, or all"),
+        ("--streaming", "--streaming: the number of steps of an epoch is not known; give --max-steps"),
+        ("--streaming --num-train-epochs 2", "--streaming: the number of steps of an epoch is not known"),
+        ("--streaming --max-steps 5 --task dpo", "--task dpo: does not work with --streaming: the reference"),
+        ("--streaming --max-steps 5 --eval-ratio 0.1 --eval-steps 2", "--eval-ratio: does not work with --streaming"),
+        ("--streaming --max-steps 5 --group-by-length", "--group-by-length: does not work with --streaming"),
+        ("--streaming --max-steps 5 --prepare-only", "--prepare-only: does not work with --streaming"),
+        ("--streaming --max-steps 5 --dataset-num-proc 2", "--dataset-num-proc: does not work with --streaming"),
+        ("--streaming --max-steps 5 --eval-dataset e", "--streaming: evaluations follow no epochs; give --eval-steps"),
         ("--preview --prepare-only", "--preview and --prepare-only: give one of them"),
         ("--task dpo --weight-column w", "--weight-column is for supervised fine-tuning; leave it out with --task dpo"),
         ("--profile 5 --profile-ranks all 1", "--profile-ranks all 1: give numbers"),
@@ -249,6 +257,7 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
     if name.startswith("teacher"):
         needed = [*WITH[:-1], "--teacher=d"]
     needed = ["--train-mtp"] if name == "mtp_detach" else needed
+    needed = ["--streaming", "--max-steps=3"] if name == "shuffle_buffer" else needed
     config = parse_config([*NEEDED, *needed, given])
     assert config.without_effect == []
     assert config.settled() is config

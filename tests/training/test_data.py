@@ -576,7 +576,7 @@ def test_what_is_trained_and_evaluated_on(tmp_path: Path, tokenizer: Any) -> Non
     whole = [str(lay_out(tmp_path / "whole", {"a.jsonl": "a"}))]
     for evaluated, expected in ((both, "test"), (whole, "a")):
         config = TrainConfig(model="m", dataset=both, eval_dataset=evaluated, dataset_num_proc=1)
-        training, evaluation = _read_samples(config, tokenizer)
+        training, evaluation, _ = _read_samples(config, tokenizer)
         assert evaluation is not None
         assert (texts(tokenizer, training), texts(tokenizer, evaluation)) == (["train"], [expected])
 

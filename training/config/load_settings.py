@@ -60,6 +60,8 @@ class LoadSettings(TypedDict, total=False):
     max_seq_length: int
     packing: bool
     group_by_length: bool
+    streaming: bool
+    shuffle_buffer: int
     preview: bool
     prepare_only: bool
 

@@ -93,6 +93,7 @@ _SELECTIVE = Needs(
 )
 _LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
 _EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
+_STREAMS = Needs("--streaming", lambda config: config.streaming)
 _GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
 _SAVES = Needs("--save-steps 1 or more", lambda config: config.save_steps > 0)
 _RESUMES = Needs("--resume", lambda config: bool(config.resume))
@@ -228,6 +229,13 @@ class DataSettings:
     max_seq_length: int = _flag(1024, "Truncate samples to this many tokens; length of packed sequences", least=2)
     packing: bool = _flag(False, "Pack several samples into one sequence, each with its own positions and attention")
     group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing")
+    streaming: bool = _flag(
+        False,
+        "Read, tokenize and pack the data while training, without a cache; needs --max-steps. Every rank reads all",
+    )
+    shuffle_buffer: int = _flag(
+        10_000, "Records per window, within which samples are shuffled and packed", least=1, needs=_STREAMS
+    )
     preview: bool = _flag(
         False, "Print the first sequences as the model sees them and what the data contain, then exit"
     )

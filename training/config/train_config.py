@@ -82,6 +82,24 @@ class TrainConfig(
         self.check_checkpoints()
         self.check_profile()
         self._check_combinations()
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        why_not = {
+            f"--task {self.task}": (self.task != "sft", "the reference's log-probabilities are of a fixed set"),
+            "--teacher": (bool(self.teacher), "what it predicts is computed once, of a fixed set"),
+            "--eval-ratio": (self.eval_ratio > 0, "nothing can be held out of a stream; give --eval-dataset"),
+            "--group-by-length": (self.group_by_length, "lengths are not known; give --packing"),
+            "--prepare-only": (self.prepare_only, "nothing is kept in the cache"),
+            "--dataset-num-proc": (self.dataset_num_proc is not None, "each rank tokenizes by itself"),
+        }
+        for flag, (is_given, why) in why_not.items():
+            if self.streaming and is_given:
+                raise ExpertMeshError(f"{flag}: does not work with --streaming: {why}; leave it out")
+        if self.streaming and self.max_steps < 0:
+            raise ExpertMeshError("--streaming: the number of steps of an epoch is not known; give --max-steps")
+        if self.streaming and self.evaluates and not self.eval_steps:
+            raise ExpertMeshError("--streaming: evaluations follow no epochs; give --eval-steps")
 
     def _unmet(self) -> Iterator[tuple[Field[Any], Needs]]:
         """The settings that were asked for and have no effect beside the others, and what it would take."""

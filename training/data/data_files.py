@@ -73,12 +73,32 @@ def _parse_entry(flag: str, entry: str) -> DatasetSpec:
 @dataclass(frozen=True)
 class RowSource:
     """Where records come from. `version` changes whenever they do, so that nothing stale comes out of a cache. unread:
-    files beside them that could be read, and are not."""
+    files beside them that could be read, and are not. size: of what is read, in bytes; 0 where it is not known."""
 
     name: str
     version: str
     read: Callable[[], Iterator[PlacedRow]]
     unread: tuple[Path, ...] = ()
+    size: int = 0
+
+
+def open_files(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> list[RowSource]:
+    """What `open_rows` reads, file by file; of a hub dataset nothing is copied to disk.
+
+    Raises:
+        ExpertMeshError: as `open_rows`.
+    """
+    import datasets
+
+    path = Path(name)
+    if path.is_dir() and not _is_saved(path):
+        _, files, _ = split_files(flag, path, config, split, KINDS)
+        return [_files(flag, str(file), [file], sample_by) for file in files]
+    if path.exists() or not _is_hub_id(name):
+        return [open_rows(flag, name, config, split, sample_by)]
+    loaded = _load_hub(flag, name, partial(datasets.load_dataset, name, config or None, split=split, streaming=True))
+    parts = [loaded.shard(loaded.num_shards, number) for number in range(loaded.num_shards)]
+    return [_rows_of(f"{flag} {name}: file {number}", name, part) for number, part in enumerate(parts, start=1)]
 
 
 def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
@@ -93,13 +113,22 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
         return _directory(flag, path, config, split, sample_by)
     if path.exists():
         return _files(flag, name, [path], sample_by)
-    if path.suffix in KINDS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not _is_hub_id(name):
         raise ExpertMeshError(f"{flag} {name}: no such file or directory")
     return _hub(flag, name, config, split)
 
 
+def _is_hub_id(name: str) -> bool:
+    return Path(name).suffix not in KINDS and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def _is_saved(directory: Path) -> bool:
+    """By `datasets`."""
+    return (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file()
+
+
 def _directory(flag: str, directory: Path, config: str, split: str, sample_by: SampleBy) -> RowSource:
-    if (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file():
+    if _is_saved(directory):
         return _saved_by_datasets(flag, directory, split)
     name, files, unread = split_files(flag, directory, config, split, KINDS)
     return _files(flag, name, files, sample_by, unread)
@@ -123,7 +152,7 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
 
     # the time of the last change of any kind too: a copy may keep that of the content
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for file in files]
-    return RowSource(name, repr((stats, sample_by)), read, tuple(unread))
+    return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats))
 
 
 def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
@@ -143,14 +172,18 @@ def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
 def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
     import datasets
 
+    loaded = _load_hub(flag, name, partial(datasets.load_dataset, name, config or None, split=split))
+    return _rows_of(f"{flag} {name}", name, loaded)
+
+
+def _load_hub(flag: str, name: str, load: partial[Any]) -> Any:
     try:
-        loaded = datasets.load_dataset(name, config or None, split=split)
+        return load()
     except Exception as error:
         raise ExpertMeshError(
-            f"{flag} {name}: no such file or directory, and split {split!r} of a hub dataset with "
+            f"{flag} {name}: no such file or directory, and split {load.keywords['split']!r} of a hub dataset with "
             f"that name cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _rows_of(f"{flag} {name}", name, loaded)
 
 
 def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
@@ -159,7 +192,7 @@ def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
         for number, row in enumerate((row for batch in batches for row in _table_rows(batch)), start=1):
             yield f"{place}: record {number}", row
 
-    return RowSource(name, dataset._fingerprint, read)
+    return RowSource(name, getattr(dataset, "_fingerprint", ""), read)
 
 
 def _table_rows(table: Any) -> Iterator[dict[str, Any]]:

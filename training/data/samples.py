@@ -213,12 +213,20 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
             formats or does not fit the chat template, or nothing is left to learn.
     """
-    if not tokenizer.is_fast:
-        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, without token offsets; give a fast tokenizer")
+    check_fast(flag, tokenizer)
     specs = parse_datasets(flag, entries)
     sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
     parts = [_tokenised(source, flag, tokenizer, options) for source in sources]
     return _mix(flag, specs, parts, seed)
+
+
+def check_fast(flag: str, tokenizer: Any) -> None:
+    """
+    Raises:
+        ExpertMeshError: the tokenizer does not tell where a token stands in the text.
+    """
+    if not tokenizer.is_fast:
+        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, without token offsets; give a fast tokenizer")
 
 
 def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Samples]:
@@ -259,20 +267,27 @@ def _shuffled(number: int, seed: int) -> list[int]:
     return order
 
 
+def records_of(source: RowSource, flag: str, options: DataOptions) -> Iterator[dict[str, Any]]:
+    """What `samples_in_memory` takes of a file."""
+    return _records(source, flag, options)
+
+
+def samples_in_memory(records: list[dict[str, Any]], flag: str, tokenizer: Any, options: DataOptions) -> Samples | None:
+    """Samples of some records, which are in no cache; None where there is nothing to learn."""
+    from datasets import Dataset
+
+    rows = Dataset.from_list(records)
+    tokenize_batch, size = _tokenize_batch(tokenizer, options), _batch_size(rows)
+    tables = [tokenize_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+    table = {name: [value for part in tables for value in part[name]] for name in tables[0]}
+    tokens = Dataset.from_dict(table, features=_features(options))
+    name = f"{len(rows):,} records from {rows[0]['place'].removeprefix(flag).strip()}"
+    return _samples(rows, tokens, flag, name, options, ()) if any(table["num_targets"]) else None
+
+
 def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions) -> Samples:
     """One data set, without the samples that have nothing to learn."""
-    from datasets import Dataset, Features, Value
-    from datasets.features import List
-
-    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
-    lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
-    numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
-    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
-    if options.pairs:
-        numbers |= {name: Value("int32") for name in ("first", "first_targets")}
-    if options.labelled:
-        numbers |= {"first": Value("int32"), "prompt_hash": Value("int64")}
-        flags["is_desirable"] = Value("bool")
+    from datasets import Dataset
 
     kind = "labelled" if options.labelled else options.pairs
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
@@ -289,18 +304,43 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             batched=True,
             batch_size=_batch_size(rows),
             remove_columns=rows.column_names,
-            features=Features(lists | numbers | flags),
+            features=_features(options),
             num_proc=_workers(len(rows), options.num_workers),
             new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
             desc=f"tokenizing {source.name}",
         )
     except Exception as error:
         raise _own_error(error) from None
+    return _samples(rows, tokens, flag, source.name, options, source.unread)
+
+
+def _features(options: DataOptions) -> Any:
+    from datasets import Features, Value
+    from datasets.features import List
+
+    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
+    lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
+    numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
+    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
+    if options.pairs:
+        numbers |= {name: Value("int32") for name in ("first", "first_targets")}
+    if options.labelled:
+        numbers |= {"first": Value("int32"), "prompt_hash": Value("int64")}
+        flags["is_desirable"] = Value("bool")
+    return Features(lists | numbers | flags)
+
+
+def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions, unread: Sequence[Path]) -> Samples:
+    """The samples that have something to learn.
+
+    Args:
+        rows, tokens: what `_records` gave, and what became of it.
+    """
     targets, is_cut, is_empty = (_column(tokens, name) for name in ("num_targets", "is_cut", "is_empty"))
     learnable = targets.nonzero().flatten().tolist()
     if not learnable:
         raise ExpertMeshError(
-            f"{flag} {source.name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
+            f"{flag} {name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
         )
 
     def noted(which: Tensor) -> Noted | None:
@@ -309,7 +349,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
 
     ends = {end for chunk in tokens.data.column("ends").chunks for end in chunk.flatten().unique().to_pylist()}
     origin = Origin(
-        source.name,
+        name,
         rows[0]["format"],
         is_plain=bool(options.prompt_template) or rows[0]["is_plain"],
         rows=len(rows),
@@ -322,7 +362,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         too_long=noted((targets == 0) & (is_cut == 1)),
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
-        unread=Noted(len(source.unread), str(source.unread[0])) if source.unread else None,
+        unread=Noted(len(unread), str(unread[0])) if unread else None,
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
     return (Pairs if options.pairs else Labelled if options.labelled else Samples)(kept, [origin])

@@ -8,12 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .samples import Labelled, Pairs, Sample, Samples
+
+T = TypeVar("T")
 
 # transformers' LengthGroupedSampler sorts by length within as many batches
 _GROUPED_BATCHES = 50
@@ -207,7 +209,7 @@ class DataOrder:
         return share_out(self.global_batch(step), self.num_readers, self.per_device, reader)
 
 
-def share_out(rows: list[int], num_readers: int, per_device: int, reader: int) -> list[list[int]]:
+def share_out(rows: list[T], num_readers: int, per_device: int, reader: int) -> list[list[T]]:
     """The sequences of each micro-batch of one reader: dealt out in turn, so that none gets two more than another."""
     size = num_readers * per_device
     return [rows[start : start + size][reader::num_readers] for start in range(0, len(rows), size)]

@@ -20,6 +20,7 @@ NOT_MODELLED = {
     "profile": "the forecast is for steps without it",
     "debug_ranks": "the forecast is of a run without it",
     "weight_column": "the head's logits are taken to be computed once a step, and with weights they are computed twice",
+    "streaming": "the host's time to read and tokenize is not in it",
     "eval_dataset": "the forecast is of training steps; evaluations are not in it",
     "eval_ratio": "the forecast is of training steps; evaluations are not in it",
     "generate_steps": "the forecast is of training steps; generating is not in it",
@@ -39,7 +40,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "sequences are taken to be full, whatever is in them": (
         *("tokenizer", "dataset", "dataset_config", "dataset_split", "dataset_num_proc", "sample_by"),
         *("messages_column", "prompt_column", "response_column", "system_column", "text_column"),
-        *("chat_template", "prompt_template", "group_by_length"),
+        *("chat_template", "prompt_template", "group_by_length", "shuffle_buffer"),
     ),
     "all tokens are taken to be trained on, the most that there can be": ("train_on",),
     "one step is forecast, of however many": ("num_train_epochs", "max_steps"),

@@ -209,7 +209,9 @@ def _planned(
     padding: Padding,
 ) -> PlannedRun:
     rows = inputs.training
-    longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
+    longest = (
+        2 if rows is None else config.max_seq_length if config.packing or config.streaming else int(rows.lengths.max())
+    )
     longest = padding.within(config.max_seq_length).length(longest)
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # fp8 is what --expert-precision says
