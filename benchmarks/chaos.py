@@ -35,9 +35,11 @@ ROWS = 2_000
 """Of data. To tokenise as many as the demo has would take longer than a run."""
 FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
 """Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
+OF_PREFERENCES = ("rewards/chosen", "rewards/margins", "logps/rejected", "kl")
+"""The same, of a run with pairs or labelled answers."""
 OUTPUTS = {
     *("adapter", "checkpoints", "config.yaml", "environment.json", "finished.json", "hf"),
-    *("metrics.jsonl", "report.html"),
+    *("metrics.jsonl", "reference.safetensors", "report.html"),
 }
 CHECKPOINTS = re.compile(r"step-\d+")
 
@@ -74,6 +76,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument(
         "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
     )
+    parser.add_argument("--task", choices=("sft", "dpo", "kto"), default="sft", help="as train_ep.py's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=3600, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
@@ -81,6 +84,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
+        if arguments.task != "sft":
+            write_preferences(directory / "data.jsonl", arguments.task)
         print(
             f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, cp {arguments.cp_size}, "
             f"tp {arguments.tp_size}, {arguments.steps} steps, a checkpoint after each, {arguments.kills} kills, "
@@ -116,8 +121,21 @@ def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_
         "--tp-size", str(arguments.tp_size), "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
-        *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()),
+        *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()), "--task", arguments.task,
     ]  # fmt: skip
+
+
+def write_preferences(data: Path, task: str) -> None:
+    """Put in the place of prompts and responses pairs, whose rejected answer is the response in reverse, or labelled
+    answers, every second one in reverse."""
+    lines = []
+    for number, row in enumerate(map(json.loads, data.read_text().splitlines())):
+        answers = (row["response"], row["response"][::-1])
+        said = {"chosen": answers[0], "rejected": answers[1]}
+        if task == "kto":
+            said = {"completion": answers[number % 2], "label": number % 2 == 0}
+        lines.append(json.dumps({"prompt": f"{row['prompt']}\n", **said}) + "\n")
+    data.write_text("".join(lines))
 
 
 def launch(ranks: int, flags: list[str], restarts: int = 0) -> list[str]:
@@ -243,7 +261,7 @@ def is_complete(metrics: Path, undisturbed: Path) -> bool:
     """
     steps, expected = (
         [
-            {name: record[name] for name in FIGURES}
+            {name: record[name] for name in FIGURES} | {name: record.get(name) for name in OF_PREFERENCES}
             for record in map(json.loads, file.read_text().splitlines())
             if "loss" in record
         ]

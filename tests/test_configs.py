@@ -51,8 +51,8 @@ README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs?")
 FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
 OPTIMIZERS = {"adamw_torch_fused": "fp32 AdamW", "adamw_torch_8bit": "8-bit AdamW", "adamw_bf16": "all state in bf16"}
-LORA = "_lora"
-"""Ends the name of a recipe that trains adapters."""
+LORA, DPO = "_lora", "_dpo_lora"
+"""Ends of the name of a recipe that trains adapters, and of one of these on preference pairs."""
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
 FULL = [name for name in RECIPES if not name.endswith(LORA)]
 ADAPTERS = [name for name in RECIPES if name.endswith(LORA)]
@@ -94,7 +94,7 @@ def config_of(name: str, *flags: str) -> TrainConfig:
 
 
 def published(name: str) -> Path:
-    return PUBLISHED_CONFIGS / PUBLISHED[name.removesuffix(LORA)]
+    return PUBLISHED_CONFIGS / PUBLISHED[name.removesuffix(DPO).removesuffix(LORA)]
 
 
 def gpus_of(name: str) -> int:
@@ -216,7 +216,8 @@ def test_a_recipe_of_adapters_fits_its_model(name: str) -> None:
     assert (config.adapter, config.ep_size) == ("lora", gpus)
     assert f"Rank: {config.lora_rank} per expert. {shape.top_k} experts are active per token" in text
     assert f"rank {config.lora_rank * shape.top_k} of a dense layer" in text
-    assert config.learning_rate == pytest.approx(10 * config_of(name.removesuffix(LORA)).learning_rate)
+    of_all = 5e-7 if name.endswith(DPO) else config_of(name.removesuffix(LORA)).learning_rate
+    assert config.learning_rate == pytest.approx(10 * of_all)
     assert config.base_dtype == ("nf4" if "in nf4" in text else "bfloat16")
 
 
@@ -228,7 +229,7 @@ def check_batch(name: str, model: Any) -> None:
         apply_packing(model)
     ((positions, _),) = POSITIONS.findall(text)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name) // config.pp_size
-    assert f"{rows * config.max_seq_length:,}" == positions
+    assert f"{rows * config.max_seq_length * config.sequences_per_row:,}" == positions
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -274,7 +275,7 @@ def assert_stated(plan: Plan, stated: Forecast, now: str) -> None:
 def test_the_recipes_are_those_of_the_table() -> None:
     """Each has a row in the README of configs/, and each model a recipe of each kind."""
     assert sorted(PUBLISHED) == FULL
-    assert sorted(name + LORA for name in PUBLISHED) == sorted(ADAPTERS)
+    assert sorted(name + LORA for name in PUBLISHED) == sorted(name for name in ADAPTERS if not name.endswith(DPO))
     assert all(f"| `{file.name}` |" in README for file in CONFIGS)
 
 

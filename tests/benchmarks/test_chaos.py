@@ -1,6 +1,7 @@
 """A short form of the chaos benchmark: a run whose ranks are killed ends with the weights of one that is left alone."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,20 +13,30 @@ from benchmarks import chaos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "num_ranks"), [("cp", 2), pytest.param("pp", 4, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    ("axis", "num_ranks", "more"),
+    [
+        ("cp", 2, ""),
+        pytest.param("pp", 4, "", marks=pytest.mark.release),
+        pytest.param("ep", 2, "--task dpo --kills 20 --steps 60", marks=pytest.mark.release),
+        pytest.param("ep", 2, "--task kto --kills 3", marks=pytest.mark.release),
+    ],
+)
 def test_killed_ranks_lose_nothing(
     run_whole: Callable[[int, list[str]], chaos.Run],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     axis: str,
     num_ranks: int,
+    more: str,
 ) -> None:
     flags = ["--kills", "2", "--ranks", str(num_ranks), f"--{axis}-size", "2", "--steps", "12", "--timeout", "400"]
-    code = chaos.main([*flags, "--json", str(tmp_path / "figures.json")], run_whole)
+    code = chaos.main([*flags, *more.split(), "--json", str(tmp_path / "figures.json")], run_whole)
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["kills"] == 2
+    asked = re.findall(r"--kills (\d+)", more) or ["2"]
+    assert figures["kills"] == int(asked[0])
     assert figures["largest_weight_difference"] == 0.0
     assert figures["metrics_complete"]
     assert figures["left_behind"] == []

@@ -303,3 +303,19 @@ def test_a_teacher_costs_a_second_pass_of_the_head(
     # forward and two products of backward, beside a forward alone
     assert taught.pop("LM head, loss") == pytest.approx(without.pop("LM head, loss") * 4 / 3)
     assert taught == without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "sequences"), [("dpo", "2"), ("kto", "1")])
+def test_a_step_of_preferences(task: str, sequences: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It sends what a step of as many sequences sends: two of a pair, one of a labelled answer."""
+
+    def sent(*flags: str) -> tuple[str, list[str]]:
+        said = told(model, capsys, "--pp-size", "2", "--gradient-accumulation-steps", "3", *flags)
+        return said, [" ".join(line.split()) for line in said.splitlines() if line.startswith("all-to-all")]
+
+    said, found = sent("--task", task)
+    assert found == sent("--per-device-train-batch-size", sequences)[1] != []
+    assert ("--task kto: the forward pass of mismatched answers before each step is not modelled" in said) is (
+        task == "kto"
+    )
