@@ -100,8 +100,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_repeated_head_that_differs_is_refused(deepseek: Path, tmp_path: Path) -> None:
-    """Of its own it would have to be trained apart."""
+def test_a_repeated_head_that_differs_becomes_the_models_own(deepseek: Path, tmp_path: Path) -> None:
+    """It is out of date where a model was trained without its layer."""
     source = open_source(deepseek).training_mtp()
     checkpoint = open_checkpoint(source, source.names)
     copies = {copy.name for copy in checkpoint.tied_copies}
@@ -112,8 +112,13 @@ def test_a_repeated_head_that_differs_is_refused(deepseek: Path, tmp_path: Path)
     tensors = load_file(file)
     tensors["model.layers.3.shared_head.head.weight"] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ExpertMeshError, match=r"shared_head.head.weight differs from lm_head.*leave out --train-mtp"):
-        expertmesh.load(str(tmp_path / "other"), use_cpu=True, train_mtp=True)
+    engine = expertmesh.load(str(tmp_path / "other"), use_cpu=True, train_mtp=True)
+    engine.export(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == tensors.keys()
+    assert torch.equal(exported["model.layers.3.shared_head.head.weight"], tensors["lm_head.weight"])
+    original = load_file(deepseek / "model.safetensors")
+    assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
     torch.distributed.destroy_process_group()
 
 
