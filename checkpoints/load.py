@@ -130,8 +130,10 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
             target = shard.view(rows)
             repeated = as_tensor(reader.read(copy, region, rows), copy.dtype)
             if not torch.equal(target, repeated.to(target.device).to(target.dtype)):
-                f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
-                "set tie_word_embeddings to false in config.json"
+                raise ExpertMeshError(
+                    f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
+                    "set tie_word_embeddings to false in config.json"
+                )
 
 
 def _all_finite(tensor: Tensor) -> bool:
