@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..sharding.runtime.process import raise_together
-from ..sharding.state import sharded_parameters
+from ..sharding.state import new_tokens_of, sharded_parameters, token_rows_of
 from ..sharding.topology import Topology, rows_of
 from .files.dtypes import as_tensor
 from .files.tensors import overlap
@@ -39,6 +39,31 @@ def fill_new_rows(model: nn.Module, checkpoint: Checkpoint, topology: Topology, 
             if name in num_old and (mine := overlap(new, shard.rows)):
                 rows_ND = first_rows(checkpoint, name, new, seed)[mine.start - new.start : mine.stop - new.start]
                 shard.fill(mine, rows_ND.float().view(-1, *shard.row_shape))
+
+
+@torch.no_grad()
+def fill_token_rows(model: nn.Module, checkpoint: Checkpoint, topology: Topology, seed: int) -> None:
+    """Have rows of new tokens that are trained alone begin as the model has them. All ranks call it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when they cannot be read.
+    """
+    with raise_together():
+        parts = {name: part for name, part in token_rows_of(model).items() if part.is_here}
+        for name, shard in sharded_parameters(model, topology, parts).items():
+            module = name.rpartition(".")[0]
+            ids, weight = new_tokens_of(model, module), f"{module}.weight"
+            reader, num_old = checkpoint.file_reader(), checkpoint.rows_in_files[weight]
+            new = range(num_old, rows_of(checkpoint.names.parameters[weight]))
+            drawn_ND = first_rows(checkpoint, weight, new, seed)
+            for place in shard.rows:
+                value = drawn_ND[ids[place] - num_old] if ids[place] in new else None
+                if value is None:
+                    found = reader.rows(weight, range(ids[place], ids[place] + 1))
+                    assert found is not None
+                    value = as_tensor(*found)
+                shard.fill(range(place, place + 1), value.float().view(1, -1))
+            reader.close()
 
 
 def first_rows(checkpoint: Checkpoint, name: str, new: range, seed: int) -> Tensor:

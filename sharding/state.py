@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..moe.experts.expert_mlp import ExpertMLP
 from ..moe.experts.layout import ExpertParameter
-from ..moe.experts.lora import is_adapter
+from ..moe.experts.lora import TOKENS, is_adapter
 from ..moe.hf_model.build import fp32_parameters
 from ..moe.linear.linear import is_transposed
 from ..moe.linear.quantized import SCALES, Storage, fill, storages_of
@@ -124,7 +124,19 @@ def saved_state(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def adapters_of(model: nn.Module) -> dict[str, StateTensor]:
+    """Adapters, and rows of new tokens that are trained alone."""
     return {name: part for name, part in state_of(model).items() if part.is_adapter}
+
+
+def token_rows_of(model: nn.Module) -> dict[str, StateTensor]:
+    """The rows of new tokens that are trained alone."""
+    return {name: part for name, part in adapters_of(model).items() if name.endswith(TOKENS)}
+
+
+def new_tokens_of(model: nn.Module, path: str) -> list[int]:
+    """Of which tokens a module has rows that are trained alone, in their order."""
+    module: Any = model.get_submodule(path)
+    return list(module.new_tokens.tolist())
 
 
 def whole_beside_adapters(model: nn.Module) -> dict[str, StateTensor]:

@@ -26,7 +26,7 @@ from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.side_files import side_files
 from ..checkpoints.hf.source import Checkpoint, ModelSource, open_source, resolve_model
 from ..checkpoints.load import load_model, shard_and_load
-from ..checkpoints.new_rows import fill_new_rows
+from ..checkpoints.new_rows import fill_new_rows, fill_token_rows
 from ..checkpoints.training_state.marker import check_carried, is_complete
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
@@ -77,6 +77,7 @@ from .model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from .model_setup.dense_precision import multiply_in_fp8
 from .model_setup.freezing import freeze
 from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
+from .model_setup.new_tokens import train_new_tokens
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from .resume import Tell, check_resume, find_resume
@@ -146,15 +147,15 @@ def assemble(
     model = source.build(choose_attention(config.attn_implementation, config.packing, source.config))
     if config.packing:
         apply_packing(model)
-    trained = []
+    trained, new_tokens = [], getattr(source, "new_tokens", ())
     if config.adapter != "none":
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        if getattr(source, "new_tokens", ()) and not all(end.weight.requires_grad for end in ends):
+        if new_tokens and not config.train_new_tokens and not all(end.weight.requires_grad for end in ends):
             flag = "--add-tokens" if config.add_tokens else "--resize-vocab"
             raise ExpertMeshError(
-                f"{flag}: beside adapters, the rows of new tokens would stay as they begin; give --modules-to-save "
-                "embed_tokens lm_head"
+                f"{flag}: beside adapters, the rows of new tokens would stay as they begin; give --train-new-tokens, "
+                "or --modules-to-save embed_tokens lm_head"
             )
     elif config.freeze:
         trained.append(freeze(model, config.freeze).line())
@@ -181,6 +182,8 @@ def assemble(
     if (mtp := mtp_of(model)) is not None:
         use_mtp(model, config.mtp_detach)
         trained.append(mtp.line(config.train_mtp, config.mtp_detach))
+    if config.adapter != "none" and config.train_new_tokens and new_tokens:
+        trained.append(train_new_tokens(model, new_tokens))
     if config.optimizer_entry.parameters_in_bf16:
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:
@@ -231,6 +234,7 @@ def place(
         load_model(model, checkpoint, mesh.topology)
     if source.vocab_size is not None and (trains_all or config.adapter != "none"):
         fill_new_rows(model, checkpoint, mesh.topology, config.seed)
+    fill_token_rows(model, checkpoint, mesh.topology, config.seed)
     if adapter is not None:
         load_whole(model, adapter, mesh.topology)
     return checkpoint

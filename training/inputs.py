@@ -208,6 +208,8 @@ def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:
         known = set(_tokenizer(str(source.path)).get_vocab().values())
     except ExpertMeshError:  # the model comes without one
         known = set(range(source.text_config.vocab_size))
+    if config.train_new_tokens and not ids - known:
+        raise ExpertMeshError("--train-new-tokens: the model's own tokenizer has all tokens; leave it out")
     size = max(ids) + 1
     grown = size if size > source.text_config.vocab_size else None
     return replace(source, vocab_size=grown, new_tokens=tuple(sorted(ids - known)))

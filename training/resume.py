@@ -32,6 +32,7 @@ _ADAPTER_SETTINGS = (
     "lora_targets",
     "base_dtype",
     "modules_to_save",
+    "train_new_tokens",
 )
 
 
@@ -136,15 +137,18 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
         ExpertMeshError: they differ.
     """
     if settings["adapter"] != "none" or config.adapter != "none":
+        default = TrainConfig(model="-")
         for name in _ADAPTER_SETTINGS:
-            if settings.get(name, []) != getattr(config, name):
+            there = settings.get(name, getattr(default, name))  # by an earlier release
+            if there != getattr(config, name):
                 raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag_of(name)} {settings.get(name, [])}, this one has "
+                    f"--resume {path}: that run had {flag_of(name)} {there}, this one has "
                     f"{getattr(config, name)}; take the same"
                 )
     if settings.get("add_tokens", []) != config.add_tokens:
         there, here = (
-            f"--add-tokens {' '.join(each)}" if each else "none" for each in (settings["add_tokens"], config.add_tokens)
+            f"--add-tokens {' '.join(each)}" if each else "none"
+            for each in (settings.get("add_tokens", []), config.add_tokens)
         )
         raise ExpertMeshError(f"--resume {path}: that run had new tokens by {there}, this one by {here}; take the same")
     if settings["optim"] != config.optim:

@@ -24,12 +24,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...moe.experts.layer import DMoE
-from ...moe.experts.lora import A, B, Lora
+from ...moe.experts.lora import TOKENS, A, B, Lora
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
-from ...sharding.state import adapters_of, sharded_parameters, whole_beside_adapters
+from ...sharding.state import adapters_of, new_tokens_of, sharded_parameters, token_rows_of, whole_beside_adapters
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
 from ..files.dtype_names import ALL_NAMES, DTYPE_CODES
@@ -63,6 +63,8 @@ from .peft_format import (
 
 CONFIG, WEIGHTS, ROPE = "adapter_config.json", "adapter_model.safetensors", "rope_scaling.json"
 Form = Literal["auto", "per-expert", "packed"]
+DELTA = ".token_adapter.trainable_tokens_delta"
+"""What the name of rows of new tokens ends with in PEFT's files."""
 _PAIRS_KEPT = 4
 """Gate, up and down of a layer's experts, and a linear layer's."""
 
@@ -104,6 +106,7 @@ def export_adapter(
         experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
         others=_not_adapted(plan.class_names.model or model, plan),
         modules_to_save=dict.fromkeys(there(name).rpartition(".")[0] for name in plan.whole),
+        token_indices={there(path): new_tokens_of(model, path) for path in plan.token_rows},
         is_tied=not checkpoint.names.aliases.keys().isdisjoint(plan.whole),
         model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
@@ -141,6 +144,7 @@ class _Plan:
 
     Attributes:
         modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+        token_rows: paths of modules with rows of new tokens.
         whole: by the names of what is trained whole, also those that are tied to it: our parameter.
         class_names: of the class that PEFT is to load.
     """
@@ -154,6 +158,7 @@ class _Plan:
         self.by_expert = _tensors_of_experts(checkpoint)
         whole, aliases = whole_beside_adapters(model), checkpoint.names.aliases
         self.state |= whole
+        self.token_rows = [name.removesuffix(f".{TOKENS}") for name in token_rows_of(model)]
         self.whole = {name: name for name in whole} | {alias: own for alias, own in aliases.items() if own in whole}
         matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
         missing = next((name for name in matrices if name not in self.by_expert), None)
@@ -172,6 +177,9 @@ class _Plan:
             names = lora_names(self.class_names.there(path))
             for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
                 yield self._rows(name, own, range(self.state[own].num_rows))
+        for path in self.token_rows:
+            own = f"{path}.{TOKENS}"
+            yield self._rows(f"{PREFIX}{self.class_names.there(path)}{DELTA}", own, range(self.state[own].num_rows))
         for name, own in self.whole.items():
             yield self._rows(PREFIX + self.class_names.there(name), own, range(self.state[own].num_rows))
         for path, layer in self.experts.items():
@@ -321,6 +329,7 @@ class Adapter:
     Attributes:
         beside: by the model's parameters that it changes; of tied ones, by the name that the adapter is beside.
         whole: by parameters and buffers that it has in their place: the tensor. ties: whether these stay tied.
+        token_rows: by parameters of which it has some rows: the tensor, and the place in it of each token.
         pair: (parameter) -> A and B beside it, None if it has none; the last few are kept.
 
     Raises:
@@ -336,6 +345,7 @@ class Adapter:
         self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DMoE)}
         self.beside: dict[str, _Beside] = {}
         self.whole: dict[str, str] = {}
+        self.token_rows: dict[str, tuple[str, dict[int, int]]] = {}
         self.ties = bool(self.config.get("ensure_weight_tying"))
         # of layers whose pairs are packed, by transformers' tensor
         self.packed: dict[str, dict[str, _Found]] = {}
@@ -533,6 +543,9 @@ class Adapter:
         ends_of = {path for path, module in model.named_modules() if module in ends}
         for name in tensors:
             theirs = name.removeprefix(PREFIX)
+            if theirs.endswith(DELTA):
+                self._find_token_rows(name, theirs.removesuffix(DELTA))
+                continue
             here, module = self.class_names.here(theirs), theirs.rpartition(".")[0]
             own = self.names.aliases.get(here, here)
             is_meant = here.rpartition(".")[0] in ends_of or any(module.endswith(str(each)) for each in saved)
@@ -555,11 +568,52 @@ class Adapter:
                 self.whole |= dict.fromkeys((own, alias), found[0]) if found else {}
         return others
 
+    def _find_token_rows(self, tensor: str, module: str) -> None:
+        """
+        Raises:
+            ExpertMeshError: the config does not say of which tokens of the model these rows are.
+        """
+        said, own = self.config.get("trainable_token_indices"), f"{self.class_names.here(module)}.weight"
+        found: Any = next((said[key] for key in said if module.endswith(key)), None) if isinstance(said, dict) else said
+        shape, wanted = self.infos[tensor].shape, self.names.parameters.get(own)
+        is_list = isinstance(found, list) and all(type(token) is int and token >= 0 for token in found)
+        if not is_list or wanted is None or shape != (len(set(found)), *wanted[1:]) or max(found) >= wanted[0]:
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: tensor {tensor} has shape {list(shape)}, which is not a row for each of this "
+                f"model's tokens that trainable_token_indices in {CONFIG} has"
+            )
+        places = {token: place for place, token in enumerate(found)}
+        self.token_rows |= dict.fromkeys((own, *self._tied_to(own)), (tensor, places))
+
+    def _tied_to(self, parameter: str) -> list[str]:
+        return [alias for alias, own in self.names.aliases.items() if own == parameter]
+
+    def rows_of_tokens(self, parameter: str) -> Tensor:
+        """
+        Raises:
+            ExpertMeshError: a value is not finite.
+        """
+        return self._values(self.token_rows[parameter][0], None)
+
+    def _values(self, tensor: str, rows: range | None) -> Tensor:
+        with safe_open(self.path / WEIGHTS, framework="pt") as file:
+            value: Tensor = file.get_tensor(tensor) if rows is None else file.get_slice(tensor)[rows.start : rows.stop]
+        if not value.isfinite().all():
+            raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {tensor} has values that are not finite")
+        return value
+
     def _check_whole(self) -> None:
         """
         Raises:
-            ExpertMeshError: a module of modules_to_save has no tensor.
+            ExpertMeshError: a module of modules_to_save, or trainable_token_indices, has no tensor.
         """
+        said = self.config.get("trainable_token_indices")
+        if said and len({tensor for tensor, _ in self.token_rows.values()}) != (
+            len(said) if isinstance(said, dict) else 1
+        ):
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: lacks a tensor that trainable_token_indices in {CONFIG} asks for"
+            )
         saved = [str(each) for each in self.config.get("modules_to_save") or []]
         for path, module in self.names.model.named_modules():
             if any(self.class_names.there(path).endswith(each) for each in saved):
@@ -576,13 +630,7 @@ class Adapter:
             ExpertMeshError: a value is not finite.
         """
         name = self.whole[parameter]
-        with safe_open(self.path / WEIGHTS, framework="pt") as file:
-            value: Tensor = (
-                file.get_slice(name)[rows.start : rows.stop] if self.infos[name].shape else file.get_tensor(name)
-            )
-        if not value.isfinite().all():
-            raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
-        return value
+        return self._values(name, rows if self.infos[name].shape else None)
 
     def _unpacked(self, path: str) -> dict[str, LoraPair]:
         """The pairs of a layer whose pairs are packed, by the layout's names."""
@@ -613,7 +661,11 @@ def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int 
     embedding = names.model.get_input_embeddings()
     own = next(path for path, module in names.model.named_modules() if module is embedding)
     found = read_header(path / WEIGHTS).get(f"{PREFIX}{class_names.there(own)}.weight")
-    return None if found is None else found.shape[0]
+    if found is not None:
+        return found.shape[0]
+    said = read_json(path / CONFIG).get("trainable_token_indices") or []
+    tokens = [token for each in (said.values() if isinstance(said, dict) else [said]) for token in each]
+    return max(tokens, default=-1) + 1 or None
 
 
 def _wrapped(base: str) -> str:
@@ -650,7 +702,8 @@ def read_adapter(
         )
         raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
     adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
-    wanted_pairs = {_beside(name) for name in adapters_of(model)}
+    wanted_rows = {name.replace(TOKENS, "weight"): part for name, part in token_rows_of(model).items()}
+    wanted_pairs = {_beside(name) for name in adapters_of(model) if not name.endswith(TOKENS)}
     if wanted_pairs != adapter.beside.keys():
         name = min(wanted_pairs ^ adapter.beside.keys())
         targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
@@ -666,6 +719,14 @@ def read_adapter(
         raise ExpertMeshError(
             f"--init-adapter {path}: {adapter.theirs(name)} is {'not ' if name in wanted else ''}trained whole there; "
             f"give the same --modules-to-save: {CONFIG} has {said}"
+        )
+    ids = {name: new_tokens_of(model, name.rpartition(".")[0]) for name in wanted_rows}
+    found_ids = {name: list(places) for name, (_, places) in adapter.token_rows.items() if name not in aliases}
+    if ids != found_ids:
+        numbers = [len(next(iter(each.values()), ())) for each in (found_ids, ids)]
+        raise ExpertMeshError(
+            f"--init-adapter {path}: has rows of {numbers[0]} new tokens, this run trains {numbers[1]}, or others; "
+            "give the same tokens, and --train-new-tokens if it has some"
         )
     if not adapter.ties and (untied := sorted(aliases.keys() & adapter.whole.keys() | wanted & set(aliases.values()))):
         raise ExpertMeshError(
@@ -690,7 +751,7 @@ def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topol
             rank than the model's adapters.
     """
     with raise_together():
-        here = {name: part for name, part in adapters_of(model).items() if part.is_here}
+        here = {n: part for n, part in adapters_of(model).items() if part.is_here and not n.endswith(TOKENS)}
         shards = sharded_parameters(model, topology, here)
         names = Names(model)
         for base in sorted({_beside(name) for name in shards}):
@@ -705,8 +766,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topol
 
 @torch.no_grad()
 def load_whole(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
-    """Fill what a sharded model trains whole beside its adapters from what `read_adapter` has opened, in place of what
-    the base has. All ranks call it together.
+    """Fill what a sharded model trains whole beside its adapters, and rows of new tokens, from what `read_adapter` has
+    opened, in place of what the base has. All ranks call it together.
 
     Raises:
         ExpertMeshError: on all ranks, when the file cannot be read, or has values that are not finite.
@@ -715,6 +776,10 @@ def load_whole(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
         here = {name: part for name, part in whole_beside_adapters(model).items() if part.is_here}
         for name, shard in sharded_parameters(model, topology, here).items():
             shard.fill(shard.rows, adapter.whole_rows(name, shard.rows).view(-1, *shard.row_shape))
+        rows = {name: part for name, part in token_rows_of(model).items() if part.is_here}
+        for name, shard in sharded_parameters(model, topology, rows).items():
+            values = adapter.rows_of_tokens(name.replace(TOKENS, "weight"))
+            shard.fill(shard.rows, values[shard.rows.start : shard.rows.stop])
 
 
 def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:

@@ -42,6 +42,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     changed = Adapter(adapter, opened.names, there)
     for parameter in sorted(changed.beside):
         changed.pair(parameter)  # what cannot be merged is refused before anything is written
+    for parameter in changed.token_rows:
+        changed.rows_of_tokens(parameter)
     for parameter in changed.whole:
         changed.whole_rows(parameter, range(rows_of(changed.infos[changed.whole[parameter]].shape)))
 
@@ -59,7 +61,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
         if {alias, parameter} & (changed.beside.keys() | (set() if changed.ties else changed.whole.keys())):
             checkpoint = _untied(checkpoint, there, alias, parameter)
     write_hf(checkpoint, out, how)
-    return len(changed.beside) + len(changed.whole)
+    return len(changed.beside) + len(changed.whole) + len(changed.token_rows)
 
 
 def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
@@ -95,6 +97,8 @@ class MergedReader:
         found = self.base.rows(self.adapter.names.aliases.get(parameter, parameter), rows)
         if parameter in self.adapter.whole:
             return as_array(self.adapter.whole_rows(parameter, rows).float()), "F32"
+        if parameter in self.adapter.token_rows:
+            return self._with_tokens(parameter, rows)
         pair = self.adapter.pair(parameter)
         if found is None or pair is None:
             return found
@@ -110,6 +114,24 @@ class MergedReader:
             update = _update(pair, run, width, self._is_transposed(parameter))
             merged[here] = (base[here].double() + scale * update).float()
             start = run.stop
+        return as_array(merged), "F32"
+
+    def _with_tokens(self, parameter: str, rows: range) -> tuple[Array, str] | None:
+        """Rows of a parameter of which the adapter has some: the others, and all that the base has, are the base's."""
+        _, places = self.adapter.token_rows[parameter]
+        own = self.adapter.names.aliases.get(parameter, parameter)
+        num_base = next(
+            (row for row in rows if row in places and self.base.rows(own, range(row, row + 1)) is None), rows.stop
+        )
+        if (found := self.base.rows(own, range(rows.start, num_base))) is None and num_base > rows.start:
+            return None
+        values = self.adapter.rows_of_tokens(parameter).float()
+        merged = torch.empty(len(rows), values.shape[1])
+        if found is not None:
+            merged[: num_base - rows.start] = as_tensor(*found).float()
+        for row in rows:
+            if row in places:
+                merged[row - rows.start] = values[places[row]]
         return as_array(merged), "F32"
 
     def close(self) -> None:

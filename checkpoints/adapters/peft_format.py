@@ -50,7 +50,7 @@ _PLAIN_SETTINGS = frozenset(
         *("lora_dropout", "bias", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("qalora_group_size", "megatron_core", "ensure_weight_tying"),
         # whose tensors stand in the place of the base's
-        "modules_to_save",
+        *("modules_to_save", "trainable_token_indices"),
     }
 )
 """Settings of PEFT's `LoraConfig` with which an update is scaling · B · A all the same."""
@@ -187,6 +187,7 @@ def adapter_config(
     others: Collection[str] = (),
     modules_to_save: Iterable[str] = (),
     is_tied: bool = False,
+    token_indices: Mapping[str, list[int]] | None = None,
     model_class: type | None = None,
 ) -> dict[str, Any]:
     """What adapter_config.json says, for experts in either form.
@@ -204,6 +205,7 @@ def adapter_config(
         others: names of the model's modules and parameters that are not adapted. Targets are cut to their last names as
             far as that takes in none of these.
         modules_to_save: paths of modules that are trained whole. is_tied: whether some of these share a weight.
+        token_indices: by the paths of modules, the tokens of which rows are trained alone.
         model_class: of transformers, that PEFT is to load for it, where it is not what AutoModelForCausalLM loads.
     """
     modules, experts = list(modules), experts or {}
@@ -232,6 +234,7 @@ def adapter_config(
         "bias": "none",
         **({"modules_to_save": list(modules_to_save)} if modules_to_save else {}),
         **({"ensure_weight_tying": True} if is_tied else {}),
+        **({"trainable_token_indices": dict(token_indices)} if token_indices else {}),
         "target_modules": targets,
         "target_parameters": parameters,
         "rank_pattern": dict.fromkeys(witness, rank) | {key: count * rank for key, count in of_joined.items()},

@@ -31,6 +31,8 @@ from .model_layers import layer_prefixes, router_prefixes
 A, B = "lora_A", "lora_B"
 """Names of an adapter's two parameters in a linear layer's module; among experts' weights they are as in
 `w1_lora_A`."""
+TOKENS = "token_rows"
+"""Name of the rows of new tokens beside the weight of an embedding or a head, where these rows alone are trained."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's A or B."""
-    return name.endswith((A, B))
+    """Whether a parameter's name is that of an adapter's A or B, or of rows of new tokens."""
+    return name.endswith((A, B, TOKENS))
 
 
 def add_adapters(

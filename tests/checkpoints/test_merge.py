@@ -243,7 +243,7 @@ def test_settings_are_understood_or_refused() -> None:
     defaults = peft.LoraConfig().to_dict()
     assert unread_settings(json.loads(json.dumps(defaults, default=list))) == {}
     variants = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
-    for name in (*variants, "trainable_token_indices", "layer_replication", "of_a_later_peft"):
+    for name in (*variants, "layer_replication", "of_a_later_peft"):
         assert unread_settings({**defaults, name: [1]}) == {name: [1]}
     (inits,) = [field.type for field in dataclasses.fields(peft.LoraConfig) if field.name == "init_lora_weights"]
     hints = typing.get_type_hints(peft.LoraConfig).get("init_lora_weights", inits)
@@ -260,7 +260,6 @@ def test_settings_are_understood_or_refused() -> None:
         (dict(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (dict(init_lora_weights="olora"), "init_lora_weights is 'olora'"),
         (dict(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), "alora_invocation_tokens"),
-        (dict(trainable_token_indices=[5]), "trainable_token_indices"),
         (dict(target_modules=["embed_tokens"]), "embed_tokens.base_layer.weight has no place"),
         (dict(bias="all", target_modules=["q_proj"]), "bias 'all'"),
     ],

@@ -168,3 +168,71 @@ def test_adapters_and_peft(runs: Runs, tmp_path: Path, family: str) -> None:
     assert checkpoints_main(["verify", str(adapter), str(again)]) == 0
     said = runs.refused(base, tmp_path / "out", "--add-tokens", *TOKENS, "--max-steps", 0)
     assert "the rows of new tokens would stay as they begin" in said
+
+
+OF_ROWS = [("mixtral", layout) for layout in LAYOUTS] + [
+    ("qwen3_moe", layout) for layout in ("1", "ep 2 tp 2", "pp 2 ep 2")
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("family", "layout"), OF_ROWS)
+def test_rows_alone_as_peft(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
+    """Of new tokens that have a row already, and of others; tied, the same rows are in the head."""
+    save_base(tmp_path, family)
+    lora: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_targets": ["attention"], "train_new_tokens": True}
+    case, topology, ids = case_of(family, **lora), LAYOUTS[layout], list(range(KNOWN, NEW))
+    names = ["embed_tokens"] if family == "qwen3_moe" else ["embed_tokens", "lm_head"]
+    model = started_by_peft(case, resized(tmp_path), trainable_token_indices=dict.fromkeys(names, ids))
+    want = trained_by_peft(case, model)
+    assert sum("token_rows" in name for name in want.weights) == len(names)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
+    assert_same(found, want, {})
+    old = resized(tmp_path).get_input_embeddings().weight
+    assert torch.equal(found.weights["model.embed_tokens.weight"], old)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize("family", HEADS)
+def test_peft_loads_rows(runs: Runs, tmp_path: Path, family: str) -> None:
+    """Its logits are those of both merges; a run begins from the adapter, and a resumed one ends alike."""
+    save_base(base := tmp_path / "base", family)
+    flags = ("--add-tokens", *TOKENS, "--train-new-tokens", "--lora-targets", "attention", "--ep-size", 2)
+    adapter = runs.train(2, base, tmp_path / "run", *flags, "--max-steps", 2, "--merge", "--save-steps", 1)
+    said = json.loads((adapter / "adapter_config.json").read_text())["trainable_token_indices"]
+    assert set(said) == {"model.embed_tokens"} | ({"lm_head"} if family == "mixtral" else set())
+    assert said["model.embed_tokens"] == list(range(KNOWN, NEW))
+    theirs = logits_of(peft.PeftModel.from_pretrained(resized(base), adapter))
+    assert relative_error(theirs, logits_of(resized(base))) > 1e-3
+    assert checkpoints_main(["merge", str(base), str(adapter), str(tmp_path / "merged")]) == 0
+    for merged in (tmp_path / "merged", tmp_path / "run" / "hf"):
+        assert relative_error(logits_of(merged), theirs) < 1e-5
+        tied = json.loads((merged / "config.json").read_text()).get("tie_word_embeddings", False)
+        assert tied == (family == "qwen3_moe")
+    again = runs.train(2, base, tmp_path / "again", *flags, "--max-steps", 0, "--init-adapter", adapter)
+    assert checkpoints_main(["verify", str(adapter), str(again)]) == 0
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    resumed = runs.train(2, base, tmp_path / "resumed", *flags, "--max-steps", 2, "--resume", step)
+    assert checkpoints_main(["verify", str(adapter), str(resumed)]) == 0
+
+    def refused(*more: object) -> str:
+        return runs.refused(base, tmp_path / "out", "--lora-targets", "attention", "--max-steps", 0, *more)
+
+    assert "there are none; give --add-tokens" in refused("--train-new-tokens")
+    both = ("--add-tokens", *TOKENS, "--train-new-tokens", "--modules-to-save", "lm_head")
+    assert "give one of the two" in refused(*both)
+    assert "has all tokens; leave it out" in refused("--add-tokens", "<s>", "--train-new-tokens")
+    more = ("--add-tokens", *TOKENS, "<more>", "--train-new-tokens", "--init-adapter", adapter)
+    assert "has rows of 12 new tokens, this run trains 13" in refused(*more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_rows_are_kept_in_fp32(ranks: RankPool, tmp_path: Path, base_dtype: str) -> None:
+    save_base(tmp_path, "mixtral")
+    settings: dict[str, Any] = {"adapter": "lora", "train_new_tokens": True, "base_dtype": base_dtype, "bf16": True}
+    found = ranks.run(ours, 2, tmp_path, LAYOUTS["ep 2"], case_of("mixtral", **settings))[0]
+    assert found.weights["lm_head.token_rows"].dtype == torch.float32
+    assert found.weights["lm_head.weight"].dtype == torch.bfloat16
+    assert found.losses[-1] < found.losses[0]

@@ -159,6 +159,7 @@ class LoadSettings(TypedDict, total=False):
     lora_targets: list[str] | str
     use_rslora: bool
     modules_to_save: list[str] | str
+    train_new_tokens: bool
     base_dtype: BaseDtype
     init_adapter: str | Path
     adapter_format: AdapterFormat

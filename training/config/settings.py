@@ -716,6 +716,12 @@ class AdapterSettings:
         metavar="NAME",
         needs=_LORA,
     )
+    train_new_tokens: bool = _flag(
+        False,
+        "Beside the adapters, train the rows that new tokens (--add-tokens, --resize-vocab) have in embedding and "
+        "head, and no others",
+        needs=_LORA,
+    )
     base_dtype: BaseDtype = _flag(
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",

@@ -157,6 +157,8 @@ class TrainConfig(
                 f"--router-bias-update-rate {self.router_bias_update_rate:g}: adapters have no router "
                 "bias; leave it out with --adapter lora"
             )
+        if self.train_new_tokens and not (self.add_tokens or self.resize_vocab):
+            raise ExpertMeshError("--train-new-tokens: there are none; give --add-tokens or --resize-vocab")
         for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
             if precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
                 raise ExpertMeshError(

@@ -36,6 +36,7 @@ from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
 from ..fused.trial import try_kernel
+from ..model_setup.new_tokens import with_new_rows
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
@@ -57,6 +58,7 @@ class LossHead(nn.Linear):
     Attributes:
         kind: how the loss is computed, a key of `LOSS_SUMS`.
         is_last: whether the model's logits are what this gave, as they were.
+        new_rows_of: the module with the rows of new tokens, if they alone are trained.
         vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is, which then is this
             rank's rows; `kind` says nothing then. None: it is not divided.
         detaches_drafts: whether the loss of drafts (see `mtp`) gives the weight no gradient.
@@ -70,12 +72,13 @@ class LossHead(nn.Linear):
         self.is_last = is_last
         self.vocabulary: TPGroup | None = None
         self.detaches_drafts = False
+        self.new_rows_of: tuple[nn.Module, ...] = ()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         forward = current_forward()
         if forward is None or forward.targets is None:
             if self.vocabulary is None:
-                return super().forward(x_BSD)
+                return F.linear(x_BSD, *self._here())
             assert forward is None or forward.split is None, "logits are of sequences that all ranks have"
             return complete_logits(x_BSD, *self._here(), self.vocabulary)
         split: SplitSequences | None = forward.split
@@ -115,13 +118,15 @@ class LossHead(nn.Linear):
             compute = by_token if targets.by_token else LOSS_SUMS[self.kind]
             compute = top_logprobs if targets.top_k else compute
             return compute(x_BSD, weight, bias, targets)
-        return super().forward(target_rows(x_BSD, targets)).unsqueeze(0)
+        return F.linear(target_rows(x_BSD, targets), weight, bias).unsqueeze(0)
 
     def _here(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias; where the vocabulary is divided, this rank's rows."""
-        if self.vocabulary is None:
-            return self.weight, self.bias
-        return local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
+        """Weight, with the rows of new tokens, and bias; where the vocabulary is divided, this rank's rows."""
+        weight, bias, first = self.weight, self.bias, 0
+        if self.vocabulary is not None:
+            weight, bias = local_tensor(weight), None if bias is None else local_tensor(bias)
+            first = self.vocabulary.index * len(weight)
+        return with_new_rows(weight, self.new_rows_of[0], first) if self.new_rows_of else weight, bias
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
         """The loss, from what a forward with these targets has given as logits: a scalar or, with `by_token`, (N,)

@@ -10,6 +10,7 @@ from ..config.train_config import TrainConfig
 
 NOT_MODELLED = {
     "add_tokens": "the rows of new tokens are not in it",
+    "train_new_tokens": "the rows of new tokens are not in it",
     "resize_vocab": "the rows of new tokens are not in it",
     "train_mtp": "the layer for multi-token prediction, and its loss, are not in it",
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...moe.experts.forward import current_forward
+from ...moe.experts.lora import TOKENS
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import fp32_parameters
@@ -30,6 +31,7 @@ from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import computing_with, local_tensor
 from ...sharding.topology import divisors, either
 from ..attention.layer_kinds import mixers_of
+from ..model_setup.new_tokens import with_new_tokens
 from .regions import Attention, ByToken, Colwise, FullWidth, Rowwise, TensorParallel
 
 
@@ -199,7 +201,7 @@ class DividedEmbedding:
         forward, group = current_forward(), self.group
         if forward is not None and forward.split is not None:
             return group.reduce_scatter(self._looked_up(group.all_gather(tokens_BL, dim=0)), dim=0)
-        if torch.is_grad_enabled() and self.embedding.weight.requires_grad:
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.embedding.parameters()):
             raise ExpertMeshError(
                 "--tp-size: with a sharded vocabulary, calling the model gives no gradients; use the "
                 "engine's forward_backward, or call the model under torch.no_grad()"
@@ -218,4 +220,6 @@ class DividedEmbedding:
         place_BS = own_BS % len(weight_vD)
         with computing_with(self.embedding, {"weight": weight_vD}):
             x_BSD: Tensor = type(self.embedding).forward(self.embedding, place_BS)
+        if hasattr(self.embedding, TOKENS):
+            x_BSD = with_new_tokens(self.embedding, tokens_BS, x_BSD)
         return x_BSD.masked_fill((place_BS != own_BS).unsqueeze(-1), 0)
