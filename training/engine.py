@@ -234,7 +234,8 @@ def place(
         load_model(model, checkpoint, mesh.topology)
     if source.vocab_size is not None and (trains_all or config.adapter != "none"):
         fill_new_rows(model, checkpoint, mesh.topology, config.seed)
-    fill_token_rows(model, checkpoint, mesh.topology, config.seed)
+    if config.train_new_tokens:
+        fill_token_rows(model, checkpoint, mesh.topology, config.seed)
     if adapter is not None:
         load_whole(model, adapter, mesh.topology)
     return checkpoint

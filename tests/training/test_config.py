@@ -228,13 +228,13 @@ VALUES = {
 WITHOUT = {
     "merge": [], "export_encoding": ["--no-export"], "max_shard_size": ["--no-export"],
     "drop_untrained": ["--no-export"], "num_train_epochs": ["--max-steps=3"],
-    "router_warn_load": ["--router-warn-steps=0"],
+    "router_warn_load": ["--router-warn-steps=0"], "train_new_tokens": ["--resize-vocab"],
     "router_aux_loss_per_layer": ["--router-aux-loss-coef=0"],
 }  # fmt: skip
 WITH = [
     "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
     "--early-stopping-patience=1", "--generate-steps=1", "--resume=auto", "--profile=1",
-    "--gradient-checkpointing=selective", "--dense-shard=hybrid", "--task=dpo",
+    "--gradient-checkpointing=selective", "--dense-shard=hybrid", "--resize-vocab", "--task=dpo",
 ]  # fmt: skip
 
 

@@ -122,7 +122,9 @@ class LossHead(nn.Linear):
 
     def _here(self) -> tuple[Tensor, Tensor | None]:
         """Weight, with the rows of new tokens, and bias; where the vocabulary is divided, this rank's rows."""
-        weight, bias, first = self.weight, self.bias, 0
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        first = 0
         if self.vocabulary is not None:
             weight, bias = local_tensor(weight), None if bias is None else local_tensor(bias)
             first = self.vocabulary.index * len(weight)
