@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..moe.util.errors import ExpertMeshError
 from .ep_shards.manifest import open_checkpoint
 from .hf.source import Checkpoint, open_source
 from .training_state.marker import MARKER
@@ -38,6 +39,16 @@ def open_any(
         return open_training(path, strict and not drop_untrained, base)
     source = replace(open_source(path), vocab_size=vocab_size)
     return open_checkpoint(source, source.names, strict)
+
+
+def with_mtp(checkpoint: Checkpoint) -> Checkpoint:
+    """A Hugging Face directory opened with its layer for multi-token prediction as a part of the model; any other form,
+    or one without such a layer, as it is."""
+    try:
+        source = checkpoint.source.training_mtp()
+    except ExpertMeshError:
+        return checkpoint
+    return open_checkpoint(source, source.names, strict=False)
 
 
 def is_training(path: Path) -> bool:
