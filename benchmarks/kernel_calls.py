@@ -58,11 +58,12 @@ def _permute(dtype: torch.dtype) -> None:
 
 
 def _dequantizing(dtype: torch.dtype) -> None:
-    from expertmesh.moe.linear.dequantize_triton import fused_fp8, fused_nf4
+    from expertmesh.moe.linear.dequantize_triton import fused_fp8, fused_mxfp4, fused_nf4
 
     fused_fp8(_empty(torch.uint8, F, D), _empty(torch.float32, F, 1), dtype)
     pairs = _empty(torch.float32, 256, 2)
     fused_nf4(_empty(torch.uint8, F, D // 2), _empty(torch.float32, F, D // 64), pairs, D, dtype)
+    fused_mxfp4(_empty(torch.uint8, F, D // 2), _empty(torch.uint8, F, D // 32), pairs, D, dtype)
 
 
 def _casts_to_fp8(dtype: torch.dtype) -> None:

@@ -197,8 +197,8 @@ def shard_run(
 ) -> tuple[torch.optim.Optimizer, Mesh]:
     """Shard an assembled model over the ranks of the process group, with random weights; its optimizer, and the
     mesh."""
-    if config.base_dtype in ("fp8", "nf4"):
-        store_frozen(model, config.base_dtype)
+    if (kind := config.quantized_base) is not None:
+        store_frozen(model, kind)
     mesh = build_mesh(device.type, topology_of(config, world_size))
     parallelize(model, mesh, compute_dtype(config), config.strategy)
     materialize(model, device)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..moe.linear.quantized import MX_BLOCK
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.choices import Strategy
@@ -13,8 +14,9 @@ from ..sharding.parallelize.parallelize import materialize, parallelize
 from ..sharding.runtime.process import raise_together
 from ..sharding.state import ShardedParameter, adapters_of, parameters_of, set_parameter_dtypes, sharded_parameters
 from ..sharding.topology import Topology
-from .ep_shards.manifest import open_checkpoint
+from .ep_shards.manifest import is_shards, open_checkpoint
 from .files.checksums import add_sums, row_sum, to_granule_end
+from .files.codes import EXPONENTS
 from .files.dtypes import as_tensor
 from .files.tensors import DiskTensor, overlap
 from .hf.names import Names
@@ -47,7 +49,9 @@ def shard_and_load(
         ExpertMeshError: on all ranks, when the checkpoint is damaged or does not fit (see `open_checkpoint`).
     """
     with raise_together():
+        check_form(model, source)
         checkpoint = open_checkpoint(source, Names(model))
+        check_mxfp4(model, checkpoint)
     if not adapters_of(model):
         hold_exactly(model, checkpoint)
     strategy = strategy or Strategy()
@@ -56,6 +60,49 @@ def shard_and_load(
     if read_weights:
         load_model(model, checkpoint, mesh.topology)
     return checkpoint
+
+
+_MXFP4_FLAG = "--base-dtype mxfp4: keeps experts as a checkpoint in MXFP4 has them; "
+
+
+def check_form(model: nn.Module, source: ModelSource) -> None:
+    """
+    Raises:
+        ExpertMeshError: codes are to be kept that EP shards do not have as the model would hold them.
+    """
+    if _in_mxfp4(model) and is_shards(source.path):
+        raise ExpertMeshError(
+            f"{_MXFP4_FLAG}{source.path} has EP shards: give the model in Hugging Face form, or --base-dtype nf4"
+        )
+
+
+def check_mxfp4(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        ExpertMeshError: the model is to hold MXFP4 where the checkpoint has something else.
+    """
+    kept = _in_mxfp4(model)
+    for tensor in checkpoint.tensors:
+        for region in tensor.regions:
+            if region.parameter not in kept:
+                continue
+            encoding = tensor.encoding
+            if (
+                encoding is None
+                or (encoding.codes, encoding.block) != ("E2M1", (1, MX_BLOCK))
+                or encoding.scale_dtype not in EXPONENTS
+                or encoding.transposed != region.transposed
+            ):
+                raise ExpertMeshError(
+                    f"{_MXFP4_FLAG}{checkpoint.path} has {tensor.name} as {encoding or tensor.dtype}; --base-dtype nf4 "
+                    "holds any weights in 4 bits"
+                )
+
+
+def _in_mxfp4(model: nn.Module) -> set[str]:
+    """Parameters that are to be held so."""
+    parts = parameters_of(model).items()
+    return {name for name, part in parts if part.storage is not None and part.storage.kind == "mxfp4"}
 
 
 def hold_exactly(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -96,8 +143,12 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
                 continue
             # sums are of whole granules: of the last one all rows are read
             rows = mine if checkpoint.row_sums is None else to_granule_end(mine, region.rows)
-            data = reader.read(tensor, region, rows)
-            written = shard.fill(mine, as_tensor(data[: len(mine)], tensor.dtype))
+            if shard.storage is not None and shard.storage.kind == "mxfp4":
+                codes, scales = map(torch.from_numpy, reader.packed(tensor, region, rows))
+                written = shard.fill_packed(mine, codes, scales)
+            else:
+                data = reader.read(tensor, region, rows)
+                written = shard.fill(mine, as_tensor(data[: len(mine)], tensor.dtype))
             if checkpoint.row_sums is not None and shard.is_owner and not region.transposed:
                 own = row_sum(data, rows.start - region.rows.start)
                 sums[tensor.name] = add_sums(sums.get(tensor.name, 0), own)

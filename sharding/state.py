@@ -20,7 +20,7 @@ from ..moe.experts.layout import ExpertParameter
 from ..moe.experts.lora import TOKENS, is_adapter
 from ..moe.hf_model.build import fp32_parameters
 from ..moe.linear.linear import is_transposed
-from ..moe.linear.quantized import SCALES, Storage, fill, storages_of
+from ..moe.linear.quantized import LARGE_EXPONENT, SCALES, Storage, dequantize, fill, storages_of
 from .stages import stages_of
 from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, Topology, rows_of
 
@@ -258,6 +258,18 @@ class ShardedParameter:
         scales = self.scales[start : start + len(rows)]
         fill(target, scales, values, self.storage)
         return scales.contiguous().view(torch.float32)
+
+    def fill_packed(self, rows: range, codes: Tensor, scales: Tensor) -> Tensor:
+        """Write bytes of codes and scales of mxfp4 as a checkpoint has them; returns the values of those rows that
+        could be not finite."""
+        assert self.scales is not None
+        assert self.storage is not None
+        start = rows.start - self.rows.start
+        own = self.view(rows).view(torch.uint8), self.scales[start : start + len(rows)].view(torch.uint8)
+        for target, values in zip(own, (codes, scales), strict=True):
+            target.zero_()[:, : values.shape[1]] = values.to(target.device)
+        is_large = (scales >= LARGE_EXPONENT).any(dim=1)
+        return dequantize(codes[is_large], scales[is_large], self.storage, torch.bfloat16)
 
     def view(self, rows: range) -> Tensor:
         """Some of this rank's rows."""

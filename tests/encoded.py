@@ -69,13 +69,15 @@ def save_fp8(model: Any, path: Path, pattern: str = r"\.(self_attn|mlp)\..*proj[
 
 
 def save_mxfp4(model: Any, path: Path) -> None:
-    """In bf16, with the experts' matrices in MXFP4, which has them as (E, O, I)."""
+    """In bf16, with the experts' matrices in MXFP4, which has them as (O, I), perhaps a stack of them."""
     model.to(torch.bfloat16).save_pretrained(path)
     (file,) = path.glob("*.safetensors")
     tensors = {}
     for name, tensor in load_file(file).items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensor.transpose(1, 2))
+        elif re.search(r"experts\.\d+\.", name):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensor)
         else:
             tensors[name] = tensor
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})

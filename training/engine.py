@@ -22,6 +22,7 @@ from ..checkpoints.adapters.adapter_files import export_adapter, load_adapter, l
 from ..checkpoints.adapters.merge import merge_adapter
 from ..checkpoints.convert import HowToWrite, encoded_as_source
 from ..checkpoints.files.directories import write_errors
+from ..checkpoints.files.encodings import quantization_of
 from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.side_files import side_files
 from ..checkpoints.hf.source import Checkpoint, ModelSource, open_source, resolve_model
@@ -144,6 +145,11 @@ def assemble(
     Raises:
         ExpertMeshError: it cannot be built, or not be trained with these flags.
     """
+    if config.base_dtype == "mxfp4" and quantization_of(source.config.to_dict()) is None:
+        raise ExpertMeshError(
+            "--base-dtype mxfp4: keeps experts as a checkpoint in MXFP4 has them, and config.json says of no quantized "
+            "tensors; --base-dtype nf4 holds any weights in 4 bits"
+        )
     model = source.build(choose_attention(config.attn_implementation, config.packing, source.config))
     if config.packing:
         apply_packing(model)
@@ -168,7 +174,7 @@ def assemble(
     if config.ranks_per_sequence > 1:
         apply_context_parallel(model, config.cp_size, config.packing, config.tp_size)
     if config.async_tp:
-        quantized = to_quantize(model).values() if config.base_dtype in ("fp8", "nf4") else ()
+        quantized = to_quantize(model).values() if config.quantizes_linear else ()
         trained.append(model.tensor_parallel.overlapped_line(set(quantized)))
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
@@ -217,8 +223,8 @@ def place(
         schedule = (config.schedule_name, config.pipeline_chunks, config.layers_of_stages)
         with raise_together():
             cut_into_stages(model, mesh, compute_dtype(config), *schedule)
-    if config.base_dtype in ("fp8", "nf4"):
-        store_frozen(model, config.base_dtype)
+    if (kind := config.quantized_base) is not None:
+        store_frozen(model, kind)
     if config.async_tp:
         assert mesh.cp_group is not None
         assert mesh.cp_group.tp is not None

@@ -173,6 +173,14 @@ class SafetensorsReader:
         columns = range(tensor.code_matrix()[1])
         return self._codes(tensor, index, rows, columns), self._scales(tensor, index, rows, columns)
 
+    def packed(self, tensor: DiskTensor, region: Region, rows: range) -> tuple[Array, Array]:
+        """(bytes of the codes, bytes of their scales) of rows of a parameter that are rows of codes, each with scales
+        of its own."""
+        place, columns = region.on_disk(rows), range(tensor.code_matrix()[1])
+        run = range(place.start, place.stop)
+        packed = self._packed(tensor, region.index, run, columns)
+        return packed[:: region.step], self._scales(tensor, region.index, run, columns)[:: region.step]
+
     def is_encoded(self, parameter: str) -> bool:
         """Whether all rows of a parameter are."""
         places = self.places.get(parameter, [])
@@ -202,15 +210,19 @@ class SafetensorsReader:
 
     def _codes(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
         """A rectangle of a matrix of codes, one per byte."""
+        encoding, _, _ = tensor.coded
+        first = columns.start % encoding.kind.codes_a_byte
+        return unpack(self._packed(tensor, index, rows, columns), encoding)[:, first : first + len(columns)]
+
+    def _packed(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
+        """The bytes that have a code of a rectangle of them."""
         encoding, stored, _ = tensor.coded
         height, width = tensor.code_matrix()
         a_byte = encoding.kind.codes_a_byte
         row_bytes = width // a_byte
         in_bytes = range(columns.start // a_byte, -(-columns.stop // a_byte))
         offset = stored.offset + sum(index) * height * row_bytes
-        packed = self._box(stored.file, offset, row_bytes, rows, in_bytes)
-        first = columns.start - in_bytes.start * a_byte
-        return unpack(packed, encoding)[:, first : first + len(columns)]
+        return self._box(stored.file, offset, row_bytes, rows, in_bytes)
 
     def _scales(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
         """Bytes of the scales of the blocks that a rectangle of codes has a part in, block row by block row."""

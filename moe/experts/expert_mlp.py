@@ -141,7 +141,11 @@ class ExpertMLP(nn.Module):
         product, is_transposed = self.kernel.product, name == "w2"
         assert product is not None, self.kernel.name
         if (storage := storages_of(self).get(name)) is not None:
-            codes, scales = chunk.weights[name], chunk.weights[name + SCALES]
+            codes, scales, is_transposed = (
+                chunk.weights[name],
+                chunk.weights[name + SCALES],
+                is_transposed != storage.is_turned,
+            )
             return stored_product(x_RI, chunk.counts_e, codes, scales, storage, product, is_transposed, chunk.places)
         weight_eOI = chunk.by_expert(name)
         return product(x_RI, chunk.counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)

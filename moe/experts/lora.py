@@ -89,16 +89,27 @@ def _adapt_linear(module: Any, lora: Lora) -> None:
 
 
 def store_frozen(model: Any, kind: Kind) -> None:
-    """Quantize the frozen matrices of a model's decoder layers, of linear layers and experts, in place; before it is
-    parallelised. Trained parameters, routers, norms, embeddings and head stay as they are, and so do the layers that
-    `unquantized` names."""
+    """Quantize the frozen matrices of a model's decoder layers, in place, before it is parallelised: those of experts
+    and of linear layers, in mxfp4 of experts alone. Trained parameters, routers, norms, embeddings and head stay as
+    they are, and so do the layers that `unquantized` names."""
     for module in model.modules():
         if isinstance(module, ExpertMLP):
             for part in module.layout.parameters:
-                if part.row:
+                if part.row and kind == "mxfp4" and part.name == "w2":
+                    _store_turned(module, part)
+                elif part.row:
                     store(module, part.name, kind)
-    for module in to_quantize(model).values():
-        quantize_weight(module, kind)
+    if kind != "mxfp4":
+        for module in to_quantize(model).values():
+            quantize_weight(module, kind)
+
+
+def _store_turned(mlp: ExpertMLP, w2: ExpertParameter) -> None:
+    """Have w2 stored as (E·D, F): values that share a scale are along what is summed over."""
+    shape, place = mlp.layout.shape, replace(w2.place, dim=3 - w2.place.dim)
+    turned = ExpertParameter(w2.name, shape.model_width, (shape.expert_width,), place)
+    store(mlp, w2.name, "mxfp4", (shape.num_experts * shape.model_width, shape.expert_width))
+    mlp.layout = replace(mlp.layout, parameters=tuple(turned if part is w2 else part for part in mlp.layout.parameters))
 
 
 def to_quantize(model: Any) -> dict[str, nn.Module]:

@@ -47,6 +47,19 @@ def fused_nf4(codes_RC: Tensor, scales_RG: Tensor, pairs: Tensor, columns: int, 
     return wide_RO
 
 
+def fused_mxfp4(codes_RC: Tensor, scales_RG: Tensor, pairs: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """As `fused_nf4`, with exponents of their 32 values as bytes; both may be padded."""
+    assert all(t.is_contiguous() for t in (codes_RC, scales_RG, pairs))
+    (num_rows, num_codes), num_scales = codes_RC.shape, scales_RG.shape[1]
+    wide_RO = codes_RC.new_empty(num_rows, columns, dtype=dtype)
+    if wide_RO.numel() > 0:
+        kernel: Any = _mxfp4_kernel
+        grid = (num_rows, triton.cdiv(columns, BLOCK))
+        how = (BLOCK // 2,)
+        kernel[grid](codes_RC, scales_RG, pairs, wide_RO, num_codes, num_scales, columns, *how, num_warps=8)
+    return wide_RO
+
+
 @triton.jit
 def _fp8_kernel(codes_ptr, scales_ptr, wide_ptr, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     # rows times columns of all experts pass 2^31
@@ -72,6 +85,24 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     code = tl.load(codes_ptr + row * num_codes + byte, mask=inside, other=0).to(tl.int32)
     # 64 values are 32 bytes
     scale = tl.load(scales_ptr + row * num_scales + byte // 32, mask=inside, other=0.0)
+    low = tl.load(pairs_ptr + 2 * code) * scale
+    high = tl.load(pairs_ptr + 2 * code + 1) * scale
+    column = tl.program_id(1) * (2 * HALF) + tl.arange(0, 2 * HALF)
+    wide = tl.interleave(low, high).to(wide_ptr.dtype.element_ty)
+    tl.store(wide_ptr + row * columns + column, wide, mask=column < columns)
+
+
+@triton.jit
+def _mxfp4_kernel(  # type: ignore[no-untyped-def]
+    codes_ptr, scales_ptr, pairs_ptr, wide_ptr, num_codes, num_scales, columns, HALF: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * HALF + tl.arange(0, HALF)
+    inside = byte < num_codes
+    code = tl.load(codes_ptr + row * num_codes + byte, mask=inside, other=0).to(tl.int32)
+    # 32 values are 16 bytes; 0 stands for 2^-127, which fp32 has without an exponent of its own
+    exponent = tl.load(scales_ptr + row * num_scales + byte // 16, mask=inside, other=0).to(tl.int32)
+    scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
     low = tl.load(pairs_ptr + 2 * code) * scale
     high = tl.load(pairs_ptr + 2 * code + 1) * scale
     column = tl.program_id(1) * (2 * HALF) + tl.arange(0, 2 * HALF)

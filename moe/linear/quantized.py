@@ -3,6 +3,8 @@ way.
 
     fp8   a code of 8 bits (float8_e4m3), and one scale per row
     nf4   a code of 4 bits (a quantile of the normal distribution; QLoRA, arXiv 2305.14314), and one scale per 64 values
+    mxfp4 a code of 4 bits (E2M1), and one exponent per 32 values, as checkpoints have them: of experts alone, and never
+          quantized here
 
 Codes and scales are bytes. FSDP gets them as a view in the compute dtype, since it casts every parameter of another
 dtype (before torch 2.13 integers, too). Matmuls dequantize a weight temporarily, in forward and again in backward; of
@@ -26,7 +28,7 @@ from ..kernels.expert_products import Product, host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, result_of
 
-Kind = Literal["fp8", "nf4"]
+Kind = Literal["fp8", "nf4", "mxfp4"]
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -34,7 +36,13 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The values of bitsandbytes' table."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of MXFP4's codes (OCP Microscaling Formats 1.0)."""
+LARGE_EXPONENT = 253
+"""From this byte of a scale on a value of mxfp4 may be larger than any bfloat16: 6 times 2^(253 - 127)."""
 BLOCK = 64
+MX_BLOCK = 32
+"""Values per scale, of nf4 and of mxfp4."""
 SCALES = "_scales"
 """Suffix of the name of the parameter with a weight's scales."""
 WORD = 4
@@ -50,10 +58,14 @@ _WIDENED_BYTES_ON_GPU = 2**30
 @dataclass(frozen=True)
 class Storage:
     """How a weight (rows, columns) is stored: codes (rows, code_bytes) and scales (rows, scale_bytes), uint8 or these
-    bytes viewed in another dtype. Codes are padded with zeros to full words."""
+    bytes viewed in another dtype. Both are padded to full words.
+
+    is_turned: whether its rows are the columns of the matrix that other dtypes hold, since scales are of the others.
+    """
 
     kind: Kind
     columns: int
+    is_turned: bool = False
 
     @property
     def code_bytes(self) -> int:
@@ -62,21 +74,27 @@ class Storage:
 
     @property
     def num_scales(self) -> int:
-        return 1 if self.kind == "fp8" else -(-self.columns // BLOCK)
+        return 1 if self.kind == "fp8" else -(-self.columns // (BLOCK if self.kind == "nf4" else MX_BLOCK))
 
     @property
     def scale_bytes(self) -> int:
-        return 4 * self.num_scales
+        return -(-self.num_scales // WORD) * WORD if self.kind == "mxfp4" else 4 * self.num_scales
 
 
-def store(module: nn.Module, name: str, kind: Kind) -> None:
-    """Have a module store its frozen weight `name` as codes and scales, uninitialised; before it is sharded."""
+def store(module: nn.Module, name: str, kind: Kind, turned: tuple[int, int] | None = None) -> None:
+    """Have a module store its frozen weight `name` as codes and scales, uninitialised; before it is sharded.
+
+    Args:
+        turned: (rows, columns) of what is stored in place of the weight, where that is the transpose of each of its
+            matrices.
+    """
     weight = module._parameters[name]
     assert weight is not None
     assert not weight.requires_grad
-    storage = Storage(kind, weight.shape[1])
-    for part, columns in ((name, storage.code_bytes), (name + SCALES, storage.scale_bytes)):
-        empty = torch.empty(weight.shape[0], columns, dtype=torch.uint8, device=weight.device)
+    num_rows, columns = turned or weight.shape
+    storage = Storage(kind, columns, turned is not None)
+    for part, width in ((name, storage.code_bytes), (name + SCALES, storage.scale_bytes)):
+        empty = torch.empty(num_rows, width, dtype=torch.uint8, device=weight.device)
         module.register_parameter(part, nn.Parameter(empty, requires_grad=False))
     stored: Any = module
     stored.storages = {**storages_of(module), name: storage}
@@ -132,8 +150,11 @@ def dequantize(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dty
     if storage.kind == "fp8":
         codes = codes[:, : storage.columns]
     if takes_triton(codes):
-        from .dequantize_triton import fused_fp8, fused_nf4
+        from .dequantize_triton import fused_fp8, fused_mxfp4, fused_nf4
 
+        if storage.kind == "mxfp4":
+            own = codes.contiguous(), scales.contiguous().view(torch.uint8), mxfp4_pairs(codes.device)
+            return fused_mxfp4(*own, storage.columns, dtype)
         factors = scales.contiguous().view(torch.float32)
         if storage.kind == "fp8":
             return fused_fp8(codes.contiguous(), factors, dtype)
@@ -144,6 +165,11 @@ def dequantize(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dty
     step = max(1, _STRIP // storage.columns) if computes_on_cpu(codes) else max(1, num_rows)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
+        if storage.kind == "mxfp4":
+            values = F.embedding(codes[rows].int(), mxfp4_pairs(codes.device)).flatten(1)[:, : storage.columns]
+            factors = exponents(scales[rows], storage).repeat_interleave(MX_BLOCK, dim=1)[:, : storage.columns]
+            wide[rows] = values.mul(factors)
+            continue
         factors = scales[rows].contiguous().view(torch.float32)
         if storage.kind == "fp8":
             wide[rows] = codes[rows].view(torch.float8_e4m3fn).float().mul_(factors)
@@ -156,8 +182,23 @@ def dequantize(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dty
 @cache
 def nf4_pairs(device: torch.device) -> Tensor:
     """The two values of each byte, (256, 2)."""
+    return _pairs(NF4).to(device)
+
+
+@cache
+def mxfp4_pairs(device: torch.device) -> Tensor:
+    """As `nf4_pairs`."""
+    return _pairs(E2M1).to(device)
+
+
+def _pairs(table: tuple[float, ...]) -> Tensor:
     byte = torch.arange(256)
-    return torch.tensor(NF4)[torch.stack([byte & 0xF, byte >> 4], dim=1)].to(device)
+    return torch.tensor(table)[torch.stack([byte & 0xF, byte >> 4], dim=1)]
+
+
+def exponents(scales: Tensor, storage: Storage) -> Tensor:
+    """What bytes of mxfp4's scales stand for, in fp32; 255, which stands for no number, is infinite."""
+    return (scales.view(torch.uint8)[:, : storage.num_scales].float() - 127.0).exp2()
 
 
 def stored_linear(x: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool = False) -> Tensor:
@@ -276,6 +317,8 @@ def _by_few(
         last = min(first + few, num_experts)
         rows = slice(first * rows_an_expert, last * rows_an_expert)
         weight = dequantize(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
+        if storage.is_turned:  # to where the same values lie unquantized: GEMMs may sum up in another order elsewhere
+            weight = weight.mT.contiguous().mT
         x = x_RI[places[first].start : places[last - 1].stop] if places else x_RI
         outputs.append(product(x, counts_e[first:last], weight.transpose(1, 2) if is_transposed else weight))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -137,7 +137,8 @@ def _trained(path: Path, topology: Topology, case: Case, checks_replicas: bool) 
         results.append(train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM, bias_update, at=take_grads))
         if checks_replicas:
             check_replicas(model, topology, torch.device("cpu"), step, {"steps": step})
-    final, buffers = in_full(dict(model.named_parameters())), dict(model.named_buffers())
+    final = in_full({n: p for n, p in model.named_parameters() if p.requires_grad or not case.mxfp4})
+    buffers = dict(model.named_buffers())
     known = SimpleNamespace(routing=over_ranks(results[-1].routing), top_k=2)
     routing = {metric.name: metric.value(known) for metric in METRICS if metric.name in OF_ROUTING}
     # a forward that outlived its backward would keep alive what was computed in it

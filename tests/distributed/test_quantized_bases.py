@@ -5,14 +5,25 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, open_checkpoint
+from expertmesh.checkpoints.hf.names import Names
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.checkpoints.load import check_form, check_mxfp4
 from expertmesh.moe.experts.bf16_copies import local_part
+from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.linear.quantized import SCALES, Kind, Storage, quantize, storages_of
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import assemble
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_our_layout, my_batches, sharded_model
+from tests.encoded import save_mxfp4
+from tests.families.configs import tiny_model
 from tests.parity.case import Case, hf_model, random_samples
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)])
@@ -67,3 +78,42 @@ def test_codes_are_never_cast(
         for part, whole in zip(parts, expected, strict=True):
             assert torch.equal(part, whole[: len(part)]), name
             assert len(part) == len(whole) // (topology.ep_size if ".mlp.experts." in name else 1)
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), pytest.param(Topology(2, 1), marks=pytest.mark.slow)], ids=str)
+def test_mxfp4_is_held_as_published(ranks: RankPool, tmp_path: Path, topology: Topology) -> None:
+    """Of experts alone, with the bytes of the checkpoint, but for scales of 92 and not 90 bytes per row, say."""
+    settings = {"adapter": "lora", "lora_rank": 4, "base_dtype": "mxfp4"}
+    changes = {"intermediate_size": 64}
+    case = Case(SAMPLES, settings=settings, compute_dtype=torch.bfloat16, family="gpt_oss", changes=changes)
+    save_mxfp4(hf_model(case), tmp_path)
+    published = load_file(tmp_path / "model.safetensors")
+    found = ranks.run(gathered, topology.world_size, tmp_path, topology, case)[0]
+    assert len(found) == 3 * sum(name.endswith("down_proj_blocks") for name in published)
+    for name, parts in found.items():
+        path, _, own = name.rpartition(".mlp.")
+        tensor = f"{path}.down_proj" if own == "w2" else f"{path}.gate_up_proj"
+        for part, kind in zip(parts, ("blocks", "scales"), strict=True):
+            whole = published[f"{tensor}_{kind}"]
+            if own != "w2":
+                whole = whole[:, 0 if own == "w1" else 1 :: 2]
+            mine = whole[: len(whole) // topology.ep_size].flatten(0, 1).flatten(1)
+            assert torch.equal(part[:, : mine.shape[1]], mine), name
+            assert 0 <= part.shape[1] - mine.shape[1] < 4
+
+
+def test_what_is_not_in_mxfp4_is_refused(tmp_path: Path) -> None:
+    """Before a weight is read."""
+    theirs: Any = tiny_model("gpt_oss", seed=1, intermediate_size=64)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    config = TrainConfig(model="m", dataset=["d"], adapter="lora", base_dtype="mxfp4")
+    with pytest.raises(ExpertMeshError, match=r"mxfp4: .* config.json says of no quantized tensors; --base-dtype nf4"):
+        assemble(config, source, "cpu")
+    model = source.build("eager").requires_grad_(False)
+    store_frozen(model, "mxfp4")
+    with pytest.raises(ExpertMeshError, match=r"--base-dtype mxfp4: .* has model.layers.* as BF16; --base-dtype nf4"):
+        check_mxfp4(model, open_checkpoint(source, Names(model)))
+    (tmp_path / MANIFEST).touch()
+    with pytest.raises(ExpertMeshError, match=r"--base-dtype mxfp4: .* has EP shards: give the model in Hugging Face"):
+        check_form(model, source)

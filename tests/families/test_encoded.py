@@ -22,6 +22,7 @@ from tests.distributed.whole_runs import read, run_main, tell
 from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
 from tests.parity.case import Case
+from tests.parity.compare import with_other_bits
 from tests.tiny import save_tokenizer
 
 SAVE: dict[str, Callable[[Any, Path], None]] = {"deepseek_v3": save_fp8, "gpt_oss": save_mxfp4}
@@ -158,6 +159,37 @@ def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: 
     for name, tensor in found.items():
         assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
         assert torch.equal(tensor.view(torch.uint8), base[name].view(torch.uint8)) == ("o_proj" not in name), name
+
+
+@pytest.mark.slow
+def test_beside_mxfp4_as_beside_bf16(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
+    """Every file of a run that keeps experts in MXFP4, and is stopped and resumed, is that of a run in bf16: adapter,
+    merged model, and this as it came."""
+    lora = ["--adapter", "lora", "--merge", "--export-encoding", "source", "--ep-size", 2, "--bf16", "--save-steps", 1]
+    lora += ["--lr-scheduler-type", "constant"]
+    for base in ("mxfp4", "bfloat16"):
+        out = tmp_path / base
+        train(ranks, 2, models["gpt_oss"], tiny_data, out, *lora, "--base-dtype", base, "--max-steps", 1)
+        told = train(ranks, 2, models["gpt_oss"], tiny_data, out, *lora, "--base-dtype", base, "--resume", "auto")
+        assert "2/2" in told
+        assert " 1/2" not in told
+    for directory in ("adapter", "hf"):
+        found, expected = (read(tmp_path / base / directory) for base in ("mxfp4", "bfloat16"))
+        assert with_other_bits(found, expected) == []
+    assert any(name.endswith("_blocks") for name in found)
+    other = [*lora, "--base-dtype", "bfloat16", "--resume", "auto", "--max-steps", 3]
+    argv = [
+        "--model",
+        models["gpt_oss"],
+        "--dataset",
+        tiny_data,
+        "--output-dir",
+        tmp_path / "mxfp4",
+        "--use-cpu",
+        *other,
+    ]
+    results = ranks.run(tell, 2, [*map(str, argv)], join_group=False)
+    assert "--base-dtype" in results[0][2]
 
 
 @pytest.mark.slow

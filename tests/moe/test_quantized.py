@@ -14,11 +14,13 @@ from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.kernels.loop import looped_product
 from expertmesh.moe.linear.quantized import (
     BLOCK,
+    E2M1,
     NF4,
     Kind,
     Storage,
     dequantize,
     fill,
+    mxfp4_pairs,
     nf4_pairs,
     places_of_few,
     quantize,
@@ -217,6 +219,29 @@ def test_dequantizing_kernels(kind: Kind, num_rows: int, columns: int, dtype: to
     # the interpreter cuts off what half precision has no room for
     rtol = 0.0 if dtype == torch.float32 else 2**-10
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0 if dtype == torch.float32 else 1e-7)
+
+
+@interpreted
+def test_mxfp4_kernel_and_every_code_at_every_scale() -> None:
+    """What the kernel, and torch's own operators, make of them, is what checkpoints' codes are dequantized to."""
+    from expertmesh.moe.linear.dequantize_triton import fused_mxfp4
+
+    # the first scale of all is that of numbers which fp32 holds without an exponent; two values overflow
+    byte, scale = torch.arange(256).to(torch.uint8), torch.arange(256).to(torch.uint8)[:-1]
+    packed = byte.repeat(255, 1)
+    storage, wide_scales = Storage("mxfp4", 512), scale.unsqueeze(1).repeat(1, 16)
+    pairs = mxfp4_pairs(packed.device)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = torch.tensor([*E2M1])[torch.stack([byte & 15, byte >> 4], 1).int()].flatten() * 2.0 ** (
+            scale.double().unsqueeze(1) - 127
+        )
+        expected = expected.float().to(dtype)
+        assert torch.equal(dequantize(packed, wide_scales, storage, dtype), expected)
+        if dtype == torch.float32:
+            assert torch.equal(fused_mxfp4(packed, wide_scales, pairs, 512, dtype), expected)
+    odd = packed[:3, :36].contiguous(), wide_scales[120:123, :4].contiguous()
+    found = fused_mxfp4(*odd, pairs, 70, torch.float32)
+    assert torch.equal(found, dequantize(*odd, Storage("mxfp4", 70), torch.float32))
 
 
 @interpreted

@@ -23,7 +23,8 @@ class Case:
 
     `changes` are to the model's config, `settings` to the run's. `family`: of the model, as transformers names it.
     `frozen`: a pattern of the names that what --freeze names has in transformers' model; `zeroed`: of weights that are
-    zeros. `attention`: ours, where it is not auto (Mixtral's) or eager (other families').
+    zeros. `attention`: ours, where it is not auto (Mixtral's) or eager (other families'). `mxfp4`: whether the
+    checkpoint has experts in MXFP4; weights are then those that are trained.
     """
 
     samples: list[Sample]
@@ -41,6 +42,7 @@ class Case:
     frozen: str = ""
     zeroed: str = ""
     attention: str = ""
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours
+from tests.encoded import save_mxfp4
 from tests.parity.case import Case, Figures, hf_model
 from tests.parity.compare import assert_same
 from tests.parity.kept import expected
@@ -36,8 +37,11 @@ class Runner:
         return found
 
     def saved(self, case: Case) -> Path:
-        key = f"{case.family} {case.changes} {case.zeroed}"
+        key = f"{case.family} {case.changes} {case.zeroed} {case.mxfp4}"
         if key not in self.paths:
             self.paths[key] = self.directory / str(len(self.paths))
-            hf_model(case).save_pretrained(self.paths[key])
+            if case.mxfp4:
+                save_mxfp4(hf_model(case), self.paths[key])
+            else:
+                hf_model(case).save_pretrained(self.paths[key])
         return self.paths[key]

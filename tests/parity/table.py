@@ -214,6 +214,10 @@ DROPOUT = LORA | {"lora_dropout": 0.2}
 OFFLOAD: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "accumulation": 2, "offload": True, "against": {"offload": None}
 }  # fmt: skip
+AS_PUBLISHED: dict[str, Any] = {
+    "samples": HALF, "steps": 2, "bits": "all", "family": "gpt_oss", "mxfp4": True, "base_dtype": "mxfp4",
+    "changes": {"intermediate_size": 64}, "against": {"base_dtype": "bfloat16"},
+} | LORA  # fmt: skip
 MEGABLOCKS: dict[str, Any] = {
     "kernel": "megablocks-sparse", "within": within.megablocks, "marks": (interpreted,),
     "changes": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_local_experts": 4},
@@ -237,6 +241,10 @@ BITS: list[Row] = [
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
     *rows("activations offloaded, adapters", "2, slow", **AGAIN, **(AWAY | SELECTIVE), **DROPOUT),
     *rows("activations offloaded, biases", "2 ep 2, slow", **AGAIN, **AWAY, **BF16, family="gpt_oss"),
+    *rows("MXFP4 as published", "1 | 2 ep 2, slow | 4 ep 2 hybrid, slow | 4, slow", **AS_PUBLISHED, **FULL),
+    *rows("MXFP4 as published, bf16", "2 | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
+    *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
+    *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
     *rows("offloaded", "2", **OFFLOAD),
     *rows("offloaded, muon", "2, slow", **OFFLOAD, **MUON),
     *rows("offloaded, shampoo", "2, slow", **OFFLOAD, optim="shampoo", shampoo_start=1),

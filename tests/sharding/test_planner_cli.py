@@ -219,6 +219,11 @@ def test_advice_has_been_tried(shallow: Path, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
 
 
+def test_published_in_mxfp4_is_advised_to_stay_so() -> None:
+    for name, base in (("gpt-oss-20b", "mxfp4"), ("mixtral-8x7b", "nf4")):
+        assert plan_command._fewer_bytes(str(CONFIGS / name))[-1] == {"adapter": "lora", "base_dtype": base}
+
+
 @pytest.mark.slow
 def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The card has less than CUDA's context: nothing is named as if it helped."""

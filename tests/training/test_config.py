@@ -169,6 +169,10 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
             "--expert-precision fp8 --bf16 --adapter lora --base-dtype nf4",
             "round weights twice, after --base-dtype nf4",
         ),
+        (
+            "--expert-precision fp8 --bf16 --adapter lora --base-dtype mxfp4",
+            "round weights twice, after --base-dtype mxfp4",
+        ),
         ("--dense-precision fp8 --bf16 --adapter lora --base-dtype fp8", "round weights twice, after --base-dtype fp8"),
         ("--dense-precision fp8 --bf16 --tp-size 2 --async-tp", "fp8: does not work with --async-tp"),
         ("--offload-activations", "--offload-activations: .*; add --gradient-checkpointing full or selective"),

@@ -29,7 +29,8 @@ CpuMatmul = Literal["auto", "blas", "onednn"]
 Task = Literal["sft", "dpo", "kto"]
 PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
-BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
+QuantizedBase = Literal["fp8", "nf4", "mxfp4"]
+BaseDtype = Literal["auto", "float32", "bfloat16", QuantizedBase]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -724,7 +725,8 @@ class AdapterSettings:
     )
     base_dtype: BaseDtype = _flag(
         "auto",
-        "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
+        "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA); mxfp4: experts stay in the MXFP4 of the "
+        "checkpoint, the rest in bf16. auto: bf16 with --bf16, else fp32",
         needs=_LORA,
     )
     init_adapter: str = _flag(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -35,6 +35,7 @@ from .settings import (
     ParallelSettings,
     PrecisionSettings,
     PreferenceSettings,
+    QuantizedBase,
     RoutingSettings,
     ScheduleSettings,
 )
@@ -160,7 +161,7 @@ class TrainConfig(
         if self.train_new_tokens and not (self.add_tokens or self.resize_vocab):
             raise ExpertMeshError("--train-new-tokens: there are none; give --add-tokens or --resize-vocab")
         for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
-            if precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
+            if precision == "fp8" and (kind := self.quantized_base) and (kind != "mxfp4" or flag == "expert"):
                 raise ExpertMeshError(
                     f"--{flag}-precision fp8 would round weights twice, after --base-dtype {self.base_dtype}; "
                     "leave out one of them"
@@ -253,7 +254,18 @@ class TrainConfig(
         """Whether weights beside adapters are: what is computed with in bf16 needs no more digits."""
         if self.adapter == "none" or self.base_dtype == "float32":
             return False
-        return self.bf16 or self.base_dtype == "bfloat16"
+        return self.bf16 or self.base_dtype in ("bfloat16", "mxfp4")
+
+    @property
+    def quantizes_linear(self) -> bool:
+        """Whether frozen linear layers are quantized."""
+        return self.quantized_base not in (None, "mxfp4")
+
+    @property
+    def quantized_base(self) -> QuantizedBase | None:
+        """How frozen matrices are quantized, if they are: of mxfp4 those of experts alone."""
+        kinds: tuple[QuantizedBase, ...] = get_args(QuantizedBase)
+        return next((kind for kind in kinds if kind == self.base_dtype), None)
 
     @property
     def ranks_per_sequence(self) -> int:

@@ -112,7 +112,7 @@ def _modules_to_save(model: Any, entries: Iterable[str]) -> list[str]:
 
 def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:
     """For a run's first lines: which linear layers --base-dtype fp8 or nf4 does not quantize, and why."""
-    paths = unquantized(model) if config.base_dtype in ("fp8", "nf4") else []
+    paths = unquantized(model) if config.quantizes_linear else []
     if not paths:
         return []
     names = sorted({path.removeprefix(layer) for path in paths for layer in layer_prefixes(model)} - set(paths))

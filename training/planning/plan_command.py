@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
+from ...checkpoints.files.encodings import quantization_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
 from ...moe.util.terminal import folded
@@ -254,17 +255,19 @@ def _notes(run: TrainConfig, setting: Setting) -> list[str]:
     return [f"note: {line}" for line in notes]
 
 
-def _fewer_bytes() -> list[dict[str, Any]]:
-    """What is tried where nothing fits: state in fewer bits, and adapters."""
+def _fewer_bytes(model: str) -> list[dict[str, Any]]:
+    """What is tried where nothing fits: state in fewer bits, and adapters, beside what is in MXFP4 already or nf4."""
     smaller = [{"optim": entry.name} for entry in OPTIMIZERS.entries() if entry.is_tried_where_nothing_fits]
-    return [*smaller, {"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
+    said = quantization_of(find_config(model).content)
+    base = "mxfp4" if isinstance(said, dict) and said.get("quant_method") == "mxfp4" else "nf4"
+    return [*smaller, {"adapter": "lora"}, {"adapter": "lora", "base_dtype": base}]
 
 
 def _what_would_fit(asked: Asked, smallest: Plan, cluster: Cluster) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
     config = asked.config(smallest.setting.tp_size)
     tries: list[tuple[str, dict[str, Any], int]] = []
-    for changes in _fewer_bytes():
+    for changes in _fewer_bytes(config.model):
         if any(getattr(config, name) != value for name, value in changes.items()):
             tries.append((" ".join(f"{flag_of(name)} {value}" for name, value in changes.items()), changes, 1))
     if smallest.memory.lasting < cluster.memory:

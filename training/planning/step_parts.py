@@ -117,7 +117,8 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.moe.kernels.torch_grouped": StepModule("expert GEMMs"),
     "expertmesh.moe.kernels.weight_gradients": StepModule(None),
     "expertmesh.moe.linear.dequantize_triton": StepModule(
-        "dequantization", kernels={"_fp8_kernel": writes("wide_ptr"), "_nf4_kernel": writes("wide_ptr")}
+        "dequantization",
+        kernels=dict.fromkeys(("_fp8_kernel", "_nf4_kernel", "_mxfp4_kernel"), writes("wide_ptr")),
     ),
     "expertmesh.moe.linear.division": StepModule(None),
     "expertmesh.moe.linear.fp8": StepModule(None),

@@ -100,8 +100,8 @@ class Measurer:
 
     def __init__(self, model: Any, config: TrainConfig):
         counts = count_parameters(model)
-        if config.base_dtype in ("fp8", "nf4"):
-            store_frozen(model, config.base_dtype)
+        if (kind := config.quantized_base) is not None:
+            store_frozen(model, kind)
         self.model = model.train()
         self.config = config
         self.layers: list[Any] = list(decoder_layers(model))
@@ -149,7 +149,7 @@ class Measurer:
         built_for = self.config.cp_size, self.config.tp_size
         assert (workload.cp_size, workload.tp_size) == built_for, "the model was built to share sequences so"
         # made once in a process: not of tensors that hold no memory
-        quantised.nf4_pairs(torch.device("cpu"))
+        quantised.nf4_pairs(torch.device("cpu")), quantised.mxfp4_pairs(torch.device("cpu"))
         parts: list[Part] = [*range(len(self.first)), "root"]
         found = {part: self._known(part, workload) for part in parts}
         missing = [part for part, seen in found.items() if seen is None]

@@ -21,7 +21,7 @@ from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_shape
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
-from ....moe.linear.quantized import nf4_pairs
+from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
     _current_autograd_node,
@@ -151,15 +151,15 @@ def _rehearse(
         cut_into_stages(
             model, mesh, compute_dtype(config), config.schedule_name, config.pipeline_chunks, config.layers_of_stages
         )
-    if config.base_dtype in ("fp8", "nf4"):
-        store_frozen(model, config.base_dtype)
+    if (kind := config.quantized_base) is not None:
+        store_frozen(model, kind)
     routing = routing.among(moe_shape(model).num_experts, config.ep_size)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
     parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
-    nf4_pairs(torch.device("cpu"))
+    nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
     with FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
