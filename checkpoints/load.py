@@ -56,7 +56,7 @@ def shard_and_load(
         hold_exactly(model, checkpoint)
     strategy = strategy or Strategy()
     parallelize(model, mesh, compute_dtype, strategy)
-    materialize(model, device, strategy.offload)
+    materialize(model, device, strategy.offload, strategy.offload_experts)
     if read_weights:
         load_model(model, checkpoint, mesh.topology)
     return checkpoint

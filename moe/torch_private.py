@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import _set_pg_timeout as _set_pg_timeout
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as ShardingPropagator
     from torch.fx.experimental import _config as _config
@@ -80,6 +82,8 @@ _MODULES = {
     "_set_pg_timeout": "torch.distributed.distributed_c10d",
     "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
     "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "FSDPParam": "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     "FSDPState": "torch.distributed.fsdp._fully_shard._fsdp_state",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "_config": "torch.fx.experimental",
@@ -121,6 +125,9 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     "_get_default_store": lambda function: callable(function) and not inspect.signature(function).parameters,
     "_set_pg_timeout": lambda function: _takes(function, "timeout", "group"),
     "mark_static": lambda function: _takes(function, "t", "index"),
+    # of parameters that are gathered from host memory
+    "FSDPParam": lambda kind: "self._sharded_param_data" in inspect.getsource(kind.all_gather_inputs.fget),
+    "FSDPParamGroup": lambda kind: _takes(kind.unshard, "self", "async_op") and _takes(kind.wait_for_unshard, "self"),
     # which dry runs replace
     "FSDPState": lambda kind: _takes(getattr(kind, "_root_post_backward_final_callback", None), "self"),
     "ShardingPropagator": lambda kind: _takes(getattr(kind, "_propagate_tensor_meta_non_cached", None), "self"),

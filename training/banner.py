@@ -46,7 +46,8 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
         f"attention {_attention(engine.model)}, cross-entropy {loss_head(engine.model).kind}"
         + (", fp32 matmuls in TF32" if config.tf32 else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
-        + (", activation offloading" if config.offload_activations else ""),
+        + (", activation offloading" if config.offload_activations else "")
+        + (", frozen experts in host memory" if config.offload_experts else ""),
         *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),
         *_complete_sequences(engine),
         *_rope(config, source),

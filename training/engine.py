@@ -76,7 +76,7 @@ from .loss.objective import LossFunction, Objective
 from .model_setup.compiling import compile_layers
 from .model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from .model_setup.dense_precision import multiply_in_fp8
-from .model_setup.freezing import freeze
+from .model_setup.freezing import check_experts_frozen, freeze
 from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from .model_setup.new_tokens import train_new_tokens
 from .optim.optimizer import build_optimizer
@@ -165,6 +165,8 @@ def assemble(
             )
     elif config.freeze:
         trained.append(freeze(model, config.freeze).line())
+    if config.offload_experts:
+        check_experts_frozen(model)
     if config.dense_precision == "fp8":
         trained.append(multiply_in_fp8(model, device_type))
     if config.tp_size > 1:

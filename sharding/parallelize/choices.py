@@ -31,6 +31,7 @@ class Strategy:
             another's GEMMs.
         dispatch: how tokens travel to their experts (see `moe.dispatch.dispatcher_entries`).
         ranks_per_node: of all ranks, as many as have fast links between them; None: those that share a host.
+        offload_experts: keep frozen experts in host memory, but for two layers' (see `offload_frozen`).
         sums_in_fp32: whether sums of several experts' results, and of gradients, travel in fp32; else as tokens do.
     """
 
@@ -43,6 +44,7 @@ class Strategy:
     dispatch: str = "auto"
     ranks_per_node: int | None = None
     sums_in_fp32: bool = False
+    offload_experts: bool = False
 
 
 def ranks_of_nodes(nodes: Sequence[str], ep_size: int) -> int | None:

@@ -1,7 +1,8 @@
-"""Activation offloading: checkpointed layers' inputs in host memory from forward to backward, copied during compute."""
+"""Offloading, copied during compute: checkpointed layers' inputs in host memory from forward to backward, and frozen
+experts but for those of the layer that computes and of the next one."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...moe.experts.forward import Forward, current_forward
+from ...moe.torch_private import FSDPParam, FSDPParamGroup
 from ...moe.transformers_private import wrap_checkpointing
 from ...moe.util.gpu import is_rehearsing_gpu
+from ..stages import experts_here
 
 
 def offload_inputs(model: Any, device_type: str) -> None:
@@ -31,7 +34,10 @@ def offload_inputs(model: Any, device_type: str) -> None:
 
 class Copies(Protocol):
     """How tensors are copied to host memory and back. `leave` and `come` begin a copy and return a handle of its end
-    with it; what is computed after `wait(end)`, or touches the memory, comes after that end."""
+    with it; what is computed after `wait(end)`, or touches the memory, comes after that end. What `held` gives of a
+    tensor that is in host memory already comes as what has left does, with no end to wait for."""
+
+    def held(self, tensor: Tensor, device: torch.device) -> Any: ...
 
     def leave(self, tensor: Tensor) -> tuple[Any, Any]: ...
 
@@ -49,6 +55,9 @@ def copies_of(device_type: str) -> Copies:
 class CopiesAtOnce:
     """On a CPU: host memory is the device's own."""
 
+    def held(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor
+
     def leave(self, tensor: Tensor) -> tuple[Tensor, None]:
         return tensor.clone(), None
 
@@ -61,6 +70,9 @@ class CopiesAtOnce:
 
 class NoCopies:
     """In a dry run, where tensors have no values: no tensor is put in host memory, so that none is counted."""
+
+    def held(self, tensor: Tensor, device: torch.device) -> Any:
+        return tensor.shape, tensor.dtype, device
 
     def leave(self, tensor: Tensor) -> tuple[Any, None]:
         return (tensor.shape, tensor.dtype, tensor.device), None
@@ -88,6 +100,9 @@ class CopiesBeside:
         self.pinned = pinned
         self.leaving, self.coming = runtime.Stream(), runtime.Stream()
 
+    def held(self, tensor: Tensor, device: torch.device) -> Any:
+        return tensor, device
+
     def leave(self, tensor: Tensor) -> tuple[tuple[Tensor, torch.device], Any]:
         self.leaving.wait_stream(self.runtime.current_stream())
         with self.runtime.stream(self.leaving):
@@ -100,13 +115,69 @@ class CopiesBeside:
         tensor = torch.empty_like(values, device=device)
         # not before the memory is free: until now it may have been another's
         self.coming.wait_stream(self.runtime.current_stream())
-        self.coming.wait_event(left)
+        if left is not None:
+            self.coming.wait_event(left)
         with self.runtime.stream(self.coming):
             tensor.copy_(values, non_blocking=True)
             return tensor, self.coming.record_event()
 
     def wait(self, end: Any) -> None:
         self.runtime.current_stream().wait_event(end)
+
+
+def offload_frozen(experts: Any, is_sharded: bool, device_type: str, copies: Copies) -> None:
+    """Have an FSDP unit of experts gather its frozen parameters from host memory, in place, before it has memory.
+
+    Args:
+        is_sharded: whether it is over several ranks. Then FSDP copies them on a stream of its own as soon as it begins
+            to gather; a lone rank's it would copy where it computes, at the moment when they are used.
+    """
+    group: FSDPParamGroup = experts._get_fsdp_state()._fsdp_param_group
+    frozen = [each for each in group.fsdp_params if not each.sharded_param.requires_grad]
+    for each in frozen:
+        assert isinstance(each, FSDPParam)
+        # host memory can be pinned only for a GPU
+        each.offload_to_cpu, each.pin_memory = True, device_type == "cuda"
+    if not is_sharded:
+        _ComingAhead(group, frozen, copies)
+
+
+def frozen_experts(model: Any) -> list[Tensor]:
+    """What `offload_frozen` keeps in host memory of a sharded model."""
+    layers = (layer.mlp for layer in experts_here(model))
+    return [part for experts in layers for part in experts.parameters() if not part.requires_grad]
+
+
+class _ComingAhead:
+    """In place of the two methods by which FSDP gathers a lone rank's unit, ahead of its use and then at it: the first
+    begins to copy what is in host memory, and the second waits for it."""
+
+    def __init__(self, group: Any, frozen: Sequence[Any], copies: Copies):
+        self.group, self.frozen, self.copies = group, frozen, copies
+        self.began: list[tuple[Tensor, Any]] = []
+        self.unshard, self.wait_for_unshard = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self.begin, self.use
+
+    def begin(self, async_op: bool = False) -> None:
+        """Take the place of `unshard`, which does nothing where it has been called already."""
+        is_begun = self.group._all_gather_result is not None
+        self.unshard(async_op)
+        if not is_begun and self.group._all_gather_result is not None:
+            copies, device = self.copies, self.group.device
+            self.began = [copies.come(copies.held(each._sharded_param_data, device), None) for each in self.frozen]
+
+    def use(self) -> None:
+        """Take the place of `wait_for_unshard`, which does nothing where nothing was begun."""
+        began, self.began = self.began, []
+        if not began:
+            return self.wait_for_unshard()
+        in_host = [each._sharded_param_data for each in self.frozen]
+        for each, (tensor, end) in zip(self.frozen, began, strict=True):
+            self.copies.wait(end)
+            each._sharded_param_data = tensor
+        self.wait_for_unshard()
+        for each, tensor in zip(self.frozen, in_host, strict=True):
+            each._sharded_param_data = tensor
 
 
 @dataclass(eq=False)

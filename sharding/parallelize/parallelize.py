@@ -6,6 +6,7 @@ averaging is switched off, and no factor of dp or ep exists anywhere.
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ...moe.experts.expert_mlp import ExpertMLP
 from ...moe.experts.lora import first_values
 from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
@@ -28,7 +30,7 @@ from ..state import adapters_of, local_tensor, parameters_of
 from ..topology import Topology, check_chunks
 from .choices import Strategy
 from .dispatchers import choose_dispatcher
-from .offload import offload_inputs
+from .offload import copies_of, offload_frozen, offload_inputs
 from .recompute import checkpoint_layers, keep_products
 from .unreached import reduce_unreached
 
@@ -61,7 +63,7 @@ def parallelize(
     precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
-    shard_dense(model, mesh, precision, placement)
+    shard_dense(model, mesh, precision, placement, strategy.offload_experts)
     experts = {layer.mlp for layer in moe_layers(model)}  # which compute with no tokens, too
     # what a pipeline's model has around its layers is for the first and the last stage, which have no use for the other
     around = {model} if stages_of(model) is not None else set()
@@ -103,16 +105,24 @@ def place_experts(model: nn.Module, mesh: Mesh, strategy: Strategy) -> None:
             layer.dispatcher = make_dispatcher(layer.shape.num_experts)
 
 
-def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
+def shard_dense(
+    model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy, from_host: bool = False
+) -> None:
     """Give experts an FSDP unit of their own over dp, and non-expert parameters the units of `_dense_units` over all
     ranks.
 
     With one rank in dp experts are not sharded over it, and a unit would only copy them, and their gradients,
     from buffer to buffer: they have one only to fetch them from host memory. They cast themselves to the compute dtype.
+
+    Args:
+        from_host: whether frozen experts are in host memory.
     """
-    if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
+    if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy) or from_host:
+        copies = copies_of(mesh.grid.device_type) if from_host else None
         for layer in experts_here(model):
             _make_unit(layer.mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+            if copies is not None:
+                offload_frozen(layer.mlp, mesh.dp.size() > 1, mesh.grid.device_type, copies)
     for unit in _dense_units(model):
         policy = replace(precision, param_dtype=torch.float32) if unit.is_fp32 else precision
         own = {model.get_parameter(name) for name in unit.names}
@@ -269,20 +279,27 @@ def forget_forwards(model: nn.Module) -> None:
         model._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def materialize(model: Any, device: torch.device, offload: bool = False) -> None:
-    """Allocate this rank's shards (uninitialised), with `offload` in host memory; buffers go to `device` as is, those
-    of other stages of a pipeline too: they are small, and the same on all ranks."""
+def materialize(model: Any, device: torch.device, offload: bool = False, offload_experts: bool = False) -> None:
+    """Allocate this rank's shards (uninitialised), in host memory with `offload`, and with `offload_experts` what is
+    frozen of experts; buffers go to `device` as is, those of other stages of a pipeline too: they are small, and the
+    same on all ranks."""
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     here = {part.tensor for part in parameters_of(model).values() if part.is_here}
     here |= {part.scales for part in parameters_of(model).values() if part.is_here and part.scales is not None}
     for module in model.modules():
         if not here.isdisjoint(module._parameters.values()):
-            module.to_empty(device="cpu" if offload else device, recurse=False)
+            in_host = offload_experts and isinstance(module, ExpertMLP)
+            module._apply(partial(_empty, device=device, offload=offload, frozen_in_host=in_host), recurse=False)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = buffer
     # to_empty unties shared parameters
     model.tie_weights()
+
+
+def _empty(tensor: Tensor, device: torch.device, offload: bool, frozen_in_host: bool) -> Tensor:
+    in_host = offload or (frozen_in_host and not tensor.requires_grad)
+    return torch.empty_like(tensor, device="cpu" if in_host else device)
 
 
 @torch.no_grad()

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.experts.model_layers import decoder_layers, moe_layers
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore
+from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
@@ -141,6 +142,65 @@ def test_order_of_copies() -> None:
         *("compute waits for 6", "layer 0"),
     ]
     assert log.said == [*forward, "backward", *backward]
+
+
+def test_experts_are_copied_a_layer_ahead(ranks: RankPool, tmp_path: Path) -> None:
+    """In forward, and in backward, which recomputes: the copy of a layer's experts begins before the layer before it
+    computes, on a stream of its own, and has ended before they are used; no more than two layers' are there."""
+    hf_model(Case(SAMPLES), num_hidden_layers=LAYERS).save_pretrained(tmp_path)
+    said, most = ranks.run(_copied, 1, tmp_path)[0]
+    at = [said.index(f"computed {layer}") for layer in range(LAYERS)]
+    forward, backward = said[: at[-1]], said[at[-1] :]
+    for layer in range(LAYERS):
+        assert forward.count(f"begin {layer}") == forward.count(f"use {layer}") == 1
+        before = forward.index(f"use {layer - 1}") if layer else 1
+        assert forward.index(f"begin {layer}") < before <= forward.index(f"use {layer}") < at[layer]
+        # what is there still, of the last layer, is not copied again
+        assert backward.count(f"begin {layer}") == backward.count(f"use {layer}") == 1
+        before = backward.index(f"use {layer + 1}") if layer + 1 < LAYERS else len(backward)
+        assert backward.index(f"begin {layer}") < before
+    assert most == 2
+
+
+def _copied(path: Path) -> tuple[list[str], int]:
+    settings = {"adapter": "lora", "offload_experts": True}
+    case = Case(SAMPLES, gradient_checkpointing="full", settings=settings)
+    model, _, _ = sharded_model(path, Topology(1, 1), case)
+    prefetch_layers(model, decoder_layers(model))
+    said: list[str] = []
+    there: set[int] = set()
+    most = 0
+
+    class Noting(CopiesAtOnce):
+        def __init__(self, layer: int):
+            self.layer = layer
+
+        def come(self, host: Tensor, left: None) -> tuple[Tensor, None]:
+            nonlocal most
+            if f"begin {self.layer}" not in said[-1:]:
+                said.append(f"begin {self.layer}")
+            there.add(self.layer)
+            most = max(most, len(there))
+            return host, None
+
+        def wait(self, end: None) -> None:
+            if f"use {self.layer}" not in said[-1:]:
+                said.append(f"use {self.layer}")
+
+    for number, layer in enumerate(moe_layers(model)):
+        group = cast(Any, layer.mlp)._get_fsdp_state()._fsdp_param_group
+        group.unshard.__self__.copies = Noting(number)
+        reshard = group.reshard
+
+        def freed(number: int = number, reshard: Callable[[], None] = reshard) -> None:
+            reshard()
+            there.discard(number)
+
+        group.reshard = freed
+        layer.mlp.register_forward_hook(lambda *_, number=number: said.append(f"computed {number}"))
+    (batch,) = my_batches(case, Topology(1, 1), 0)
+    token_loss_sum(model.train(), batch, forward_of(batch)).backward()
+    return said, most
 
 
 def test_what_all_layers_share_stays() -> None:

@@ -80,6 +80,12 @@ class Otherwise:
 
     def __call__(self, input_tensor: Any, output_tensor: Any, group: Any, async_op: Any) -> None: ...
 
+    @property
+    def all_gather_inputs(self) -> list[Any]:
+        return []
+
+    def unshard(self) -> None: ...
+
 
 CHANGED: dict[str, Any] = {
     "AllGather": Otherwise,
@@ -87,6 +93,8 @@ CHANGED: dict[str, Any] = {
     "_get_default_store": lambda store: store,
     "_set_pg_timeout": otherwise,
     "mark_static": otherwise,
+    "FSDPParam": Otherwise,
+    "FSDPParamGroup": Otherwise,
     "FSDPState": Otherwise,
     "ShardingPropagator": Otherwise,
     "_distributed_c10d": ModuleType("_distributed_c10d"),

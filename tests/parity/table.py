@@ -208,6 +208,9 @@ AGAIN: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all",
     "against": {"gradient_checkpointing": None, "offload_activations": None},
 }  # fmt: skip
+INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
+ZERO_BUBBLE: dict[str, Any] = {"pipeline_schedule": "zero-bubble"}
+ZERO_BUBBLE_2 = ZERO_BUBBLE | {"pipeline_chunks": 2}
 AWAY = FULL | {"offload_activations": True}
 NOISE = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 DROPOUT = LORA | {"lora_dropout": 0.2}
@@ -218,6 +221,10 @@ AS_PUBLISHED: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "family": "gpt_oss", "mxfp4": True, "base_dtype": "mxfp4",
     "changes": {"intermediate_size": 64}, "against": {"base_dtype": "bfloat16"},
 } | LORA  # fmt: skip
+FROM_HOST: dict[str, Any] = LORA | {
+    "samples": HALF, "steps": 2, "bits": "all", "accumulation": 4, "offload_experts": True,
+    "against": {"offload_experts": None},
+}  # fmt: skip
 MEGABLOCKS: dict[str, Any] = {
     "kernel": "megablocks-sparse", "within": within.megablocks, "marks": (interpreted,),
     "changes": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_local_experts": 4},
@@ -245,14 +252,16 @@ BITS: list[Row] = [
     *rows("MXFP4 as published, bf16", "2 | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
     *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
     *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
+    *rows("experts offloaded", "1 | 2 ep 2, slow | 2, slow", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
+    *rows("experts offloaded, not recomputed", "1, slow | 4 ep 2 tp 2, slow", **FROM_HOST, **BF16),
+    *rows("experts offloaded, frozen", "4 ep 2, slow", **(FROM_HOST | {"adapter": "none"}), freeze=["experts"]),
+    *rows("experts offloaded, attention", "2 ep 2, slow", **FROM_HOST, **SELECTIVE, lora_targets=["attention"]),
+    *rows("experts offloaded, stages", "4 ep 2 pp 2, slow", **FROM_HOST, **FULL, **BF16, **ZERO_BUBBLE),
+    *rows("experts offloaded, MXFP4", "2 ep 2, slow", **(AS_PUBLISHED | FROM_HOST), **FULL, overlap_chunks=2),
     *rows("offloaded", "2", **OFFLOAD),
     *rows("offloaded, muon", "2, slow", **OFFLOAD, **MUON),
     *rows("offloaded, shampoo", "2, slow", **OFFLOAD, optim="shampoo", shampoo_start=1),
 ]
-
-INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
-ZERO_BUBBLE: dict[str, Any] = {"pipeline_schedule": "zero-bubble"}
-ZERO_BUBBLE_2 = ZERO_BUBBLE | {"pipeline_chunks": 2}
 
 
 def stages(

@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.training.planning.planner.clock import Clock
-from expertmesh.training.planning.planner.cost import model_flops, seconds_among, step_time
+from expertmesh.training.planning.planner.cost import StepTime, model_flops, seconds_among, step_time
 from expertmesh.training.planning.planner.hardware import DEVICES, Device, Hardware, Link, products_in
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import PlannedRun
@@ -27,6 +27,23 @@ def run_of(world_size: int, ep_size: int, **flags: Any) -> PlannedRun:
 
 def collective_time(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
     return seconds_among(traffic.kind, traffic.sent, setting.group(traffic.group), MACHINE, gpus_per_node)
+
+
+def test_experts_come_from_host_memory() -> None:
+    """Those of each layer twice a micro-batch, at the rate that the device says; beside what is computed, if it can."""
+    lora: dict[str, Any] = {"adapter": "lora", "offload_experts": True}
+    run = run_of(2, 2, **lora)
+    brought = 2 * sum(unit.in_host for unit in run.units.values())
+    # 4 of 8 experts, of three matrices 64 x 128 in bf16
+    assert brought == 2 * len(run.model.layers) * 4 * 3 * 64 * 128 * 2
+
+    def seconds(host_bandwidth: float, **flags: Any) -> StepTime:
+        machine = replace(MACHINE, device=replace(MACHINE.device, host_bandwidth=host_bandwidth))
+        return step_time(run_of(2, 2, **flags), machine, 8)
+
+    there, fast, slow = seconds(1e30, adapter="lora"), seconds(1e30, **lora), seconds(1e3, **lora)
+    assert slow.total - fast.total == pytest.approx(brought / 1e3, rel=1e-3)
+    assert fast.total < 1.5 * there.total
 
 
 def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:

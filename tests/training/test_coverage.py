@@ -24,7 +24,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{key: {"pp_size": 2} for key in ("pipeline_layers", "pipeline_chunks", "pipeline_schedule")},
     **{key: {"eval_ratio": 0.1} for key in ("early_stopping_patience", "load_best_model_at_end")},
     **{key: {"bf16": True} for key in ("expert_precision", "dense_precision")},
-    **{key: {"adapter": "lora"} for key in ("init_adapter", "base_dtype")},
+    **{key: {"adapter": "lora"} for key in ("init_adapter", "base_dtype", "offload_experts")},
     **{key: {"optim": "shampoo"} for key in ("shampoo_frequency", "shampoo_block_size", "shampoo_start")},
     "offload_activations": {"gradient_checkpointing": "full"},
     "elastic": {"resume": "auto"},

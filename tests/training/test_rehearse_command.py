@@ -201,6 +201,24 @@ def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [["--gpus", "8"], ["--gpus", "16"]], ids=["alone", "sharded"])
+def test_frozen_experts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str], layout: list[str]) -> None:
+    """All of them; on the GPU are those of two layers at most, where a lone rank would have had all."""
+    flags = ["--adapter", "lora", "--lora-rank", "1", "--gradient-checkpointing", "full", *layout]
+    (kept,), (offloaded,) = (accounts(model, capsys, *flags, *more) for more in ([], ["--offload-experts"]))
+    # an expert per rank, or half of one: three matrices of 64 x 64 in bf16
+    one = 3 * 64 * 64 * 2
+    assert kept["fit"]["host"] == 0
+    assert offloaded["fit"]["host"] == LAYERS * one * 8 // int(layout[-1])
+    saved = kept["fit"]["tensors"] - offloaded["fit"]["tensors"]
+    if layout[-1] == "8":
+        # adapters, and rows of tiny batches, are gathered beside
+        assert (LAYERS - 2) * one - one // 2 <= saved <= LAYERS * one
+    else:
+        assert saved == LAYERS * one // 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inputs_of_layers_in_host_memory(model: str, capsys: pytest.CaptureFixture[str], mode: str) -> None:
     flags = ["--gradient-checkpointing", mode, "--max-seq-length", "2048"]

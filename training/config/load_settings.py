@@ -100,6 +100,7 @@ class LoadSettings(TypedDict, total=False):
     keep_expert_products: int
     offload_activations: bool
     offload: bool
+    offload_experts: bool
     reshard_after_forward: bool
     force: bool
 

@@ -466,6 +466,9 @@ class MemorySettings:
         False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
     )
     offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU")
+    offload_experts: bool = _flag(
+        False, "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes"
+    )
     reshard_after_forward: bool = _flag(
         True, "Free each layer's gathered parameters after its forward; off: after its backward"
     )

@@ -160,6 +160,8 @@ class TrainConfig(
             )
         if self.train_new_tokens and not (self.add_tokens or self.resize_vocab):
             raise ExpertMeshError("--train-new-tokens: there are none; give --add-tokens or --resize-vocab")
+        if self.offload_experts:
+            self._check_offload_experts()
         for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
             if precision == "fp8" and (kind := self.quantized_base) and (kind != "mxfp4" or flag == "expert"):
                 raise ExpertMeshError(
@@ -214,6 +216,19 @@ class TrainConfig(
             if is_given:
                 raise ExpertMeshError(f"--train-mtp: does not work with {flag}: {why}; leave out one of them")
 
+    def _check_offload_experts(self) -> None:
+        if self.adapter == "none" and not self.freeze:
+            raise ExpertMeshError(
+                "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
+                "or --freeze experts, or --offload for what is trained, too"
+            )
+        if self.offload:
+            raise ExpertMeshError("--offload-experts: --offload keeps all parameters in host memory; leave out one")
+        if not self.reshard_after_forward:
+            raise ExpertMeshError(
+                "--offload-experts: --no-reshard-after-forward would keep all layers' experts on the GPU; leave out one"
+            )
+
     @property
     def sequences_per_row(self) -> int:
         """Sequences of --max-seq-length that one entry of a batch takes at most: two of a preference pair."""
@@ -247,6 +262,7 @@ class TrainConfig(
             self.dispatch,
             self.ranks_per_node,
             self.dispatch_sums == "float32",
+            self.offload_experts,
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...moe.experts.layer import DMoE
-from ...moe.experts.model_layers import decoder_layers, layer_prefixes, router_prefixes
+from ...moe.experts.model_layers import decoder_layers, layer_prefixes, moe_layers, router_prefixes
 from ...moe.util.errors import ExpertMeshError
 from .selection import select
 
@@ -65,6 +65,20 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     if frozen == total:
         raise ExpertMeshError(f"--freeze {' '.join(entries)} leaves nothing to train")
     return Frozen(tuple(entries), frozen, total)
+
+
+def check_experts_frozen(model: Any) -> None:
+    """
+    Raises:
+        ExpertMeshError: experts, beside whatever adapters they have, are trained.
+    """
+    for layer in moe_layers(model):
+        trained = [part.name for part in layer.mlp.layout.parameters if getattr(layer.mlp, part.name).requires_grad]
+        if trained:
+            raise ExpertMeshError(
+                f"--offload-experts: keeps frozen experts in host memory, and {', '.join(trained)} of some are "
+                "trained; give --adapter lora or --freeze experts, or --offload for what is trained, too"
+            )
 
 
 def groups_of(model: Any) -> dict[str, _Names]:

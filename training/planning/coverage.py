@@ -115,6 +115,8 @@ def not_modelled(config: TrainConfig, rehearsed: bool) -> list[str]:
             "--offload: copies to and from host memory are not modelled, and the optimizer step is taken to run on the "
             "GPU"
         )
+    if config.offload_experts:
+        lines.append("--offload-experts: copied at the rate of PCI Express in data sheets, which nothing else uses")
     if config.offload_activations:
         lines.append("--offload-activations: the time of its copies is not modelled")
     if config.cross_entropy == "liger":

@@ -90,7 +90,7 @@ def slack(nccl: float, within_a_step: float) -> float:
 class Fit:
     """Whether a rank fits its GPU.
 
-    tensors: what they hold at most. host: of what --offload keeps in host memory. communicators: NCCL's. fragmentation,
+    tensors: what they hold at most. host: of what is kept in host memory. communicators: NCCL's. fragmentation,
     context: beside these. card: what there is.
     """
 
@@ -102,10 +102,9 @@ class Fit:
     card: float
 
     @staticmethod
-    def of(memory: Memory, communicators: Sequence[Communicator], card: float, offload: bool) -> "Fit":
-        """memory: of tensors, at their peak."""
+    def of(memory: Memory, communicators: Sequence[Communicator], card: float, host: float) -> "Fit":
+        """memory: of tensors, at their peak, in `host` memory too."""
         within_a_step = memory.total - memory.lasting
-        host = memory.lasting if offload else 0.0
         return Fit(memory.total - host, host, communicators, FRAGMENTATION * within_a_step, CONTEXT, card)
 
     @property

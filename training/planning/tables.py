@@ -362,7 +362,7 @@ def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hard
         *([f"cp {config.cp_size}"] if config.cp_size > 1 else []),
         *([f"tp {config.tp_size}"] if config.tp_size > 1 else []),
         *([f"pp {config.pp_size} {config.schedule_name}"] if config.pp_size > 1 else []),
-        *(["offload"] if config.offload else []),
+        *(["offload"] if config.offload else ["offload experts"] if config.offload_experts else []),
     ]
     return (
         f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}; rank {account.rank} of "
@@ -388,9 +388,17 @@ def _sharing(config: TrainConfig) -> str:
 def _kinds(account: "Account") -> list[Column]:
     fits = account.fit
     terms = account.memory.kinds.terms()
-    host = LASTING if fits.host else ()
+    is_all = fits.host == account.memory.kinds.lasting
+    in_host: dict[str, float] = {term: terms[term] for term in LASTING} if is_all else {"frozen": fits.host}
+    split = [
+        (name, size)
+        for term, whole in terms.items()
+        for host in (in_host.get(term, 0.0),)
+        for name, size in ((term, whole - host), (f"{term}, in host memory", host))
+        if size
+    ]
     rows = [
-        *((f"{term}, in host memory" if term in host else term, size) for term, size in terms.items() if size),
+        *split,
         ("= tensors on the GPU", fits.tensors),
         *((f"NCCL: {c.name}, {c.ranks} ranks", c.size) for c in fits.communicators),
         ("fragmentation", fits.fragmentation),
@@ -437,6 +445,7 @@ def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, gi
         f"{hardware.rates.call * 1e6:g} us of the host per operator, {hardware.rates.wait * 1e6:g} where it waits for "
         "the GPU",
     ]
-    if config.offload:
-        lines.append(f"--offload: {account.fit.host / GIB:,.1f} GiB of host memory per rank")
+    if config.offload or config.offload_experts:
+        flag = "--offload" if config.offload else "--offload-experts"
+        lines.append(f"{flag}: {account.fit.host / GIB:,.1f} GiB of host memory per rank")
     return [*lines, *not_modelled(config, rehearsed=True)]

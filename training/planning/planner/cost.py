@@ -250,6 +250,9 @@ class MicroStep:
             case "gather":
                 # cast to the compute dtype, then put at their place in the buffer
                 self._move(unit.stored + 3 * unit.computed if unit.ranks > 1 else 0)
+                if unit.in_host:
+                    # first copied to the GPU; it begins to gather once it has all of it
+                    self.clock.shard(unit.in_host / self.hardware.device.host_bandwidth)
                 sent = all_gather(unit)
                 self.done[act.unit] = self._shard("all-gather", sent, act.unit, unit.ranks)
             case "use":

@@ -29,21 +29,23 @@ class Link:
 @dataclass(frozen=True)
 class Device:
     """matrix: dense bf16 operations a second. fp32: the same in fp32, without TF32. memory_bandwidth: bytes a second.
-    memory: bytes. fp8: dense fp8 operations a second; 0 where there are none, or nobody has said."""
+    memory: bytes. fp8: dense fp8 operations a second; 0 where there are none, or nobody has said. host_bandwidth: bytes
+    a second from pinned host memory, by default those of PCI Express 5.0 x16."""
 
     matrix: float
     fp32: float
     memory_bandwidth: float
     memory: float
     fp8: float = 0.0
+    host_bandwidth: float = 64e9
 
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
 
 DEVICES = {
     # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
-    # 2,039 GB/s, 80 GB
-    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB),
+    # 2,039 GB/s, 80 GB, PCI Express 4.0 x16; the others have 5.0
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB, host_bandwidth=32 * GB),
     # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s of bf16 with sparsity, 3,958 of fp8, half of
     # both dense, 67 fp32, 3.35 TB/s, 80 GB
     "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB, 1979 * TERA),

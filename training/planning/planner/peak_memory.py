@@ -160,7 +160,9 @@ class _Rank:
         self.units = run.units
         held = self.units.values()
         on_device = not run.setting.offload
-        self.parameters = on_device * sum(unit.stored for unit in held) + run.model.buffers
+        self.is_gpu = run.setting.device == "cuda"
+        in_host = self.is_gpu * sum(unit.in_host for unit in held)
+        self.parameters = on_device * sum(unit.stored for unit in held) - in_host + run.model.buffers
         self.optimizer = on_device * sum(unit.state for unit in held)
         self.reduced: set[Name] = set()
         # of layers between forward and backward, and around them
@@ -290,8 +292,11 @@ class _Rank:
     def _gather(self, name: Name) -> None:
         unit = self.units[name]
         self.gathering[name] = None
-        brought = unit.stored if self.run.setting.offload else 0
-        if unit.ranks > 1:
+        brought = unit.stored if self.run.setting.offload else self.is_gpu * unit.in_host
+        if unit.ranks == 1:
+            # there until it is copied to where it is used
+            self.shared += self.is_gpu * unit.in_host
+        else:
             self.gathering[name] = self.buffers.take(unit.gathered)
             self.note(f"gathering of {_name(name)}", self.level, unit.cast + brought)
 
@@ -301,6 +306,8 @@ class _Rank:
             self._free("deferred")
         self.shared += unit.gathered
         self.note(f"gathering of {_name(name)}", self.level)
+        if unit.ranks == 1:
+            self.shared -= self.is_gpu * unit.in_host
         if piece is not None and in_forward:
             self.deferred = piece
         elif piece is not None:

@@ -34,7 +34,7 @@ class Setting:
         keep_expert_products: in how many layers selective checkpointing keeps the outputs of the first expert GEMMs;
             what that takes is measured.
         offload: parameters, gradients and optimizer state in host memory.
-        offload_activations: checkpointed layers' inputs in host memory.
+        offload_activations: checkpointed layers' inputs in host memory. offload_experts: frozen experts.
         imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
             time go by the busiest rank.
         trained: share of the tokens that have a loss.
@@ -59,6 +59,7 @@ class Setting:
     keep_expert_products: int = 0
     offload: bool = False
     offload_activations: bool = False
+    offload_experts: bool = False
     imbalance: float = 1.0
     trained: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
@@ -106,7 +107,7 @@ class Setting:
     def experts_are_gathered(self) -> bool:
         """Whether the experts are an FSDP unit, which makes copies: to gather them over dp, or to copy them from host
         memory."""
-        return self.dp_size > 1 or self.offload
+        return self.dp_size > 1 or self.offload or self.offload_experts
 
     def dispatcher(self, top_k: int) -> DispatcherEntry:
         """How tokens travel to their `top_k` experts each."""

@@ -155,7 +155,11 @@ def _lasting(run: PlannedRun) -> dict[int, float]:
     on_device = not run.setting.offload
     return {
         kind: on_device
-        * sum(unit.stored + unit.state + unit.gradient for name, unit in units.items() if name.layer == layer)
+        * sum(
+            unit.stored - unit.in_host + unit.state + unit.gradient
+            for name, unit in units.items()
+            if name.layer == layer
+        )
         for layer, kind in enumerate(run.model.layers)
     }
 

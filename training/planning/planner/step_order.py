@@ -150,7 +150,7 @@ class PlannedRun:
         return [
             (
                 unit(kind.dense, s.dense_ranks, replicas),
-                unit(kind.experts, s.dp_size, 1, s.ep_size),
+                unit(kind.experts, s.dp_size, 1, s.ep_size, s.offload_experts),
                 *map(self._region, kind.regions),
             )
             for kind in self.model.kinds

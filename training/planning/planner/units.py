@@ -24,6 +24,7 @@ class Unit:
         num_parameters, num_trained: how many parameters, and of these that have a gradient.
         blocks: of matrices that the optimizer takes, of all ranks.
         parts: elements of a rank's part of each parameter that has a gradient, and of a row of it.
+        in_host: of `stored`, the bytes in host memory, from where they are copied to be gathered.
     """
 
     ranks: int
@@ -38,6 +39,7 @@ class Unit:
     num_trained: int
     blocks: tuple[BlockUpdate, ...]
     parts: tuple[tuple[int, int], ...]
+    in_host: int = 0
 
     @property
     def gathered(self) -> int:
@@ -45,9 +47,11 @@ class Unit:
         return self.computed * self.ranks
 
 
-def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size: int = 1) -> Unit:
+def unit(
+    parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size: int = 1, frozen_in_host: bool = False
+) -> Unit:
     """The unit of these parameters. ep_size: over which their rows are cut before."""
-    stored = computed = cast = trained = gradient = num_parameters = num_trained = 0
+    stored = computed = cast = trained = gradient = num_parameters = num_trained = in_host = 0
     state = 0.0
     blocks: list[BlockUpdate] = []
     parts: list[tuple[int, int]] = []
@@ -56,6 +60,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
         stored += numbers * parameter.stored
         computed += numbers * parameter.computed
         cast += numbers * parameter.computed if parameter.stored != parameter.computed else 0
+        in_host += numbers * parameter.stored * (frozen_in_host and not parameter.is_trained)
         num_parameters += 1
         if parameter.is_trained:
             trained += numbers
@@ -72,7 +77,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
                     runs = -(-number // ranks) if rest else columns
                     blocks.append(replace(block, number=number, runs=runs))
     held = (stored, computed, cast, trained, gradient, state)
-    return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks), tuple(parts))
+    return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks), tuple(parts), in_host)
 
 
 @dataclass(frozen=True)

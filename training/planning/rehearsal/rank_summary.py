@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ....moe.experts.model_layers import decoder_layers
+from ....sharding.parallelize.offload import frozen_experts
 from ....sharding.pipeline.pipeline import Pipeline, pipeline_of
 from ....sharding.stages import layers_here
+from ....sharding.state import local_tensor
 from ...config.train_config import TrainConfig
 from ..memory import Communicator, Fit
 from ..planner.cost import kernel_seconds
@@ -100,6 +102,9 @@ def account_of(rehearsed: Rehearsed, config: TrainConfig, hardware: Hardware, wo
     """The cost breakdown of a step of as many micro-batches as `config` asks for."""
     forwards = config.micro_batches(world_size)
     events, memory = rehearsed.recorder.events, rehearsed.memory
+    in_host = memory.kinds.lasting if config.offload else 0.0
+    if config.offload_experts:
+        in_host = float(sum(local_tensor(part).nbytes for part in frozen_experts(rehearsed.model)))
     return Account(
         rank,
         forwards,
@@ -107,8 +112,8 @@ def account_of(rehearsed: Rehearsed, config: TrainConfig, hardware: Hardware, wo
         stages_in_words(pipeline_of(rehearsed.model)),
         rehearsed.counts.total,
         memory,
-        Fit.of(memory.kinds, communicators(events, rehearsed.groups), hardware.device.memory, config.offload),
-        _moments(memory),
+        Fit.of(memory.kinds, communicators(events, rehearsed.groups), hardware.device.memory, in_host),
+        _moments(memory, in_host if config.offload_experts else 0.0),
         sent_by(rehearsed, forwards),
         parts_of(rehearsed, forwards, hardware),
         needed_flops(rehearsed, forwards),
@@ -140,8 +145,8 @@ def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Co
     return [Communicator.of(groups[name], len(ranks[name]), kinds[name]) for name in ranks]
 
 
-def _moments(memory: PeakMemory) -> list[Moment]:
-    """Peaks by phase, of whichever micro-batch."""
+def _moments(memory: PeakMemory, in_host: float) -> list[Moment]:
+    """Peaks by phase, of whichever micro-batch, without what is in host memory all the time."""
     moments: list[Moment] = []
     for phase in ("forward", "recomputation", "backward", "optimizer step"):
         in_layers: defaultdict[int | None, int] = defaultdict(int)
@@ -153,7 +158,7 @@ def _moments(memory: PeakMemory) -> list[Moment]:
             if sizes:
                 layer, size = max(sizes.items(), key=lambda item: item[1])
                 outside = "clipping, update" if phase == "optimizer step" else "outside of the layers"
-                moments.append(Moment(phase, size, f"layer {layer}" if is_layer else outside))
+                moments.append(Moment(phase, size - int(in_host), f"layer {layer}" if is_layer else outside))
     return moments
 
 

@@ -38,6 +38,7 @@ def setting_of(
         # host memory is the device's own on a CPU
         offload=config.offload and device == "cuda",
         offload_activations=config.offload_activations and device == "cuda",
+        offload_experts=config.offload_experts,
         device=device,
         pp_size=config.pp_size,
         chunks=config.pipeline_chunks,

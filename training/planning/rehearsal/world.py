@@ -161,7 +161,7 @@ def _rehearse(
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
     with FakeTensors() as fake:
-        materialize(model, torch.device("cpu"), config.offload)
+        materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
         recorder = Recorder(Parts(model))
         if config.pp_size == 1:
