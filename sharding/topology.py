@@ -308,7 +308,7 @@ def _check_ep_size(ep_size: int, ranks: int, num_experts: int | None) -> None:
         of_model = divisors(num_experts)
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {either(of_model)}"
-            + ("" if of_model == fits else f" (with {ranks} ranks: {either(fits)})")
+            + ("" if of_model == fits else f" (with {ranks} rank{'s' * (ranks > 1)}: {either(fits)})")
         )
     if ep_size < 1 or ranks % ep_size:
         raise ExpertMeshError(f"--ep-size {ep_size} does not divide {_use(fits, ranks)}")

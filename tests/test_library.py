@@ -216,12 +216,14 @@ def test_figures_of_a_step(engine: Any) -> None:
     assert all(f"{name}:" in documented or f"{name}," in documented for name in public | {"is_finite"})
 
 
+@pytest.mark.filterwarnings("error")  # what is refused is not also said to have no effect
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
         ({"task": "kto"}, "task=.kto.: only train_ep.py trains on preferences"),
+        ({"teacher": "T"}, "teacher=.T.: only train_ep.py learns from a teacher"),
         ({"warmup_steps": 3}, "warmup_steps needs max_steps"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),

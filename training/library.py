@@ -79,13 +79,18 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
-    for line in _without_effect(config, settings):
-        warnings.warn(line, stacklevel=2)
     if config.task != "sft":
         raise ExpertMeshError(
             f"task={config.task!r}: only train_ep.py trains on preferences, whose reference it computes from its data; "
             "use it, put TrainerMixin before trl's DPOTrainer, or give engine.step a loss of your own"
         )
+    if config.teacher:
+        raise ExpertMeshError(
+            f"teacher={config.teacher!r}: only train_ep.py learns from a teacher, whose predictions it computes "
+            "from its data; use it, or give engine.step a loss of your own"
+        )
+    for line in _without_effect(config, settings):
+        warnings.warn(line, stacklevel=2)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
         raise ExpertMeshError("warmup_steps needs max_steps; give both")
     prepare_process(config)

@@ -53,6 +53,8 @@ def output_directory(config: TrainConfig, ranks: Ranks) -> Iterator[Path]:
     try:
         with raise_together(patient=ranks), write_errors(output_dir):
             if ranks.rank == 0:
+                if os.path.lexists(output_dir) and not output_dir.is_dir():
+                    raise ExpertMeshError(f"--output-dir {output_dir}: is not a directory; give another name")
                 _check_taken(config, output_dir)
                 _check_read(config, output_dir)
                 output_dir.mkdir(parents=True, exist_ok=True)

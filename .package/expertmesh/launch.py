@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch keeps its ranks' processes in the frames of this error, and their exit codes nowhere else
         ranks = [found for found in gc.get_objects() if type(found) is Popen]
         return STOPPED if any(rank.returncode == STOPPED for rank in ranks) else 128 + error.sigval
+    except ValueError as error:  # of torch's reading of a flag
+        print(f"launch: error: {error}", file=sys.stderr)
+        return MISTAKE
     return 0
 
 

@@ -50,6 +50,12 @@ def test_a_mistake_is_told_in_one_line() -> None:
 
 
 @pytest.mark.slow
+def test_a_mistake_in_a_flag_of_torchrun() -> None:
+    done = start(launch("--nproc-per-node", "many", "x.py"), PYTHONPATH=str(ROOT / ".package"), OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (2, "launch: error: Unsupported nproc_per_node value: many\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code", "cause"), [("crash", 1, 1), ("killed", 137, -9), ("done", 0, 0)])
 def test_how_ranks_end(how: str, code: int, cause: int, worker: str, tmp_path: Path) -> None:
     """A crash shows its own traceback and torch's summary, without the traceback of torchrun."""

@@ -85,6 +85,7 @@ def test_replicated_rows_are_on_every_rank() -> None:
     [
         (3, 8, 8, r"--ep-size 3 does not divide the 8 experts of this model; use 1, 2, 4 or 8$"),
         (3, 2, 8, r"use 1, 2, 4 or 8 \(with 2 ranks: 1 or 2\)"),
+        (3, 1, 8, r"use 1, 2, 4 or 8 \(with 1 rank: 1\)"),
         (8, 4, 8, r"--ep-size 8 does not divide the 4 ranks; use 1, 2 or 4"),
         (2, 1, 8, r"--ep-size 2 does not divide 1 rank; use 1, or more ranks \(torchrun --nproc-per-node N\)$"),
         (0, 4, 8, r"--ep-size 0 does not divide"),
