@@ -28,6 +28,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{key: {"optim": "shampoo"} for key in ("shampoo_frequency", "shampoo_block_size", "shampoo_start")},
     "offload_activations": {"gradient_checkpointing": "full"},
     "elastic": {"resume": "auto"},
+    "train_new_tokens": {"add_tokens": ["t"], "adapter": "lora"},
     "streaming": {"max_steps": 5},
 }
 """Without which a setting is refused."""

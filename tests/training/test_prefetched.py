@@ -42,8 +42,13 @@ def test_all_of_a_batch_is_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch)
 
 def loops_run(device: str) -> Any:
     return SimpleNamespace(
-        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4), preference=None,
-        inputs=SimpleNamespace(training=SimpleNamespace(sequences=lambda row: [ROWS[row]])),
+        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4), own_loss=None,
+        inputs=SimpleNamespace(
+            training=SimpleNamespace(
+                sequences=lambda row: [ROWS[row]], samples=SimpleNamespace(is_weighted=False)
+            ),
+            stream=None,
+        ),
         order=DataOrder(len(ROWS), 1, 2, 2, seed=0), log=SimpleNamespace(num_steps=6),
         ranks=SimpleNamespace(device=torch.device(device)),
     )  # fmt: skip

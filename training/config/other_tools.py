@@ -144,11 +144,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     ("data_seed sampling_seed dataset_seed", "give --seed, which also orders the data", ""),
     ("dataset_text_field", "give --text-column", ""),
-    (
-        "dataset_streaming streaming streaming_* buffer_size",
-        "data are tokenized before the first step; leave it out",
-        "false",
-    ),
+    ("dataset_streaming streaming_*", "give --streaming to read data while training", "false"),
+    ("buffer_size", "give --shuffle-buffer with --streaming", ""),
     ("max_samples max_train_samples max_eval_samples", "give --max-steps, or a --dataset with fewer samples", ""),
     ("mix_strategy interleave_probs interleave_prob", "give --dataset NAME:WEIGHT", "concat"),
     ("tokenized_path overwrite_cache load_from_cache_file dataset_kwargs remove_unused_columns", _NEVER, ""),

@@ -151,6 +151,7 @@ STEP_PARTS: dict[str, StepModule] = {
     "expertmesh.training.data.batch": StepModule("LM head, loss"),
     "expertmesh.training.loss.balance": StepModule("optimizer step"),
     "expertmesh.training.loss.head": StepModule("LM head, loss"),
+    "expertmesh.training.loss.mtp": StepModule("LM head, loss"),
     "expertmesh.training.loss.head_triton": StepModule(
         "LM head, loss",
         kernels={

@@ -52,7 +52,7 @@ READ = frozenset(
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
-        *("modules_to_save", "train_new_tokens"),
+        "modules_to_save",
     }
 )
 """Flags on which what is measured depends, beside those that the optimizer's entry reads. The others are not seen by
