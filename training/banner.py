@@ -23,6 +23,8 @@ from .planning.rank_memory import Forecast, NoForecast
 
 MOST_BUBBLE = 1 / 3
 """A longer one comes with a warning."""
+_SAMPLES_READ, _MOST_UNKNOWN = 100, 0.05
+"""Samples that are looked at for unknown tokens, and the share of these above which there is a warning."""
 
 
 def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> list[str]:
@@ -57,6 +59,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
     if inputs.training is not None:
         lines += data_sets(inputs, config)
         lines += _too_long(inputs, source)
+        lines += _unknown(inputs)
     return lines
 
 
@@ -234,6 +237,23 @@ def _endless(origin: Origin, tokenizer: Any) -> str:
         f"warning: {origin.name}: in {origin.endless:,} samples, no special token ends the "
         f"trained text, so the model does not learn to end a response: {remedy}"
     )
+
+
+def _unknown(inputs: Inputs) -> list[str]:
+    """A warning of text that the tokenizer has no tokens for, as a chat template that is not its own may write."""
+    assert inputs.training is not None
+    unknown, samples = inputs.tokenizer.unk_token_id, inputs.training.samples
+    others = {inputs.tokenizer.bos_token_id, inputs.tokenizer.eos_token_id, inputs.tokenizer.pad_token_id}
+    if unknown is None or unknown in others:
+        return []
+    tokens = [token for number in range(min(len(samples), _SAMPLES_READ)) for token in samples[number].tokens]
+    share = tokens.count(unknown) / max(len(tokens), 1)
+    if share < _MOST_UNKNOWN:
+        return []
+    return [
+        f"warning: {share:.0%} of the first samples' tokens are {inputs.tokenizer.unk_token}, text that the tokenizer "
+        "does not know; look at them with --preview, and give another --chat-template or --prompt-template"
+    ]
 
 
 def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
