@@ -101,12 +101,12 @@ def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp
 
 
 LAYOUTS = {
-    "cp 2": (2, "--cp-size 2"),
     "pp 2 ep 2": (4, "--pp-size 2 --ep-size 2"),
-    "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "packed": (2, "--packing --ep-size 2"),
 }
 FURTHER = {
+    "cp 2": (2, "--cp-size 2"),
+    "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "hybrid": (4, "--ep-size 2 --dense-shard hybrid"),
     "packed cp 2": (4, "--packing --cp-size 2 --ep-size 2"),
     "pp 2 cp 2": (4, "--pp-size 2 --cp-size 2"),
