@@ -119,3 +119,31 @@ def test_with_any_layout(
             assert grads.keys() == expected.keys()
             for name, grad in expected.items():
                 assert float((grads[name] - grad).norm()) <= 1e-5 * max(float(grad.norm()), 1e-2), name
+
+
+def gradients_beside(path: Path, settings: dict[str, Any], weight: float) -> dict[str, torch.Tensor]:
+    """This rank's, of all but the layer."""
+    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", train_mtp=weight, **settings)
+    mine = [[Sample(*sample)] for sample in SAMPLES[engine.data_rank :: engine.data_size]]
+    engine.forward_backward([collate(mine, engine.mesh.cp_group, engine.padding)])
+    layer = f"layers.{engine.model.config.num_hidden_layers - (weight > 0)}."
+    found = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None and layer not in name}
+    return {name: (grad.to_local() if hasattr(grad, "to_local") else grad).clone() for name, grad in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1", "2 ep 2", "4 ep 2 tp 2"])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_detached_it_changes_no_bit_of_others(
+    family: str, layout: str, ranks: RankPool, models: dict[str, tuple[Path, Predicting]]
+) -> None:
+    world_size, settings = LAYOUTS[layout]
+    path, _ = models[family]
+    with_it, without = (
+        ranks.run(gradients_beside, world_size, path, {**settings, "router_aux_loss_coef": 0.0}, weight)
+        for weight in (WEIGHT, 0.0)
+    )
+    for one, other in zip(with_it, without, strict=True):
+        assert one.keys() == other.keys()
+        assert len(one) > 20
+        assert all(torch.equal(one[name], other[name]) for name in one)
