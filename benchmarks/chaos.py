@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -77,6 +78,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
     )
     parser.add_argument("--task", choices=("sft", "dpo", "kto"), default="sft", help="as train_ep.py's")
+    parser.add_argument("--model", type=Path, default=None, help="in place of a tiny Mixtral; with a tokenizer")
+    parser.add_argument("--flags", default="", help="further flags of train_ep.py: --flags='--packing'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=3600, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
@@ -116,12 +119,14 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
 def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_steps: int) -> list[str]:
     return [
         "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
-        "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl"), "--output-dir", str(out),
+        "--model", str(arguments.model or directory / "model"), "--dataset", str(directory / "data.jsonl"),
+        "--output-dir", str(out),
         "--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size),
         "--tp-size", str(arguments.tp_size), "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
         *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()), "--task", arguments.task,
+        *shlex.split(arguments.flags),
     ]  # fmt: skip
 
 

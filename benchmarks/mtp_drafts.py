@@ -5,7 +5,7 @@ A tiny model learns sums written out as steps, its layer too. Then it is fine-tu
 otherwise. Drafts and answers are greedy: at each position of a held-out answer the draft for the token after the next
 is compared with the model's own choice there. What it says of large models is the direction, not the size.
 
-    python -m benchmarks.mtp_drafts --repetitions 3
+    python -m benchmarks.mtp_drafts --model DIR --repetitions 3
 """
 
 import argparse
