@@ -52,7 +52,7 @@ READ = frozenset(
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
-        "modules_to_save",
+        *("modules_to_save", "train_new_tokens", "offload_experts"),
     }
 )
 """Flags on which what is measured depends, beside those that the optimizer's entry reads. The others are not seen by
@@ -208,8 +208,8 @@ def _with_what_is_read(config: TrainConfig) -> TrainConfig:
     """The config with all flags that are not read at their defaults, so that no figure depends on a flag that its
     file's name does not."""
     names = READ.union(config.optimizer_entry.forecast_reads)
-    # outputs of expert GEMMs are kept under no other checkpointing
-    alike = TrainConfig(model="any", dataset=["any"], gradient_checkpointing="selective")
+    # outputs of expert GEMMs are kept under no other checkpointing, and rows of new tokens trained where there are some
+    alike = TrainConfig(model="any", dataset=["any"], gradient_checkpointing="selective", add_tokens=["any"])
     return replace(alike, **{name: getattr(config, name) for name in names})
 
 
