@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from expertmesh.moe.util.terminal import ends_with_reader
+
 TRAIN, HELD_OUT = 600, 20
 
 
@@ -96,7 +98,8 @@ def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, 
     return found
 
 
-def main() -> None:
+@ends_with_reader
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a small model whose checkpoint brings such a layer")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
@@ -111,7 +114,8 @@ def main() -> None:
     for name in found[0]:
         shares = [each[name] for each in found]
         print(f"{name:28s} {statistics.median(shares):6.1%}   {min(shares):6.1%}   {max(shares):6.1%}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
