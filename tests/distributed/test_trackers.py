@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ def shown(ended: Ended) -> list[tuple[int, float]]:
 def test_each_step_is_shown_once(runs: Runs) -> None:
     """Of a resumed run; and of one that overwrites it nothing else."""
     runs(1, f"{FLAGS} 5")
+    time.sleep(1.0)  # TensorBoard reads files in the order of their names, which have the second of their beginning
     resumed = runs(1, f"{FLAGS} 7 --resume {runs.directory}/run/checkpoints/step-00000003")
     assert [step for step, _ in shown(resumed)] == [1, 2, 3, 4, 5, 6, 7]
     assert shown(resumed) == [(line["step"], pytest.approx(line["loss"])) for line in resumed.lines()]
