@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,22 @@ def runs(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> Runs:
 
 
 def by_trl(
-    path: Path, out: Path, held: Any = None, **settings: Any
+    path: Path, out: Path, held: Any = None, kind: str = "DPO", data: Sequence[Any] = (), **settings: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What trl's trainer of a kind logs in steps of all data, and the weights it leaves."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    arguments = trl.DPOConfig(
-        str(out), use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=PAIRS, learning_rate=1e-3,
+    data = data or rows()
+    arguments = getattr(trl, f"{kind}Config")(
+        str(out), use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=len(data), learning_rate=1e-3,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, adam_epsilon=1e-4, beta=0.5,
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, router_aux_loss_coef=0.0,
         gradient_checkpointing=False, **settings,
     )  # fmt: skip
-    trainer = trl.DPOTrainer(
+    trainer = getattr(trl, f"{kind}Trainer")(
         AutoModelForCausalLM.from_pretrained(path), args=arguments,
         processing_class=AutoTokenizer.from_pretrained(path), ref_model=AutoModelForCausalLM.from_pretrained(path),
-        train_dataset=datasets.Dataset.from_list(rows()), eval_dataset=held,
+        train_dataset=datasets.Dataset.from_list(list(data)), eval_dataset=held,
     )  # fmt: skip
     trainer.train()
     return [line for line in trainer.state.log_history if {"loss", "eval_loss"} & {*line}], dict(

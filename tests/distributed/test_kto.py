@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.distributed.pool import RankPool
-from tests.distributed.test_dpo import stop_after_two
+from tests.distributed.test_dpo import STEPS, by_trl, models, stop_after_two  # noqa: F401
 from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits
-from tests.families.configs import tiny_model
-from tests.tiny import save_tokenizer
 
-ANSWERS, STEPS = 8, 3
+ANSWERS = 8
 FAMILIES = ("mixtral", "granitemoe", "qwen3_moe", "olmoe")
 COMMON = (
     f"--task kto --max-steps {STEPS} --learning-rate 1e-3 --lr-scheduler-type constant --weight-decay 0 "
@@ -35,39 +32,11 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {}
-    for family in FAMILIES:
-        paths[family] = tmp_path_factory.mktemp(family)
-        tiny_model(family, seed=1, num_key_value_heads=4).save_pretrained(paths[family])
-        save_tokenizer(paths[family])
-    return paths
-
-
 @pytest.fixture
-def runs(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> Runs:
+def runs(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> Runs:  # noqa: F811
     data = tmp_path / "answers.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     return Runs(ranks, models["mixtral"], data, tmp_path)
-
-
-def by_trl(path: Path, out: Path, **settings: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    arguments = trl.KTOConfig(
-        str(out), use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=ANSWERS, learning_rate=1e-3,
-        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, adam_epsilon=1e-4, beta=0.5,
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, router_aux_loss_coef=0.0,
-        gradient_checkpointing=False, desirable_weight=1.5, undesirable_weight=0.7, **settings,
-    )  # fmt: skip
-    trainer = trl.KTOTrainer(
-        AutoModelForCausalLM.from_pretrained(path), args=arguments,
-        processing_class=AutoTokenizer.from_pretrained(path), ref_model=AutoModelForCausalLM.from_pretrained(path),
-        train_dataset=datasets.Dataset.from_list(rows()),
-    )  # fmt: skip
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line], dict(trainer.model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -78,9 +47,12 @@ def by_trl(path: Path, out: Path, **settings: Any) -> tuple[list[dict[str, float
         pytest.param("granitemoe", "apo_zero_unpaired", marks=pytest.mark.slow),
     ],
 )
-def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp_path: Path) -> None:
+def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
     """One batch has all answers, so that trl's mismatched answers and the samples of its estimate are ours."""
-    theirs, weights = by_trl(models[family], tmp_path / "trl", loss_type=loss)
+    theirs, weights = by_trl(
+        *(models[family], tmp_path / "trl"), kind="KTO", data=rows(), loss_type=loss, desirable_weight=1.5,
+        undesirable_weight=0.7,
+    )  # fmt: skip
     runs = Runs(runs.ranks, models[family], runs.data, runs.directory)
     flags = "" if loss == "kto" else f"--preference-loss {loss}"
     ours = runs(2, f"{COMMON} --ep-size 2 {flags}").lines("loss")

@@ -69,7 +69,7 @@ ON: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_as_trl(family: str, loss: str, on: str, ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
     of_loss = LOSSES[loss][1]
     held = datasets.Dataset.from_list(rows()[:5])
-    evaluates = dict(eval_strategy="steps", eval_steps=STEPS, per_device_eval_batch_size=5)
+    evaluates: dict[str, Any] = dict(eval_strategy="steps", eval_steps=STEPS, per_device_eval_batch_size=5)
     theirs, weights = by_trl(models[family], tmp_path / "trl", held, **of_loss, **evaluates)
     number, settings, loaded = ON[on]
     logs = ranks.run(ours, number, models[family], tmp_path / "ours", settings | of_loss, loaded)[0]
