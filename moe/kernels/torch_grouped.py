@@ -1,5 +1,8 @@
 """The expert kernel `torch-grouped`: `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
+The GEMMs of a single expert are ordinary ones: all rows are its own, and a dense GEMM attains more of a GPU's rate than
+a grouped one (see `training/planning/rates.json`).
+
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank, I and O the widths of a
 product's input and output.
 """
@@ -52,6 +55,8 @@ def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
 
 
 def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
+    if counts_e.numel() == 1:
+        return GroupedMatmul(leaving_room(_plain_mm))
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
@@ -61,6 +66,14 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
         return product
 
     return GroupedMatmul(leaving_room(gmm))
+
+
+def _plain_mm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """`grouped_mm` of one expert."""
+    if trans_a:
+        return torch.mm(a.t(), b).unsqueeze(0)
+    (matrix,) = b
+    return torch.mm(a, matrix.t() if trans_b else matrix)
 
 
 def _leaves_empty_groups(device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.gpu import rehearsing_gpu
-from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, outcome
+from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
 
 MOE = Path(__file__).parents[2] / "moe"
 D, WIDTH = 16, 24
@@ -234,6 +234,28 @@ def test_gate_and_up_are_two_gemms_where_one_is_too_large(
         GROUPED.joined(rows, torch.tensor(counts), gate_up, w2).sum().backward()
     assert grouped_mm.call_count == products
     check_kernel(replace(GROUPED, fused=None, product=None, low_rank=None), counts, is_frugal=False)
+
+
+@pytest.mark.parametrize("name", ["fused", "joined", "product", "product, transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_expert_goes_by_ordinary_matmuls(name: str, dtype: torch.dtype) -> None:
+    """With the bits of `grouped_mm`, which multiplies two experts here, the second of them without rows; and gradients
+    that lie in memory as those do."""
+    form = forms_of(GROUPED, D, WIDTH)[name]
+    x = torch.randn(37, D, dtype=dtype, requires_grad=True)
+    weights = [torch.randn(2, *matrix, dtype=dtype, requires_grad=True) for matrix in form.widths[1]]
+    alone = [weight[:1].detach().requires_grad_() for weight in weights]
+    grad = torch.randn(37, *form.run(x, torch.tensor([37, 0]), *weights).shape[1:]).to(dtype)
+    with Calls() as of_two:
+        expected = outcome(lambda: form.run(x, torch.tensor([37, 0]), *weights), [x, *weights], grad)
+    with Calls() as of_one:
+        found = outcome(lambda: form.run(x, torch.tensor([37]), *alone), [x, *alone], grad)
+    assert of_two.count["aten::_grouped_mm"] == of_one.count["aten::mm"] == of_one.products() == 3 * form.products
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs[: len(mine)])
+        assert mine.dim() == 2 or mine.stride()[1:] == theirs.stride()[1:]
 
 
 @pytest.mark.parametrize(("capability", "leaves"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
