@@ -28,13 +28,11 @@ def prepare_process(config: TrainConfig) -> None:
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
     from ..sharding.runtime.process import device_type
-    from .model_setup.determinism import compute_deterministically
-    from .model_setup.tf32 import compute_in_tf32
+    from .model_setup.determinism import set_determinism
+    from .model_setup.tf32 import set_tf32
 
-    if config.tf32:
-        compute_in_tf32(device_type(config.use_cpu))
-    if config.deterministic:
-        compute_deterministically()
+    set_tf32(config.tf32, device_type(config.use_cpu))
+    set_determinism(config.deterministic)
 
 
 def check_apart(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from expertmesh.training.model_setup.determinism import compute_deterministically
+from expertmesh.training.model_setup.determinism import set_determinism
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Ended, Runs, Told, assert_same_bits, tell
 
@@ -45,13 +45,26 @@ def empty_memory() -> list[bool]:
     """Whether torch fills memory that it allocates, without and with --deterministic."""
     found = []
     with torch_as_before():
-        for prepare in (lambda: torch.use_deterministic_algorithms(True), compute_deterministically):
+        for prepare in (lambda: torch.use_deterministic_algorithms(True), lambda: set_determinism(True)):
             prepare()
             memory = torch.full((1 << 16,), 7.0)
             # the allocator gives the same memory again
             del memory
             found.append(bool(torch.empty(1 << 16).isnan().all()))
     return found
+
+
+def test_it_is_as_the_flag_says_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second model of a process too; a variable that the user has set stays."""
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with torch_as_before():
+        for is_on in (True, False, True, False):
+            set_determinism(is_on)
+            assert torch.are_deterministic_algorithms_enabled() == is_on
+            assert torch.utils.deterministic.fill_uninitialized_memory != is_on  # type: ignore[attr-defined]
+            assert ("FLASH_ATTENTION_DETERMINISTIC" in os.environ) == is_on
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_memory_is_not_filled(ranks: RankPool) -> None:

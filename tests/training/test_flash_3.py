@@ -74,8 +74,15 @@ def test_torchs_operators_are_replaced(installed: Path, monkeypatch: pytest.Monk
             torch.ops.aten._flash_attention_backward.default._op_dk(key, x, x, x, x, x, lse, *common, unused, unused)
         # and once more does nothing
         assert use_flash_attention_3(model(), config(), ranks) is not None
+        # the next model of the process has what it asks for
+        use_flash_attention_3(model(), config(deterministic=True), ranks)
+        assert current_flash_attention_impl() is None
+        use_flash_attention_3(model(), config(), ranks)
+        use_flash_attention_3(model(), config(), Ranks(0, 1, torch.device("cpu"), dist.HashStore()))
+        assert current_flash_attention_impl() is None
     finally:
-        restore_flash_attention_impl()
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize(

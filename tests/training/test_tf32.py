@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.model_setup.tf32 import compute_in_tf32
+from expertmesh.training.model_setup.tf32 import set_tf32
 
 
 @pytest.fixture(autouse=True)
@@ -16,18 +16,22 @@ def _as_before() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def test_it_is_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_as_the_flag_says_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second model of a process too, after one with it."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert not torch.backends.cuda.matmul.allow_tf32
-    compute_in_tf32("cuda")
-    assert torch.backends.cuda.matmul.allow_tf32
-    assert torch.get_float32_matmul_precision() == "high"
+    for is_on in (True, False, True):
+        set_tf32(is_on, "cuda")
+        assert torch.backends.cuda.matmul.allow_tf32 == is_on
+        assert torch.get_float32_matmul_precision() == ("high" if is_on else "highest")
+    set_tf32(False, "cpu")
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExpertMeshError, match="--tf32 needs a GPU; this run is on cpu; leave it out"):
-        compute_in_tf32("cpu")
+        set_tf32(True, "cpu")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     with pytest.raises(ExpertMeshError, match=r"8\.0 \(Ampere\) or more; this one has 7\.5"):
-        compute_in_tf32("cuda")
+        set_tf32(True, "cuda")
     assert not torch.backends.cuda.matmul.allow_tf32

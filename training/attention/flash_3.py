@@ -21,8 +21,8 @@ _HOPPER = 9
 
 
 def use_flash_attention_3(model: Any, config: TrainConfig, ranks: Ranks) -> str | None:
-    """Have torch compute flash attention with flash attention 3, from here on, if every rank can. All ranks call it
-    together, before a model attends.
+    """Have torch compute flash attention with flash attention 3, from here on, if every rank can; else with its own
+    kernel, whatever an earlier model of this process took. All ranks call it together, before a model attends.
 
     Returns:
         What was done, or why it was not, for the first lines of the log; None on a CPU, and where no rank has the
@@ -31,18 +31,28 @@ def use_flash_attention_3(model: Any, config: TrainConfig, ranks: Ranks) -> str 
     Raises:
         ExpertMeshError: on all ranks, when torch could not take it after all.
     """
-    if ranks.device.type != "cuda":
-        return None
-    obstacles: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(obstacles, _obstacle(model, config))
-    if all(obstacle == _NOT_INSTALLED for obstacle in obstacles):
-        return None
-    if (first := next((rank for rank, obstacle in enumerate(obstacles) if obstacle), None)) is not None:
-        where = "" if all(obstacles) else f"on rank {first} "
-        return f"flash attention 3 is not used: {where}{obstacles[first]}"
+    found = _obstacle_of_ranks(model, config, ranks)
+    if found is not None:
+        _restore()
+        return f"flash attention 3 is not used: {found}" if found else None
     _activate()
     which = f"{_MODULE} {installed_version(_PACKAGE)}".rstrip()
     return f"flash attention 3 ({which}) computes flash attention"
+
+
+def _obstacle_of_ranks(model: Any, config: TrainConfig, ranks: Ranks) -> str | None:
+    """Why it is not used, empty if there is nothing to say of it; None: every rank can."""
+    if ranks.device.type != "cuda":
+        return ""
+    obstacles: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(obstacles, _obstacle(model, config))
+    if all(obstacle == _NOT_INSTALLED for obstacle in obstacles):
+        return ""
+    first = next((rank for rank, obstacle in enumerate(obstacles) if obstacle), None)
+    if first is None:
+        return None
+    where = "" if all(obstacles) else f"on rank {first} "
+    return f"{where}{obstacles[first]}"
 
 
 _NOT_INSTALLED = f"{_MODULE} is not installed"
@@ -68,6 +78,11 @@ def _obstacle(model: Any, config: TrainConfig) -> str:
     if _NAME not in torch.nn.attention.list_flash_attention_impls():
         return f"torch {torch.__version__} does not support it (expertmesh was tested with torch {SUPPORTED})"
     return ""
+
+
+def _restore() -> None:
+    if torch.nn.attention.current_flash_attention_impl() == _NAME:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def _activate() -> None:

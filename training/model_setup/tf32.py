@@ -5,8 +5,9 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 
 
-def compute_in_tf32(device_type: str) -> None:
-    """Have torch multiply fp32 matrices in TF32, from here on. By default it does so in full.
+def set_tf32(is_on: bool, device_type: str) -> None:
+    """Have torch multiply fp32 matrices in TF32, or in full, from here on, whatever it was set to: the setting is the
+    process's, in which a notebook may load one model after the other.
 
     Args:
         device_type: what the run computes on.
@@ -14,6 +15,9 @@ def compute_in_tf32(device_type: str) -> None:
     Raises:
         ExpertMeshError: it has no TF32, as no CPU and no GPU before Ampere.
     """
+    if not is_on:
+        torch.set_float32_matmul_precision("highest")
+        return
     if device_type != "cuda":
         raise ExpertMeshError(f"--tf32 needs a GPU; this run is on {device_type}; leave it out")
     major, minor = torch.cuda.get_device_capability()
