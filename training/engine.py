@@ -59,6 +59,7 @@ from .attention.context_parallel_attention import apply_context_parallel
 from .attention.flash_3 import use_flash_attention_3
 from .attention.packed_attention import choose_attention
 from .attention.padded_lengths import padding_of
+from .config.settings import CrossEntropy
 from .config.train_config import TrainConfig
 from .consistency import compare_models
 from .data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
@@ -130,7 +131,7 @@ def assemble(
     source: Buildable,
     device_type: str,
     choose: Callable[[TrainConfig, Any, str], KernelChoice] = kernel_of,
-    cross_entropy: Callable[[Any, str], str] = choose_cross_entropy,
+    cross_entropy: Callable[[CrossEntropy, str], str] = choose_cross_entropy,
     compiles: bool = True,
 ) -> Assembled:
     """The model on the meta device, with its adapters, our experts and our loss.

@@ -494,7 +494,7 @@ class PrecisionSettings:
     GROUP = "Precision and kernels"
 
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32")
-    tf32: bool = _flag(False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on")
+    tf32: bool = _flag(False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere. Off: in full")
     expert_precision: Precision = _flag(
         "same",
         "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
@@ -515,8 +515,7 @@ class PrecisionSettings:
     cross_entropy: CrossEntropy = _flag(
         "auto",
         "Compute logits of part of the sequence at a time (chunked; liger: with liger-kernel, on "
-        "GPUs) or of the complete sequence (full). auto: liger on a GPU if installed and as "
-        "exact, else chunked",
+        "GPUs) or of the complete sequence (full). auto: chunked, which moves fewer bytes than liger",
     )
     cpu_matmul: CpuMatmul = _flag(
         "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume"

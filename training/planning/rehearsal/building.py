@@ -9,8 +9,10 @@ from ....moe.hf_model.build import build_model, kernel_needs
 from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
 from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
+from ...config.settings import CrossEntropy
 from ...config.train_config import TrainConfig
 from ...engine import assemble, compute_dtype, kernel_of
+from ...loss.head import choose_cross_entropy
 from .liger_stand_in import computed_by_torch
 
 HOPPER = (9, 0)
@@ -50,9 +52,10 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     return model
 
 
-def _cross_entropy(asked: str, device_type: str) -> str:
-    """The cross-entropy to build: ours in place of liger-kernel's Triton kernel, which keeps as little."""
-    return "full" if asked == "full" else "chunked"
+def _cross_entropy(asked: CrossEntropy, device_type: str) -> str:
+    """The cross-entropy to build: what a run takes, but for liger-kernel's Triton kernel, which keeps as little as
+    ours."""
+    return "chunked" if asked == "liger" else choose_cross_entropy(asked, device_type)
 
 
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
