@@ -1,6 +1,9 @@
-"""Router collapse in whole runs: a healthy random model of a family warns of none, a collapsed one within ten steps."""
+"""Router collapse in whole runs: a healthy random model of a family warns of none, a collapsed one within ten steps.
+
+Overload is told at the end of a run that is shorter than a window."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,3 +64,17 @@ def test_who_is_warned_of_a_collapse(runs: Runs, practice_files: Path, family: s
     found = [(line["step"], line["warning"]) for line in ended.lines("warning") if "router" in line["warning"]]
     assert [step for step, _ in found] == [10] * is_collapsed
     assert all("router collapse: in 10 steps, 6 of the 8 experts of layer 0 got no token" in text for _, text in found)
+
+
+def test_overload_is_told_at_the_end_of_a_short_run(runs: Runs, practice_files: Path) -> None:
+    """A router that nothing keeps balanced: four experts' worth of tokens go to one, and none is without a token."""
+    path = runs.directory / "unbalanced"
+    save_model(path, "qwen3_moe", AutoTokenizer.from_pretrained(practice_files), is_collapsed=False)
+    flags = "--per-device-train-batch-size 8 --max-seq-length 256 --learning-rate 3e-3 --warmup-ratio 0.05"
+    unbalanced = replace(runs, model=path, data=practice_files / "data.jsonl")
+    ended = unbalanced(1, f"{flags} --max-steps 50 --no-export")
+    (warning,) = (line for line in ended.lines("warning") if "router" in line["warning"])
+    assert warning["step"] == 50
+    assert re.match(
+        r"router collapse: expert \d of layer \d got 3\.\d\d times the mean in 50 steps", warning["warning"]
+    )

@@ -8,7 +8,13 @@ import pytest
 
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import Balance, LossWeights
-from expertmesh.training.monitoring.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
+from expertmesh.training.monitoring.alarms import (
+    COLLAPSE_TOKENS,
+    LOSS_NEEDED,
+    LOSS_WINDOW,
+    LossAlarm,
+    RouterAlarm,
+)
 
 
 def noisy(length: int, level: float = 2.0) -> list[float]:
@@ -173,3 +179,45 @@ def test_a_run_shorter_than_a_window_is_judged_at_its_end(tokens: int, warns: bo
     assert bool(alarm.end()) == warns
     assert alarm.end() == []
     assert router_alarm().end() == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "load", "warns"),
+    [
+        # of 8 experts with 2 per token, 2.5 is too much in 100 steps, and 4 is all tokens
+        (95, 3.1, True),
+        (95, 2.4, False),
+        (60, 3.1, True),
+        (30, 3.6, True),
+        # a random router's first steps
+        (20, 3.1, False),
+        (2, 3.9, False),
+    ],
+)
+@pytest.mark.parametrize("mean", [2 * COLLAPSE_TOKENS, 40_000])
+def test_overload_is_told_in_a_run_shorter_than_a_window(steps: int, load: float, warns: bool, mean: int) -> None:
+    """The more of a window there was, the less it takes; nothing is dead, so that nothing else is told."""
+    alarm = router_alarm(router_warn_steps=100, groups=(1, 1))
+    others = mean * (8 - load) / 7
+    tokens_LE = np.array([[mean] * 8, [others] * 6 + [mean * load, others]]) / steps
+    assert all(alarm.check(1, tokens_LE) == [] for _ in range(steps))
+    told = alarm.end()
+    assert len(told) == warns
+    if warns:
+        assert f"expert 6 of layer 1 got {load:.2f} times the mean in {steps} steps, above --router-w" in told[0]
+
+
+def test_a_load_that_is_asked_for_is_the_bound_of_a_full_window_alone() -> None:
+    """In a shorter one it takes more, unless it is more than there can be."""
+    for bound, steps, warns in ((1.2, 95, True), (1.2, 2, False), (5.0, 95, False)):
+        alarm = router_alarm(router_warn_steps=100, router_warn_load=bound)
+        alarm.check(steps, np.array([[1000] * 6 + [1500, 500]]))
+        assert bool(alarm.end()) == warns, (bound, steps)
+
+
+def test_a_load_that_has_become_even_is_not_told_at_the_end() -> None:
+    """Of a short run: the router was balanced in it."""
+    alarm = router_alarm(router_warn_steps=100)
+    for tokens_E in ([100] * 6 + [390, 10], [100] * 8):
+        assert alarm.check(45, np.array([tokens_E]) * [[45 if tokens_E[7] == 10 else 1]]) == []
+    assert alarm.end() == []

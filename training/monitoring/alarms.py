@@ -104,11 +104,12 @@ class RouterAlarm:
     """Experts, and groups of them, without a single token, or experts with far more than the mean, over windows of
     --router-warn-steps steps.
 
-    A window also ends with the run, and is then judged for experts without a token, if the mean expert has
-    `ENOUGH_TOKENS`. It does not end earlier: in a random model's first tens of steps, some experts may get thrice the
-    mean and others nothing, though the balancing loss works. Only a router that sends almost all tokens to the same few
-    experts is warned of at once, from the latest steps alone, or from the window's where these have too few tokens.
-    Each kind is warned of once.
+    A window also ends with the run. It is then judged for experts without a token, if the mean expert has
+    `ENOUGH_TOKENS`, and for an expert that was overloaded in all of it and in the latest steps, by a bound that is
+    higher the shorter the window is. It does not end earlier: in a random model's first tens of steps, some experts may
+    get thrice the mean and others nothing, though the balancing loss works. Only a router that sends almost all tokens
+    to the same few experts is warned of at once, from the latest steps alone, or from the window's where these have too
+    few tokens. Each kind is warned of once.
 
     Args:
         top_k: experts per token.
@@ -123,6 +124,7 @@ class RouterAlarm:
         self.groups = groups
         self.steps = 0
         self.tokens_LE: Any = 0
+        self.latest_LE: Any = 0
         self.warned: set[str] = set()
 
     def check(self, num_steps: int, tokens_LE: np.ndarray) -> list[str]:
@@ -130,7 +132,7 @@ class RouterAlarm:
         if self.config.router_warn_steps == 0:
             return []
         self.steps += num_steps
-        self.tokens_LE = self.tokens_LE + tokens_LE
+        self.tokens_LE, self.latest_LE = self.tokens_LE + tokens_LE, tokens_LE
         collapsed = self._collapsed(num_steps, tokens_LE) or self._collapsed(self.steps, self.tokens_LE)
         if collapsed is not None and not self.warned:
             self.warned |= {"group", "dead", "load"}  # which would say the same of it
@@ -139,13 +141,15 @@ class RouterAlarm:
 
     def end(self) -> list[str]:
         """Warnings of the window that the end of training leaves open, if there are any."""
-        is_enough = self.steps and self.tokens_LE.mean(axis=1).min() >= ENOUGH_TOKENS
-        return self._verdict() if is_enough else []
+        return self._verdict() if self.steps else []
 
     def _verdict(self) -> list[str]:
         """Warnings of a window, which then begins anew."""
-        found = {"group": self._dead_groups(), "dead": self._dead()}
-        if self.steps >= self.config.router_warn_steps:
+        is_full, fewest = self.steps >= self.config.router_warn_steps, self.tokens_LE.mean(axis=1).min()
+        found: dict[str, str | None] = {}
+        if is_full or fewest >= ENOUGH_TOKENS:
+            found |= {"group": self._dead_groups(), "dead": self._dead()}
+        if is_full or fewest >= COLLAPSE_TOKENS:
             found["load"] = self._overloaded()
         self.steps, self.tokens_LE = 0, 0
         new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
@@ -156,7 +160,7 @@ class RouterAlarm:
         """A warning of layers in which almost all tokens choose the same experts."""
         mean_L, num_experts = tokens_LE.mean(axis=1), tokens_LE.shape[1]
         dead_L = (tokens_LE == 0).sum(axis=1)
-        load_L = tokens_LE.max(axis=1) / np.maximum(mean_L, 1e-30)
+        load_L = _loads(tokens_LE).max(axis=1)
         most_dead = num_experts - self.top_k
         has = (mean_L >= COLLAPSE_TOKENS) & (dead_L >= COLLAPSED * most_dead) & (dead_L > 0)
         layers = np.flatnonzero(has & (load_L > self._default_bound(num_experts)))
@@ -192,13 +196,17 @@ class RouterAlarm:
         )
 
     def _overloaded(self) -> str | None:
-        load_LE = self.tokens_LE / np.maximum(self.tokens_LE.mean(axis=1, keepdims=True), 1e-30)
-        layer, expert = np.unravel_index(load_LE.argmax(), load_LE.shape)
-        bound = self.config.router_warn_load or self._default_bound(load_LE.shape[1])
-        if load_LE[layer, expert] <= bound:
+        loads_LE = judged_LE = _loads(self.tokens_LE)
+        least = bound = self.config.router_warn_load or self._default_bound(loads_LE.shape[1])
+        if (missing := 1 - self.steps / self.config.router_warn_steps) > 0:
+            judged_LE = np.minimum(loads_LE, _loads(self.latest_LE))
+            # from the greatest there can be, in no steps, to the bound, in a full window
+            least += max(loads_LE.shape[1] / self.top_k - bound, 0) * missing**2
+        layer, expert = np.unravel_index(judged_LE.argmax(), judged_LE.shape)
+        if judged_LE[layer, expert] <= least:
             return None
         return (
-            f"router collapse: expert {expert} of layer {layer} got {load_LE[layer, expert]:.2f} times the mean in "
+            f"router collapse: expert {expert} of layer {layer} got {loads_LE[layer, expert]:.2f} times the mean in "
             f"{self.steps} steps, above --router-warn-load {bound:g}"
         )
 
@@ -212,3 +220,9 @@ class RouterAlarm:
             f"{self.balance.remedy()}, or --router-z-loss-coef (now {z:g}) if the router's scores are "
             f"extreme, or lower --learning-rate (now {self.config.learning_rate:g})"
         )
+
+
+def _loads(tokens_LE: np.ndarray) -> np.ndarray:
+    """Each expert's tokens, in times the mean of its layer."""
+    loads_LE: np.ndarray = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-30)
+    return loads_LE
