@@ -18,6 +18,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data import chat as spans
 from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
+from expertmesh.training.data.preview import warnings_of
 from expertmesh.training.data.samples import DataOptions, load_samples
 from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, built_in_template
 from expertmesh.training.data.turns import Written
@@ -686,8 +687,17 @@ def tokenizer_of(directory: Path, which: str) -> Any:
         # an answer at the beginning, and one after another
         (
             "GLM-4.5", [assistant("yo"), assistant("yo"), user("so"), assistant("yo")], "assistant",
-            "[gMASK]<sop><|assistant|>\n<think></think>\n«yo<|assistant|>\n<think></think>\nyo<|user|>»\nso"
-            "<|assistant|>«\n<think></think>\nyo»",
+            "[gMASK]<sop><|assistant|>\n<think></think>\n«yo<|assistant|>»\n<think></think>\n«yo<|user|>»\nso"
+            "<|assistant|>\n<think></think>\n«yo»",
+        ),
+        # an empty thought is trained on if the record itself has it, and not if the template makes it of another
+        ("Qwen3", [user("a"), assistant("<think>\n\n</think>\n\nb")], "last", "«<think>\n\n</think>\n\nb<|im_end|>»\n"),
+        ("Qwen3", [user("a"), assistant("b", " ")], "last", "assistant\n<think>\n \n</think>\n\n«b<|im_end|>»\n"),
+        ("glm4moe", [user("a"), INLINE, user("b")], "last", "<|assistant|>\n<think></think>\n«yo<|user|>»\nb"),
+        # a template that knows no thoughts, and always writes that there is none
+        (
+            PLAIN.replace("m.content", "('<think>\\n</think>' if m.role == 'assistant' else '') + m.content"),
+            [user("a"), assistant("b")], "last", "user: a</s>assistant: <think>\n</think>«b</s>»",
         ),
         # a developer's message is the system's where there is no such role
         (KNOWN_ROLES, BRIEF, "assistant", "system: so</s>user: a</s>«assistant: b</s>»"),
@@ -755,7 +765,15 @@ EARLIER = ("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "lfm2_2_5", "lfm2_v2
 """Others of which are nearly the same."""
 
 
-PROMPTED = {"\n", "<think>\n", "<think></think>", "<think>\n\n</think>\n\n", "<|start|>assistant", "<|end|>"}
+PROMPTED = {
+    "\n",
+    "<think>\n",
+    "<think></think>",
+    "\n<think></think>\n",
+    "<think>\n\n</think>\n\n",
+    "<|start|>assistant",
+    "<|end|>",
+}
 PROMPTED.add("<｜Assistant｜>")
 
 
@@ -787,12 +805,51 @@ def test_published_templates(tmp_path: Path, name: str) -> None:
     assert taken > 0 or name in NO_TEXT_AS_CONTENT
 
 
+TAKE_TEXT = [name for name in PUBLISHED if name.removesuffix("_training") not in NO_TEXT_AS_CONTENT]
+HEADERS = {"", "<|channel|>final<|message|>", "to=user<|message|>", "assistant:"}
+"""What is trained on before answers of some templates: the model is to choose them."""
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *OWN, *by_tier(TAKE_TEXT)])
+@pytest.mark.parametrize("turns", [2, 6])
+def test_what_no_record_wrote_has_no_loss(tmp_path: Path, name: str, turns: int) -> None:
+    """But for the end of a turn, and such headers: be there no thoughts, or thoughts that the template leaves out of
+    earlier turns."""
+    tokenizer = tokenizer_of(tmp_path, name)
+    for thought in (None, "wise") if name not in BUILT_IN or takes(name, "thoughts") else (None,):
+        words = [f"said{at}" for at in range(turns)]
+        pairs = [[user(f"asked{at}"), assistant(words[at], thought)] for at in range(turns)]
+        row = {"messages": [*itertools.chain(*pairs)]}
+        found = spans_or_refusal(tokenizer, row, "assistant")
+        if found is None:
+            assert thought
+            continue
+        runs = [part.partition("»")[0] for part in shown(*found).split("«")[1:]]
+        assert [word for word, run in zip(words, runs, strict=True) if word in run] == words
+        for word, run in zip(words, runs, strict=True):
+            before, _, behind = run.partition(word)
+            assert "wise" in before or before.strip() in HEADERS, run
+            assert not SPECIAL_TOKENS.sub("", behind).strip(), run
+
+
+def test_what_only_the_template_may_have_written_is_told(tmp_path: Path) -> None:
+    """Text before an answer that is there without a thought alone may be a form of the answer, or not."""
+    empty = "(m.reasoning_content or '(none)') + m.content if m.role == 'assistant' else m.content"
+    tokenizer = tokenizer_of(tmp_path, PLAIN.replace("m.content", f"({empty})"))
+    rows = [{"messages": [user("a"), assistant("b", thought)]} for thought in (None, "hm", None)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    samples = load_samples("--dataset", [str(tmp_path / "data.jsonl")], tokenizer, DataOptions(512), 0)
+    (line,) = warnings_of(samples.origins[0], 512)
+    assert "2 of 3 records have text before an answer that only the chat template wrote" in line
+    assert line.endswith("line 1")
+
+
 @pytest.mark.parametrize(
     "name", by_tier([name for name in PUBLISHED if f"{name}_training" in PUBLISHED and name not in NO_TEXT_AS_CONTENT])
 )
 def test_what_trl_trains_on(tmp_path: Path, name: str) -> None:
-    """Its templates with markers: it trains on the same, but for what a prompt for an answer holds, and what follows
-    the token that ends one."""
+    """Its templates with markers: it trains on the same, but for what a prompt for an answer holds, for empty thoughts,
+    and for what follows the token that ends an answer."""
     tokenizer, others = published(tmp_path, f"{name}_training"), list[tuple[bool, bool, str]]()
     for conversation, turns in CONVERSATIONS.items():
         row = {"messages": turns, **({"tools": [TOOL]} if "call" in conversation else {})}

@@ -18,12 +18,15 @@ from typing import Any, Literal, NamedTuple
 from ...moe.util.errors import ExpertMeshError
 from .formats import Conversation
 from .templates import BUILT_IN, CHATML_TOKEN, NO_LONGER, built_in_template
-from .turns import Written, with_reasoning
+from .turns import Written, with_reasoning, writes_empty_thought
 
 TrainOn = Literal["all", "assistant", "last", "final"]
 
 Span = tuple[int, int]
 """(begin, end) of characters in a text."""
+
+Part = Literal["turn", "own", "final"]
+"""Of an assistant's message: all that stands in its turn; what the record asks for; that without the reasoning."""
 
 _MARK = "\ue001{}\ue001"
 _MARK_PATTERN = re.compile("\ue001([0-9]+)\ue001")
@@ -83,12 +86,14 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
 @dataclass(frozen=True)
 class Rendered:
     """A conversation's text, the (begin, end) of its characters that are trained on, the special tokens that end the
-    answers among them, and the parts with another weight than 1, in order."""
+    answers among them, and the parts with another weight than 1, in order. is_unexplained: whether there may be text
+    among them that only the template wrote (see `Written`)."""
 
     text: str
     trained: list[tuple[int, int]]
     ends: frozenset[str] = frozenset()
     weights: Sequence[tuple[Span, float]] = ()
+    is_unexplained: bool = False
 
 
 def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
@@ -107,14 +112,16 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
     weights = {i: own for i, own in enumerate(conversation.is_trained) if type(own) is float}
     answers = [i for i, is_trained in enumerate(wanted) if is_trained and written.messages[i]["role"] == "assistant"]
     if train_on == "all":
-        left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], final=False)
+        left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], "turn")
         trained = _complement(_merged(itertools.chain(*left_out.values())), len(written.text))
         last = [(0, len(written.text))] if answers[-1:] == [len(wanted) - 1] else []
-        of_weights = find_spans(written, list(weights), final=False)
+        of_weights = find_spans(written, list(weights), "turn")
         return Rendered(written.text, trained, _ends(written, last), _weighed(of_weights, weights))
-    spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], final=train_on == "final")
-    ends = _ends(written, [part for answer in answers for part in spans[answer]])
-    return Rendered(written.text, _merged(itertools.chain(*spans.values())), ends, _weighed(spans, weights))
+    part: Part = "final" if train_on == "final" else "own"
+    spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], part)
+    ends = _ends(written, [span for answer in answers for span in spans[answer]])
+    trained = _merged(itertools.chain(*spans.values()))
+    return Rendered(written.text, trained, ends, _weighed(spans, weights), written.is_unexplained)
 
 
 def _weighed(spans: Mapping[int, list[Span]], weights: Mapping[int, float]) -> list[tuple[Span, float]]:
@@ -228,9 +235,9 @@ class _Words(NamedTuple):
     end: int
 
 
-def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[int, list[Span]]:
-    """(begin, end) of each message in the text, as `Written.span`; of assistants', if `final`, as `Written.final_span`,
-    and in parts where results of tools stand between (see `Written.without_results`).
+def find_spans(written: Written, indices: Sequence[int], part: Part) -> dict[int, list[Span]]:
+    """(begin, end) of each message in the text, as `Written.span`; of assistants' the part wanted, and in several where
+    results of tools stand between (see `Written.without_results`).
 
     Raises:
         ValueError: as these do.
@@ -244,22 +251,23 @@ def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[in
     words = _find_words(written) if many else []
     spans: dict[int, list[Span]] = {}
     for alike in many:
-        gaps = {index: gap for index in alike if (gap := _gap(words, index, final))}
+        gaps = {index: gap for index in alike if (gap := _gap(words, index, part == "final"))}
         if len(gaps) > _FEW:
-            spans.update(_take_over(written, gaps, final))
-    return {index: spans[index] if index in spans else _spans(written, index, final) for index in indices}
+            spans.update(_take_over(written, gaps, part))
+    return {index: spans[index] if index in spans else _spans(written, index, part) for index in indices}
 
 
-def _spans(written: Written, index: int, final: bool) -> list[Span]:
+def _spans(written: Written, index: int, part: Part) -> list[Span]:
     if written.messages[index]["role"] != "assistant":
         return [written.span(index)]
-    return written.without_results(index, written.final_span(index) if final else written.span(index))
+    find = {"turn": written.span, "own": written.own_span, "final": written.final_span}[part]
+    return written.without_results(index, find(index))
 
 
-def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int, list[Span]]:
+def _take_over(written: Written, gaps: dict[int, Span], part: Part) -> dict[int, list[Span]]:
     """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell. What is
     written in parts is not taken over."""
-    spans = {index: _spans(written, index, final) for index in (min(gaps), max(gaps))}
+    spans = {index: _spans(written, index, part) for index in (min(gaps), max(gaps))}
     around = {_around(written.text, gaps[index], of_one) for index, of_one in spans.items()}
     surroundings = next(iter(around))
     if len(around) > 1 or surroundings is None:
@@ -268,7 +276,7 @@ def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int
             by_name[tuple(_names(written.messages[index]))][index] = gap
         for alike in by_name.values():
             if len(by_name) > 1 and len(alike) > _FEW:
-                spans.update(_take_over(written, alike, final))
+                spans.update(_take_over(written, alike, part))
         return spans
     before, after = surroundings
     for index, (start, stop) in gaps.items():
@@ -300,7 +308,7 @@ def _kind(messages: list[dict[str, Any]], index: int) -> tuple[Hashable, ...]:
     """What a template may go by when it writes a message, but for where the last question stands."""
     content = messages[index]["content"]
     thinks = "<think>" in content, content.startswith("<think>"), "</think>" in content
-    edges = content[:1].isspace(), content[-1:].isspace(), *thinks
+    edges = content[:1].isspace(), content[-1:].isspace(), *thinks, writes_empty_thought(messages[index])
     following = next((message["role"] for message in messages[index + 1 :] if message["role"] != "tool"), None)
     return (
         *edges,

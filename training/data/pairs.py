@@ -295,7 +295,7 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             "num_targets": sum(targets) if all(targets) else 0,
             "first": one["length"],
             "first_targets": one["num_targets"],
-            **{name: one[name] or other[name] for name in ("is_cut", "is_endless")},
+            **{name: one[name] or other[name] for name in ("is_cut", "is_endless", "is_unexplained")},
             # an empty answer that is rejected teaches nothing wrong
             "is_empty": one["is_empty"],
         }

@@ -107,6 +107,11 @@ def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
             ),
             (origin.untrained, "are left out, because they have no trained token"),
             (origin.empty, "have an empty answer, so the model learns to answer nothing"),
+            (
+                origin.unexplained,
+                "have text before an answer that only the chat template wrote and that is perhaps no part of the "
+                "answer; it is trained on (--preview shows it)",
+            ),
         )
         if of is not None
     ]

@@ -22,7 +22,7 @@ from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 17
+_VERSION = 18
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -99,6 +99,7 @@ class Origin:
     too_long: Noted | None = None
     untrained: Noted | None = None
     empty: Noted | None = None
+    unexplained: Noted | None = None
     unread: Noted | None = None
 
 
@@ -321,7 +322,7 @@ def _features(options: DataOptions) -> Any:
     kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
-    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
+    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty", "is_unexplained")}
     if options.pairs:
         numbers |= {name: Value("int32") for name in ("first", "first_targets")}
     if options.labelled:
@@ -362,6 +363,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         too_long=noted((targets == 0) & (is_cut == 1)),
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
+        unexplained=noted((targets > 0) & (_column(tokens, "is_unexplained") == 1)),
         unread=Noted(len(unread), str(unread[0])) if unread else None,
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
@@ -463,10 +465,11 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
-        rendered, is_empty, of_records = [], [], []
+        rendered, is_empty, is_unexplained, of_records = [], [], [], []
         records = zip(batch["place"], batch["is_plain"], map(json.loads, batch["content"]), strict=True)
         for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
             is_empty.append(_says_nothing(is_plain, said, options))
+            is_unexplained.append(False)
             of_records.append(said["weight"])
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
@@ -476,12 +479,13 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
                 else:
                     results.append(None)
                     rendered.append(render(tokenizer, Conversation(**said), options.train_on))
+                    is_unexplained[-1] = rendered[-1].is_unexplained
             except ValueError as error:
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
         found = [_weighed(result or next(templated), w) for result, w in zip(results, of_records, strict=True)]
         table = _table(found, options.max_seq_length, ends)
-        table["is_empty"] = is_empty
+        table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
         if options.labelled:
             _add_labels(table, batch["is_desirable"])
         return paired(table) if options.pairs else table

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 from .formats import Conversation
@@ -16,6 +16,9 @@ from .formats import Conversation
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"
 _MARK = "\ue001{}\ue001"
+# as templates mark a thought, where there is none
+_NOTHING_MARKED = re.compile(r"([<\[])([^<>\[\]/]+)([>\]])\s*\1/\2\3$")
+_OTHER_THOUGHT = "\ue000other thought\ue000"
 # templates' names for a message's reasoning
 _REASONING = ("reasoning_content", "thinking")
 
@@ -35,6 +38,8 @@ class Written:
         text: as the template writes it, without a generation prompt.
         messages: as the template gets them: reasoning under each of its names, and the arguments of tool calls as text
             if it takes no objects.
+        is_unexplained: whether `own_span` met text before an answer that the template writes before no thought, and
+            that no record wrote: it cannot tell whether the model is to write it.
 
     Raises:
         ValueError: the template refuses the conversation.
@@ -45,6 +50,7 @@ class Written:
         self._tools, self._arguments = conversation.tools, conversation.arguments or {}
         _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _TurnWords] = {}
+        self.is_unexplained = False
         self.messages, self.text = self._written(
             [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
         )
@@ -150,6 +156,28 @@ class Written:
             )
         begin, end = self._opening(index, max(words.begin, answer.begin)), self._closing(index, words.end)
         return words.begin if begin is None else min(begin, end), end
+
+    def own_span(self, index: int) -> tuple[int, int]:
+        """The part of an assistant's `span` that the record asks for: without the empty thought that some templates put
+        before an answer that has none, or whose thought they leave out. It is empty if there is nothing between the
+        texts that the template writes before and behind thoughts.
+
+        Raises:
+            ValueError: as `span`.
+        """
+        begin, end = self.span(index)
+        begin_of_words = min(max(begin, self._words(index, keeps_reasoning=True).begin), end)
+        lead = self.text[begin:begin_of_words].strip()
+        if not lead or writes_empty_thought(self.messages[index]):
+            return begin, end
+        before, after = _thought_frame(self._tokenizer, self._tokenizer.chat_template, json.dumps(self._arguments))
+        is_empty = after and lead.endswith(after) and before.endswith(lead.removesuffix(after).rstrip())
+        if is_empty or _NOTHING_MARKED.search(lead):
+            return begin_of_words, end
+        header = lead[: len(lead) - _common_length(lead[::-1], after[::-1])].strip()
+        thought = self.messages[index].get(_REASONING[0])
+        self.is_unexplained |= header not in before and not (isinstance(thought, str) and thought.strip() in lead)
+        return begin, end
 
     def final_span(self, index: int) -> tuple[int, int]:
         """The part of an assistant's `span` that follows the reasoning: from the first word of the answer or the tool
@@ -411,6 +439,35 @@ class Written:
     @cached_property
     def _special_token(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+
+def writes_empty_thought(message: dict[str, Any]) -> bool:
+    """Whether a message itself begins with one."""
+    return re.match(r"\s*<think>\s*</think>", message["content"]) is not None
+
+
+@lru_cache(maxsize=8)
+def _thought_frame(tokenizer: Any, template: str, arguments: str) -> tuple[str, str]:
+    """What a template writes before a thought, and between it and the answer, without blanks at their ends; nothing if
+    it writes no thoughts.
+
+    Args:
+        template: the tokenizer's, which may be changed in place.
+        arguments: what else it is told, as JSON.
+    """
+    question = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": _OTHER_WORDS}
+    in_content = {**answer, "content": f"<think>{_OTHER_THOUGHT}</think>{_OTHER_WORDS}"}
+    for message in (with_reasoning(answer, _OTHER_THOUGHT), in_content):
+        try:
+            text = tokenizer.apply_chat_template([question, message], tokenize=False, **json.loads(arguments))
+        except Exception:  # it refuses small talk
+            continue
+        before, _, behind = text.partition(_OTHER_THOUGHT)
+        after, found, _ = behind.partition(_OTHER_WORDS)
+        if found:
+            return before.rstrip(), after.strip()
+    return "", ""
 
 
 def _check_variables(tokenizer: Any, arguments: dict[str, Any]) -> None:
