@@ -32,19 +32,21 @@ def is_rehearsing_gpu() -> bool:
 @contextmanager
 def rehearsing_gpu() -> Iterator[None]:
     """Within it tensors without memory take the code paths that they would take on a GPU."""
-    global _rehearsed
-    _rehearsed = True
-    try:
+    with _setting_rehearsed(True):
         yield
-    finally:
-        _rehearsed = False
 
 
 @contextmanager
 def computing_values() -> Iterator[None]:
     """Within it, also in a dry run of a GPU, tensors on the CPU have values and take a CPU's code paths."""
+    with _setting_rehearsed(False):
+        yield
+
+
+@contextmanager
+def _setting_rehearsed(is_rehearsed: bool) -> Iterator[None]:
     global _rehearsed
-    was_rehearsed, _rehearsed = _rehearsed, False
+    was_rehearsed, _rehearsed = _rehearsed, is_rehearsed
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.gpu import rehearsing_gpu
+from expertmesh.moe.util.gpu import computing_values, is_rehearsing_gpu, rehearsing_gpu
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
 
 MOE = Path(__file__).parents[2] / "moe"
@@ -391,3 +391,17 @@ def test_without_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names() -> None:
     assert tuple(kernel.entry for kernel in KERNELS.entries()) == KERNEL_ENTRIES.entries()
     assert all(kernel.product is not None or kernel.fused is not None for kernel in KERNELS.entries())
+
+
+def test_a_dry_run_within_another_does_not_end_it() -> None:
+    with rehearsing_gpu():
+        with rehearsing_gpu():
+            assert is_rehearsing_gpu()
+        assert is_rehearsing_gpu()
+        with computing_values():
+            assert not is_rehearsing_gpu()
+            with rehearsing_gpu():
+                assert is_rehearsing_gpu()
+            assert not is_rehearsing_gpu()
+        assert is_rehearsing_gpu()
+    assert not is_rehearsing_gpu()

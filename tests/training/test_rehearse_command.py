@@ -296,6 +296,24 @@ def test_ranks_that_do_not_agree() -> None:
     assert check_order({0: [alone, gather], 1: [gather, other]}, ranks_per_stage=1) == 2
 
 
+def test_ranks_whose_collectives_have_other_sizes() -> None:
+    gather = Call("c10d::_allgather_base_", (0, 1), "forward", "1", 100)
+    with pytest.raises(ExpertMeshError, match=r"collective 2 among 2 ranks.* rank 0 sends 100 bytes, and rank 1 200"):
+        check_order({0: [gather, gather], 1: [gather, replace(gather, size=200)]})
+    # groups with other members have sizes of their own, also those of a stage
+    apart = {0: [gather], 2: [replace(gather, ranks=(2, 3), size=200)]}
+    assert check_order(apart) == 1
+
+    # of an all-to-all, what one rank sends is what the other expects, and no more has to be equal
+    first = Call("c10d::alltoall_base_", (0, 1), "forward", "1", 12, to_each=(8, 16), from_each=(8, 24))
+    second = Call("c10d::alltoall_base_", (0, 1), "forward", "1", 20, to_each=(24, 16), from_each=(16, 16))
+    assert check_order({0: [first], 1: [second]}) == 1
+    with pytest.raises(ExpertMeshError, match="rank 0 sends 16 bytes to rank 1, which expects 12"):
+        check_order({0: [first], 1: [replace(second, from_each=(12, 16))]})
+    with pytest.raises(ExpertMeshError, match="rank 1 sends 20 bytes to rank 0, which expects 24"):
+        check_order({0: [first], 1: [replace(second, to_each=(20, 16))]})
+
+
 def test_what_is_sent_is_what_is_received() -> None:
     sent, received = Call("send", (0, 1), "forward", "1", 8), Call("receive", (0, 1), "forward", "1", 8)
     assert check_order({0: [sent, sent], 1: [received, received]}, ranks_per_stage=1) == 2

@@ -14,7 +14,8 @@ class Call:
     """A collective of a rank, or what it sends to another stage or receives from there.
 
     name: the operator's; of what is sent "send" or "receive". ranks: of the group; of what is sent, from and to.
-    told: where the step was. group: the name of the process group. size: bytes of what is sent.
+    told: where the step was. group: the name of the process group. size: bytes of what is sent. to_each, from_each: of
+    an all-to-all, bytes for and from each rank of the group.
     """
 
     name: str
@@ -22,6 +23,8 @@ class Call:
     told: str
     group: str = ""
     size: float = 0.0
+    to_each: tuple[int, ...] = ()
+    from_each: tuple[int, ...] = ()
 
     @property
     def is_sent(self) -> bool:
@@ -43,7 +46,7 @@ def _call(event: Event) -> Call:
         return Call("send", event.ranks, event.told, event.group, event.sent)
     if event.collective == "receive":
         return Call("receive", event.ranks[::-1], event.told, event.group, event.written)
-    return Call(event.name, event.ranks, event.told, event.group)
+    return Call(event.name, event.ranks, event.told, event.group, event.sent, event.to_each, event.from_each)
 
 
 def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | None = None) -> int:
@@ -52,9 +55,9 @@ def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | No
         ranks_per_stage: ranks of different stages of a pipeline compute different things; None: there is one stage.
 
     Returns:
-        How many calls of each rank were compared: collectives between all members of a group that are here, and between
-        ranks of a stage by the numbers of ranks of their groups, as a GPU runs what it is given in one order; and what
-        one rank sends to another with what that one receives.
+        How many calls of each rank were compared: collectives, with their bytes, between all members of a group that
+        are here, and between ranks of a stage by the numbers of ranks of their groups, as a GPU runs what it is given
+        in one order; and what one rank sends to another with what that one receives.
 
     Raises:
         ExpertMeshError: two ranks differ; it names the first difference.
@@ -65,6 +68,8 @@ def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | No
         for group in sorted({call.ranks for call in of_first} & {call.ranks for call in of_second}):
             a, b = ([call for call in of_rank if call.ranks == group] for of_rank in (of_first, of_second))
             _compare(first, second, a, b, f"among {len(group)} ranks")
+            for number, pair in enumerate(zip(a, b, strict=True), start=1):
+                _compare_sizes(first, second, *pair, number)
         if ranks_per_stage is None or first // ranks_per_stage == second // ranks_per_stage:
             _compare(first, second, of_first, of_second, "of all groups")
     for sender, receiver in permutations(by_rank, 2):
@@ -79,6 +84,26 @@ def _compare(first: int, second: int, of_first: Sequence[Call], of_second: Seque
                 f"ranks {first} and {second} differ in their collectives {where}: number {number} is "
                 f"{a or _NONE} on rank {first}, and {b or _NONE} on rank {second}: the run would hang"
             )
+
+
+def _compare_sizes(first: int, second: int, a: Call, b: Call, number: int) -> None:
+    """Both calls are of one collective of one group."""
+    differs = ""
+    if a.to_each and b.to_each:
+        at_first, at_second = a.ranks.index(first), a.ranks.index(second)
+        for sender, sent, receiver, received in (
+            (first, a.to_each[at_second], second, b.from_each[at_first]),
+            (second, b.to_each[at_first], first, a.from_each[at_second]),
+        ):
+            if sent != received:
+                differs = f"rank {sender} sends {sent:,} bytes to rank {receiver}, which expects {received:,}"
+    elif a.size != b.size:
+        differs = f"rank {first} sends {a.size:,.0f} bytes, and rank {second} {b.size:,.0f}"
+    if differs:
+        raise ExpertMeshError(
+            f"ranks {first} and {second} differ in the sizes of collective {number} among {len(a.ranks)} ranks, {a}: "
+            f"{differs}: the run would hang, or mix up data"
+        )
 
 
 def _compare_sent(sender: int, receiver: int, by_rank: Mapping[int, Sequence[Call]]) -> None:

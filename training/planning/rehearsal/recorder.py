@@ -53,7 +53,8 @@ class Event:
     `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
     read, written: bytes. work: class and size of its kernel. times: how many operators this stands for (see
     `Recorder.repeated`). calls: operators that the host has called since the event before, this one included. action:
-    what of a pipeline's schedule is being computed, or was last.
+    what of a pipeline's schedule is being computed, or was last. to_each, from_each: of an all-to-all, bytes for and
+    from each of `ranks`.
     """
 
     name: str
@@ -75,6 +76,8 @@ class Event:
     times: int = 1
     calls: int = 0
     action: Action | None = None
+    to_each: tuple[int, ...] = ()
+    from_each: tuple[int, ...] = ()
 
     @property
     def is_kernel(self) -> bool:
@@ -328,6 +331,10 @@ class Recorder(Pausable, TorchDispatchMode):
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
+            if collective == "all-to-all":
+                out, rows, _, received, sent = args[:5]
+                event.to_each = _bytes_of_parts(rows, sent, len(event.ranks))
+                event.from_each = _bytes_of_parts(out, received, len(event.ranks))
 
     def group_of(self, args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
         """Name and ranks of the group that a collective is given, by its name or as an object."""
@@ -430,6 +437,12 @@ def _bytes(tensor: Tensor) -> int:
     strides = tensor.stride()
     shown = prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride != 0 or size == 0)
     return int(shown) * tensor.element_size()
+
+
+def _bytes_of_parts(tensor: Tensor, sizes: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Bytes of each part along dim 0; without sizes they are equally large."""
+    of_row = _bytes(tensor) // max(len(tensor), 1)
+    return tuple(of_row * size for size in sizes or [len(tensor) // parts] * parts)
 
 
 def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
