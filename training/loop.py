@@ -41,7 +41,7 @@ from .monitoring.meter import Meter, measured
 from .monitoring.nonfinite import NonFiniteGuard
 from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, step_scheduler
-from .planning.rank_memory import free_on_host
+from .planning.host_memory import free_on_host
 from .preemption import StopRequest
 from .reference_logprobs import LabelledInputs, References
 from .resume import check_order

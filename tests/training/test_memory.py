@@ -1,7 +1,11 @@
 """The memory forecast of a run: told, held against the memory there is, and set beside what was measured."""
 
+import math
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.planning import rank_memory as memory
 from expertmesh.training.planning.cluster_commands import main as plan
+from expertmesh.training.planning.host_memory import free_of_process, free_on_host
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
@@ -74,20 +79,112 @@ def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
 
 
 def test_ranks_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_host_free", lambda: 8.0 * GIB)
-    monkeypatch.setattr(memory, "_cgroup_free", lambda: 6.0 * GIB)
+    monkeypatch.setattr(memory, "free_on_host", lambda: 6.0 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert available_memory(torch.device("cpu"), before=0.5 * GIB) == (0.5 + 1.5) * GIB
+    # what limits a process each rank has of its own
+    monkeypatch.setattr(memory, "free_of_process", lambda: 1.0 * GIB)
+    assert available_memory(torch.device("cpu"), before=0.5 * GIB) == (0.5 + 1.0) * GIB
 
 
-def test_a_cgroups_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory._cgroup_free() is None
-    for name, content in (("max", "max"), ("current", "300"), ("stat", "anon 1\ninactive_file 50\n")):
-        (tmp_path / f"memory.{name}").write_text(content)
-    assert memory._cgroup_free() is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory._cgroup_free() == 750
+SLURM = "system.slice/slurmstepd.scope/job_1/step_0/user/task_0"
+V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+V1 = "32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+
+
+def machine(root: Path, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path:
+    """What the kernel reports on a host with 100 GiB free, in files. files: limits and what is used, by cgroup."""
+    written = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mountinfo}
+    written["proc/meminfo"] = f"MemTotal: 9 kB\nMemAvailable:  {100 * GIB // 1024} kB\nHugePages_Total:   0\n"
+    for name, text in {**written, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def v2(directory: str, limit: str, used: float, cache: float = 0, name: str = "max") -> dict[str, str]:
+    values = {name: limit, "current": f"{used:.0f}\n", "stat": f"anon 1\ninactive_file {cache:.0f}\n"}
+    return {f"{directory}/memory.{key}": value for key, value in values.items()}
+
+
+def v1(directory: str, limit: float, used: float, cache: float = 0) -> dict[str, str]:
+    values = {"limit_in_bytes": limit, "usage_in_bytes": used}
+    stat = f"inactive_file 7\ntotal_inactive_file {cache:.0f}\n"
+    return {f"memory/{directory}/memory.{key}": f"{n:.0f}\n" for key, n in values.items()} | {
+        f"memory/{directory}/memory.stat": stat
+    }
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mountinfo", "files", "free"),
+    [
+        pytest.param("", "", {}, 100, id="nothing is told"),
+        pytest.param("0::/\n", V2, v2(".", str(8 * GIB), GIB), 7, id="at the root, as in a cgroup namespace"),
+        pytest.param(f"0::/{SLURM}\n", V2, v2(SLURM, str(8 * GIB), GIB), 7, id="of Slurm's task"),
+        pytest.param(f"0::/{SLURM}\n", "", v2(SLURM, str(8 * GIB), GIB), 7, id="mounts are not told"),
+        pytest.param(f"0::/{SLURM}\n", V2, v2(SLURM, "max", GIB), 100, id="no limit"),
+        pytest.param(f"0::/{SLURM}\n", V2, v2(SLURM, str(8 * GIB), 6 * GIB, 3 * GIB), 5, id="page cache gives way"),
+        pytest.param(f"0::/{SLURM}\n", V2, v2(SLURM, str(8 * GIB), GIB, name="high"), 7, id="where it is throttled"),
+        pytest.param(
+            f"0::/{SLURM}\n",
+            V2,
+            v2(SLURM, str(8 * GIB), GIB) | v2("system.slice/slurmstepd.scope/job_1", str(16 * GIB), 12 * GIB),
+            4,
+            id="of the job, of which other tasks take the most",
+        ),
+        pytest.param(f"0::/{SLURM}\n", V2, v2("user.slice", str(GIB), 0), 100, id="of another cgroup"),
+        pytest.param("0::/../other\n", V2, v2(".", str(8 * GIB), GIB), 7, id="of another namespace"),
+        pytest.param(
+            "9:cpu,cpuacct:/\n4:memory:/slurm/job_1\n0::/\n",
+            V1,
+            v1("slurm/job_1", 2**63 - 4096, GIB) | v1("slurm", 8 * GIB, 6 * GIB, GIB),
+            3,
+            id="v1, beside an empty v2",
+        ),
+        pytest.param(
+            "4:memory:/docker/ab\n",
+            V1.replace("0:29 /", "0:29 /docker/ab"),
+            v1(".", 8 * GIB, GIB),
+            7,
+            id="v1 in a container",
+        ),
+        pytest.param(
+            "0::/kube/pod\n",
+            V2.replace("/sys/fs/cgroup", "/mnt/cg"),
+            {f"../../../mnt/cg/{name}": text for name, text in v2("kube", str(8 * GIB), GIB).items()},
+            7,
+            id="mounted elsewhere",
+        ),
+        pytest.param("0::/\n", V2, v2(".", str(8 * GIB), 9 * GIB), 0, id="over the limit"),
+    ],
+)
+def test_limits_of_cgroups(tmp_path: Path, cgroup: str, mountinfo: str, files: dict[str, str], free: float) -> None:
+    """The least of those of the process's own cgroup and of each that this is in."""
+    assert free_on_host(machine(tmp_path, cgroup, mountinfo, files)) == free * GIB
+
+
+def test_this_hosts_free_memory() -> None:
+    assert 0 < free_on_host() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_limits_of_a_process(tmp_path: Path) -> None:
+    assert free_of_process(tmp_path) == math.inf
+    limited = f"""
+import resource
+from expertmesh.training.planning.host_memory import free_of_process
+resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))
+before = free_of_process()
+held = bytearray({GIB})
+print(before, before - free_of_process())
+resource.setrlimit(resource.RLIMIT_DATA, ({2 * GIB}, {2 * GIB}))
+print(free_of_process())
+"""
+    said = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True).stdout.split()
+    before, held, after = map(float, said)
+    assert 7 * GIB < before < 8 * GIB
+    assert held == pytest.approx(GIB, rel=0.01)
+    # the process's own code is no data
+    assert 0.5 * GIB < after < GIB
 
 
 def run_with_little_memory(argv: list[str]) -> tuple[int, str]:

@@ -24,6 +24,7 @@ from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
 from ..inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
+from .host_memory import free_of_process, free_on_host
 from .memory import NEAR, Memory
 from .planner.peak_memory import Peak, peak
 from .planner.schedule_choice import choose_schedule
@@ -32,9 +33,6 @@ from .planner.step_order import PlannedRun
 from .rehearsal.run_setting import planned
 from .tables import memory_terms
 from .this_machine import this_machine
-
-_CGROUP = Path("/sys/fs/cgroup")
-
 
 @dataclass(frozen=True)
 class ChosenPipeline:
@@ -286,39 +284,11 @@ def beside(forecast: Forecast | NoForecast, measured: float) -> str:
 
 
 def available_memory(device: torch.device, before: float) -> float:
-    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limit of
-    the process's cgroup), divided among the node's ranks, and what the rank holds already."""
+    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limits of
+    the process's cgroups), divided among the node's ranks, or what its own limits leave, and what it holds already."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return before + free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def free_on_host() -> float:
-    """Bytes that are free on this host, or under the limit of the process's cgroup; infinity where neither is told."""
-    return min((free for free in (_host_free(), _cgroup_free()) if free is not None), default=float("inf"))
-
-
-def _host_free() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup_free() -> float | None:
-    """Bytes free under the cgroup's limit; None without a limit. Page cache counts as free: it gives way."""
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most, current = ((_CGROUP / name).read_text(encoding="utf-8").strip() for name in (limit, used))
-            stat = (_CGROUP / used).with_name("memory.stat").read_text(encoding="utf-8").split()
-            return None if most == "max" else float(most) - float(current) + float(stat[stat.index(cache) + 1])
-        except (OSError, ValueError):
-            continue
-    return None
+    return before + min(free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_of_process())
 
 
 def resident() -> float:

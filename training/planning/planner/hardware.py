@@ -42,18 +42,21 @@ class Device:
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
 
+# Memory is what drivers report, the least of each card's that was found: torch names it in public reports of being out
+# of memory, as in "GPU 0 has a total capacity of 79.15 GiB": A100 79.14 to 79.33, H100 79.10 to 79.65, H200 139.72 to
+# 139.81, B200 178.35 or 178.36. Part of what data sheets count is for ECC, the driver and the firmware.
 DEVICES = {
     # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
-    # 2,039 GB/s, 80 GB, PCI Express 4.0 x16; the others have 5.0
-    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB, host_bandwidth=32 * GB),
+    # 2,039 GB/s, PCI Express 4.0 x16; the others have 5.0
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 79.1 * GIB, host_bandwidth=32 * GB),
     # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s of bf16 with sparsity, 3,958 of fp8, half of
-    # both dense, 67 fp32, 3.35 TB/s, 80 GB
-    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB, 1979 * TERA),
-    # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s, 141 GB (10^9)
-    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 141 * GB, 1979 * TERA),
+    # both dense, 67 fp32, 3.35 TB/s
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 79.1 * GIB, 1979 * TERA),
+    # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 139.7 * GIB, 1979 * TERA),
     # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 4.5 PFLOP/s dense each, and half
-    # of that in bf16; 64 TB/s and 1,440 GB for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
-    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 180 * GB, 4500 * TERA),
+    # of that in bf16; 64 TB/s for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
+    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 178.3 * GIB, 4500 * TERA),
 }
 
 LINKS = {

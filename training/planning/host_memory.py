@@ -1,0 +1,92 @@
+"""Host memory that a process may still take: what is free on the host, and under each limit that the kernel sets."""
+
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_LIMITS = (
+    # cgroup v2, where exceeding `high` all but stops a process
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
+    # v1
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files of a limit and of what is used of it, and the field of memory.stat that counts page cache."""
+_MOUNTED = {"cgroup": "sys/fs/cgroup/memory", "cgroup2": "sys/fs/cgroup"}
+"""Where file systems of cgroups usually are mounted: v1's of memory, and v2's."""
+_OF_PROCESS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+
+
+def free_on_host(root: Path = Path("/")) -> float:
+    """Bytes that are free on this host, or under a limit of the process's cgroup or of one that this is in; infinity
+    where nothing is told. root: of the files that the kernel reports in."""
+    return min((*_free_in_all(root), *_free_in_cgroups(root)), default=float("inf"))
+
+
+def free_of_process(root: Path = Path("/")) -> float:
+    """Bytes that this process may still take by its own limits (`ulimit -v`, `-d`); infinity without any."""
+    used = _fields(root / "proc/self/status")
+    limits = [(resource.getrlimit(limit)[0], used.get(name)) for limit, name in _OF_PROCESS]
+    free = [most - have for most, have in limits if most != resource.RLIM_INFINITY and have is not None]
+    return min(free, default=float("inf"))
+
+
+def _free_in_all(root: Path) -> Iterable[float]:
+    available = _fields(root / "proc/meminfo").get("MemAvailable")
+    return [] if available is None else [available]
+
+
+def _fields(file: Path) -> dict[str, float]:
+    """Bytes by name, of lines such as "MemAvailable:  1024 kB"."""
+    pairs = (line.split(":", 1) for line in _lines(file) if line.endswith(" kB"))
+    return {name: float(size.removesuffix(" kB")) * 1024 for name, size in pairs}
+
+
+def _free_in_cgroups(root: Path) -> Iterator[float]:
+    """Under each limit there is. Page cache counts as free: it gives way."""
+    for directory in _cgroups(root):
+        for limit, used, cache in _LIMITS:
+            try:
+                most, current = ((directory / name).read_text(encoding="utf-8").strip() for name in (limit, used))
+                stat = (directory / "memory.stat").read_text(encoding="utf-8").split()
+                if most != "max":
+                    yield max(0.0, float(most) - float(current) + float(stat[stat.index(cache) + 1]))
+            except (OSError, ValueError):
+                continue
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """The directories of this process's cgroups that count memory, each before the one that it is in."""
+    for kind, path in _paths(root):
+        for mounted, point in _mounts(root, kind):
+            inside = Path(path)
+            # in a container the file system begins at its cgroup, or the path does; and may be of another namespace
+            inside = inside.relative_to(mounted) if inside.is_relative_to(mounted) else Path()
+            directory = point / ("" if ".." in inside.parts else str(inside).lstrip("/"))
+            yield from (directory, *(parent for parent in directory.parents if parent.is_relative_to(point)))
+
+
+def _paths(root: Path) -> Iterator[tuple[str, str]]:
+    """(kind of file system, path) of this process's cgroups; the root's where the kernel does not say."""
+    lines = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+    for _, controllers, path in [line for line in lines if len(line) == 3] or [("", "", "/"), ("", "memory", "/")]:
+        if not controllers or "memory" in controllers.split(","):
+            yield "cgroup" if controllers else "cgroup2", path
+
+
+def _mounts(root: Path, kind: str) -> list[tuple[str, Path]]:
+    """(cgroup that is mounted, where) of each file system of a kind."""
+    found = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, system = (words.split() for words in line.partition(" - "))
+        if len(mount) > 4 and len(system) > 2 and system[0] == kind:
+            if kind == "cgroup2" or "memory" in system[2].split(","):
+                found.append((mount[3], root / mount[4].lstrip("/")))
+    return found or [("/", root / _MOUNTED[kind])]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
