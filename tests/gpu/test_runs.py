@@ -14,6 +14,7 @@ import torch
 
 from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
+from expertmesh.training.planning.planner.hardware import DEVICES
 from tests.distributed.test_determinism import FLAGS, assert_same_twice
 from tests.distributed.whole_runs import ROOT, Ended, Runs
 from tests.gpu.one_card import assert_near, run_on
@@ -143,6 +144,15 @@ WIDE: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 """So that activations and weights are more than what the allocator rounds up."""
+
+
+def test_presets_have_what_the_driver_reports() -> None:
+    boards = {"NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+    card = torch.cuda.get_device_properties(0)
+    name = {**boards, "NVIDIA B200": "B200"}.get(card.name)
+    if name is None:
+        pytest.skip(f"no preset is of a {card.name}")
+    assert 0.99 * card.total_memory < DEVICES[name].memory <= card.total_memory
 
 
 @pytest.mark.release

@@ -540,6 +540,15 @@ def test_measured_rates_and_presets(
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "reported"),
+    [("A100", 79.14 * 2**30), ("H100", 81082 * 2**20), ("H200", 139.72 * 2**30), ("B200", 178.35 * 2**30)],
+)
+def test_memory_of_presets(name: str, reported: float) -> None:
+    """As torch reports it of such a card, rounded down: not what is printed on it (tests/gpu compares with a card)."""
+    assert 0.999 * reported < DEVICES[name].memory <= reported
+
+
 def test_names_of_presets_in_any_case() -> None:
     def chosen(gpu: str, network: str) -> Hardware:
         return chosen_hardware(Namespace(gpu=gpu, gpu_memory="", network=network, calibrate=None, flash_attention=2))

@@ -34,6 +34,7 @@ from .rehearsal.run_setting import planned
 from .tables import memory_terms
 from .this_machine import this_machine
 
+
 @dataclass(frozen=True)
 class ChosenPipeline:
     """How a pipeline is run, by a forecast. layers: of each stage. why: this schedule, and balance: these stages, in a

@@ -43,8 +43,8 @@ class Device:
 GB, GIB, TERA = 1e9, 2**30, 1e12
 
 # Memory is what drivers report, the least of each card's that was found: torch names it in public reports of being out
-# of memory, as in "GPU 0 has a total capacity of 79.15 GiB": A100 79.14 to 79.33, H100 79.10 to 79.65, H200 139.72 to
-# 139.81, B200 178.35 or 178.36. Part of what data sheets count is for ECC, the driver and the firmware.
+# of memory, as in "GPU 0 has a total capacity of 79.15 GiB". Found were 79.14 to 79.33 for 80 GB, 81,082 to 81,090 MiB
+# for H100, 139.72 to 139.81 GiB for H200, 178.35 and 178.36 for B200: less than is printed on the cards.
 DEVICES = {
     # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
     # 2,039 GB/s, PCI Express 4.0 x16; the others have 5.0
