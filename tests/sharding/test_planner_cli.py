@@ -546,7 +546,7 @@ def test_measured_rates_and_presets(
 )
 def test_memory_of_presets(name: str, reported: float) -> None:
     """As torch reports it of such a card, rounded down: not what is printed on it (tests/gpu compares with a card)."""
-    assert 0.999 * reported < DEVICES[name].memory <= reported
+    assert 0.998 * reported < DEVICES[name].memory <= reported
 
 
 def test_names_of_presets_in_any_case() -> None:

@@ -68,8 +68,8 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 def _paths(root: Path) -> Iterator[tuple[str, str]]:
     """(kind of file system, path) of this process's cgroups; the root's where the kernel does not say."""
-    lines = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
-    for _, controllers, path in [line for line in lines if len(line) == 3] or [("", "", "/"), ("", "memory", "/")]:
+    for line in _lines(root / "proc/self/cgroup") or ["0::/", "1:memory:/"]:
+        _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             yield "cgroup" if controllers else "cgroup2", path
 
@@ -80,8 +80,8 @@ def _mounts(root: Path, kind: str) -> list[tuple[str, Path]]:
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, system = (words.split() for words in line.partition(" - "))
         if len(mount) > 4 and len(system) > 2 and system[0] == kind:
-            if kind == "cgroup2" or "memory" in system[2].split(","):
-                found.append((mount[3], root / mount[4].lstrip("/")))
+            of_memory = kind == "cgroup2" or "memory" in system[2].split(",")
+            found += [(mount[3], root / mount[4].lstrip("/"))] if of_memory else []
     return found or [("/", root / _MOUNTED[kind])]
 
 
