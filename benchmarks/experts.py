@@ -100,6 +100,8 @@ def _model(
 
 MODELS = {
     "mixtral-8x7b": _model(4096, 14336, 8, 2),
+    # a rank's at ep 8
+    "mixtral-8x7b-one-expert": _model(4096, 14336, 1, 1),
     "qwen3-30b-a3b": _model(2048, 768, 128, 8, hf=("qwen3_moe", "Qwen3Moe")),
     "olmoe": _model(2048, 1024, 64, 8, normalize=False, hf=("olmoe", "Olmoe")),
     "mixtral-quarter": _model(1024, 3584, 8, 2),

@@ -1,40 +1,54 @@
-"""All that no CPU can show, in one run on one GPU: `python -m benchmarks.first_gpu --minutes 25 --out DIR`.
+"""All that no CPU can show, on one GPU, in calls of nine minutes: `python -m benchmarks.first_gpu`.
 
     python -m benchmarks.first_gpu --prepare WHEELS           # beforehand, where there is a network
     python -m pip install --no-index --no-deps --target site WHEELS/*.whl    # on a machine that has none
-    PYTHONPATH=.package:site python -m benchmarks.first_gpu   # from the checkout
+    PYTHONPATH=.package:site python -m benchmarks.first_gpu   # from the checkout, until it ends with 0 or 1
 
-Eight steps, the likeliest to fail first. Each is a process of its own with a time limit of its own; one that fails or
-is stopped ends no other. --minutes is what all may take: what does not fit any more is left out, from the end, and
-named. After each step DIR/first_gpu.md, a page to be kept, and DIR/first_gpu.json are written anew: commit, card,
-driver and versions, and of each step what was expected beside what was found. DIR/N-NAME.log has what a step printed.
+Steps, what matters most first; each is made of parts, a command with a time limit of its own. --minutes is what one
+call may take. The next call reads what earlier ones have left in --out, and goes on: with the parts that had no time,
+and in the midst of a run of tests, each of whose results is kept as it ends. (On a machine that has lost --out, give
+the file that it left, `--from first_gpu.tar`.) A part that fails or is stopped ends no other.
 
-Exit code 0: every step ran and met its expectation; 1: one did not, or was left out. With --use-cpu the same steps run
-at tiny size on a CPU over gloo, in a few minutes: to know before a card is at hand that they do.
+After each part --out/first_gpu.md, a page to be kept, first_gpu.json and first_gpu.tar, with both, all logs and all
+figures, are written anew: commit, card, driver, versions and date, and of each step what was expected beside what was
+found. Where there is no .git, the commit is taken from the environment's COMMIT.
+
+Exit code 0: every step met its expectation; 1: one did not; 75: parts are left, for the same command again. With
+--use-cpu the same steps run at tiny size on a CPU over gloo: to know before a card is at hand that they do.
 """
 
 import argparse
 import json
-import math
 import os
 import platform
-import re
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
+import tarfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
-from benchmarks.experts import BOTH, CEILING, EXPERTS, LAYER
+from benchmarks import kept_tests
+from benchmarks.ended import GRACE, in_time, seconds_until
+from benchmarks.first_gpu_verdicts import (
+    OF_ALL_EXPERTS,
+    Read,
+    Verdict,
+    is_not_slower,
+    judged,
+    kernels_found,
+    no_errors,
+    nothing_missing,
+    passed,
+    printed,
+    steps_found,
+)
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
+from expertmesh.sharding.runtime.allocator import VARIABLES
 from expertmesh.training.environment import CHECKOUT, commit_of, cpu_model
 
 CARRIED = (
@@ -48,45 +62,88 @@ besides."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64"]
 NAMED = ("torch", "triton", "transformers", "megablocks", "stanford-stk", "liger-kernel", "accelerate", "datasets")
 """Packages whose versions the page states."""
+CALL_AGAIN = 75
+LEAST_SECONDS = 20.0
+"""With less left of a call, no part is begun."""
+LARGEST_LOG = 2**18
+"""Bytes of a log's end that go into the tar."""
 
-Read = Callable[[Path, str], tuple[bool, str]]
-"""Of what a step's commands left, a directory and their output: whether it is as expected, and what it is, in words."""
-Verdict = Literal["as expected", "not as expected", "failed", "stopped at its limit", "left out"]
+
+@dataclass(frozen=True)
+class Part:
+    """A command of a step.
+
+    Attributes:
+        name: for files, unlike any other part's.
+        minutes: that it may take. A command that a call's end cuts off begins anew in the next one, if this much is
+            left of that; a run of tests goes on, and has this much over all calls.
+        keeps_tests: whether it is one.
+    """
+
+    name: str
+    command: list[str]
+    minutes: float
+    keeps_tests: bool = False
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to be shown.
-
-    name: for files. title: for people. minutes: that it may take. expected: in words. commands: one after the other,
-    all of them whatever becomes of one.
-    """
+    """One thing to be shown. title: for people. expected: in words. read: what its parts have found."""
 
     name: str
     title: str
-    minutes: float
     expected: str
-    commands: list[list[str]]
+    parts: list[Part]
     read: Read
 
 
 @dataclass
-class Outcome:
-    """What became of a step."""
+class Ran:
+    """What became of a part so far. code: None until it has ended by itself."""
 
-    name: str
-    title: str
-    expected: str
-    verdict: Verdict
-    found: str
-    seconds: float
+    code: int | None = None
+    seconds: float = 0.0
+    stopped: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.code is not None or self.stopped
+
+
+@dataclass
+class State:
+    """What all calls so far have left."""
+
+    machine: dict[str, str]
+    parts: dict[str, Ran] = field(default_factory=dict)
+    calls: int = 0
+
+    def write(self, out: Path, steps: Sequence[Step]) -> list[Verdict]:
+        """The page, the figures and the tar; what became of each step."""
+        verdicts = [verdict_of(step, self.parts, out) for step in steps]
+        content = asdict(self) | {
+            "steps": [
+                {"name": step.name, "expected": step.expected, "verdict": verdict, "found": found}
+                for step, (verdict, found) in zip(steps, verdicts, strict=True)
+            ]
+        }
+        with whole(out / "first_gpu.json") as partial:
+            partial.write_text(json.dumps(content, indent=1))
+        with whole(out / "first_gpu.md") as partial:
+            partial.write_text(page(self, steps, verdicts))
+        with whole(out / "first_gpu.tar") as partial:
+            pack(out, partial)
+        return [verdict for verdict, _ in verdicts]
 
 
 @ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25, help="that all steps may take together (default: 25)")
+    parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
+    parser.add_argument(
+        "--from", type=Path, metavar="TAR", dest="earlier", help="first_gpu.tar of earlier calls, where --out is lost"
+    )
     parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
     parser.add_argument(
@@ -96,27 +153,129 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.prepare is not None:
         return prepare(arguments.prepare, arguments.python_version)
+    call = Call(time.monotonic() + 60 * arguments.minutes)
     out = arguments.out.absolute()
+    steps = cpu_steps(out) if arguments.use_cpu else gpu_steps(out)
+    try:
+        chosen = chosen_of(steps, arguments.steps)
+        state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu))
+    except ValueError as error:
+        parser.error(str(error))
+    state.calls += 1
+    for number, step in enumerate(steps, 1):
+        if step in chosen:
+            go_on(number, step, state, out, call, arguments.use_cpu, steps)
+    verdicts = dict(zip((step.name for step in steps), state.write(out, steps), strict=True))
+    print(f"written: {out / 'first_gpu.md'}, {out / 'first_gpu.json'}, {out / 'first_gpu.tar'}")
+    of_chosen = [verdicts[step.name] for step in chosen]
+    if "not finished" in of_chosen:
+        print(f"parts are left after {state.calls} calls: give the same command again")
+        return CALL_AGAIN
+    return int(any(verdict != "as expected" for verdict in of_chosen))
+
+
+def chosen_of(steps: Sequence[Step], numbers: str) -> list[Step]:
+    """
+    Raises:
+        ValueError: there is no such number.
+    """
+    if not numbers:
+        return list(steps)
+    try:
+        return [steps[int(number) - 1] if int(number) > 0 else steps[len(steps)] for number in numbers.split(",")]
+    except (ValueError, IndexError):
+        raise ValueError(f"--steps {numbers}: there are the steps 1 to {len(steps)}") from None
+
+
+def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> State:
+    """What earlier calls have left, or the beginning.
+
+    Raises:
+        ValueError: it is of another commit, card or software, or cannot be read.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    steps = [*enumerate(cpu_steps(out) if arguments.use_cpu else gpu_steps(out), 1)]
-    if arguments.steps:
-        chosen = {int(number) for number in arguments.steps.split(",")}
-        if unknown := chosen - dict(steps).keys():
-            parser.error(f"--steps: there is no step {min(unknown)}; there are 1 to {len(steps)}")
-        steps = [(number, step) for number, step in steps if number in chosen]
-    machine, outcomes = describe_machine(arguments.use_cpu), list[Outcome]()
-    ends = time.monotonic() + 60 * arguments.minutes
-    for number, step in steps:
-        left = ends - time.monotonic()
-        if left < 20:
-            outcomes.append(Outcome(step.name, step.title, step.expected, "left out", "no time was left", 0.0))
-        else:
-            print(f"{number}. {step.title} ...", flush=True)
-            outcomes.append(run(number, step, out, min(60 * step.minutes, left), arguments.use_cpu))
-            print(f"   {outcomes[-1].verdict}: {outcomes[-1].found} ({outcomes[-1].seconds:.0f} s)", flush=True)
-        write(out, machine, outcomes)
-    print(f"written: {out / 'first_gpu.md'}, {out / 'first_gpu.json'}")
-    return int(any(outcome.verdict != "as expected" for outcome in outcomes))
+    file = out / "first_gpu.json"
+    if earlier is not None and not file.exists():
+        if not earlier.is_file():
+            raise ValueError(f"--from {earlier}: no such file")
+        with tarfile.open(earlier) as archive:
+            archive.extractall(out, filter="data")
+    if not file.exists():
+        return State(machine)
+    try:
+        left = json.loads(file.read_text())
+        parts = {name: Ran(**ran) for name, ran in left["parts"].items()}
+        state = State(left["machine"], parts, left["calls"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--out {out}: first_gpu.json cannot be read ({error}); give another --out") from None
+    differs = [name for name in machine if name != "date" and machine[name] != state.machine.get(name)]
+    if differs:
+        what = ", ".join(f"{name} {state.machine.get(name)}, now {machine[name]}" for name in differs)
+        raise ValueError(f"--out {out}: has results of another run ({what}); give another --out")
+    return state
+
+
+@dataclass
+class Call:
+    """ends: by `time.monotonic`. has_begun: whether a part has run in it."""
+
+    ends: float
+    has_begun: bool = False
+
+
+def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu: bool, steps: Sequence[Step]) -> None:
+    """Run those parts of a step that are not over, as far as the call's time goes."""
+    for part in step.parts:
+        ran = state.parts.setdefault(part.name, Ran())
+        left = seconds_until(call.ends) - GRACE
+        own = 60 * part.minutes - (ran.seconds if part.keeps_tests else 0.0)
+        # a later call has no more time than the whole of one
+        has_all = left >= own or not call.has_begun
+        if ran.is_over or left < LEAST_SECONDS or not (has_all or part.keeps_tests):
+            continue
+        call.has_begun = True
+        print(f"{number}. {step.title}: {part.name} ...", flush=True)
+        begun = time.monotonic()
+        with (out / f"{part.name}.log").open("a") as log:
+            print("$", *part.command, file=log, flush=True)
+            ran.code = in_time(part.command, log, environment(out, part, use_cpu), CHECKOUT, min(own, left))
+        seconds = time.monotonic() - begun
+        ran.seconds += seconds
+        ran.stopped = ran.code is None and (own <= left or (has_all and not part.keeps_tests))
+        became = "goes on in the next call" if not ran.is_over else "stopped at its limit" if ran.stopped else "ended"
+        print(f"   {became} after {seconds:.0f} s", flush=True)
+        state.write(out, steps)
+    verdict, found = verdict_of(step, state.parts, out)
+    print(f"{number}. {step.title}: {verdict}: {found}", flush=True)
+
+
+def environment(out: Path, part: Part, use_cpu: bool) -> dict[str, str]:
+    """Of a part's process: it finds this package and the tests as this one does. Where expandable segments do not work,
+    it goes without them."""
+    path = [str(CHECKOUT / ".package"), str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    found = dict(os.environ, PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    found[kept_tests.VARIABLE] = str(out / f"{part.name}.jsonl")
+    if use_cpu:
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    preflight = out / "preflight.json"
+    if preflight.exists() and json.loads(preflight.read_text()).get("expandable segments"):
+        found[VARIABLES[0]] = "expandable_segments:False"
+    return found
+
+
+def verdict_of(step: Step, parts: dict[str, Ran], out: Path) -> tuple[Verdict, str]:
+    """What became of a step, and what it found, in words."""
+    ran = [parts.get(part.name, Ran()) for part in step.parts]
+    logs = [out / f"{part.name}.log" for part in step.parts]
+    if not any(each.seconds for each in ran):
+        return "not finished", "not begun"
+    output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+    verdict, found = judged(step.read, out, output, [each.code for each in ran])
+    if any(each.stopped for each in ran):
+        verdict = "stopped at its limit"
+    elif not all(each.is_over for each in ran):
+        verdict = "not finished"
+    return verdict, f"{found} [{', '.join(log.name for log in logs)}]"
 
 
 # ---- the steps ----
@@ -126,51 +285,109 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def tests(out: Path, name: str, *arguments: str) -> list[str]:
-    """A run of tests, whose results go to out/name.xml."""
-    options = ("-q", "-p", "no:cacheprovider", "--maxfail", "100", "--junitxml", str(out / f"{name}.xml"))
-    return python("-m", "pytest", *options, *arguments)
+def tests(name: str, minutes: float, *arguments: str) -> Part:
+    """A run of tests, by case over as many workers as are given."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "benchmarks.kept_tests")
+    return Part(name, python("-m", "pytest", *options, *arguments), minutes, keeps_tests=True)
 
 
 def gpu_steps(out: Path) -> list[Step]:
-    """On a card, in the order of what is likeliest to fail and to matter."""
-    several = ("-n", "8", "--dist", "loadfile")
-    step, experts = ("-m", "benchmarks.gpu_step"), ("-m", "benchmarks.experts", "--tokens", "16384")
-    full = [
-        python(*step, "--model", "mixtral-8x7b", "--layers", "4", "--json", str(out / "mixtral.json")),
-        python(*step, "--model", "qwen3-30b-a3b", "--layers", "10", "--json", str(out / "qwen3.json")),
-    ]
-    settings = [(m, routing) for m in ("mixtral-8x7b", "qwen3-30b-a3b") for routing in ("balanced", "natural")]
-    kernels = [
-        python(*experts, "--model", model, "--routing", routing, "--json", str(out / f"experts-{model}-{routing}.json"))
-        for model, routing in settings
-    ]
+    """On a card: what it lacks, what matters most, and then what is likeliest to fail."""
+    step, experts = ("-m", "benchmarks.gpu_step"), ("-m", "benchmarks.experts", "--rounds", "3", "--repetitions", "2")
+    models = {"mixtral": "mixtral-8x7b", "qwen3": "qwen3-30b-a3b"}
+    settings = [(model, routing) for model in models.values() for routing in ("balanced", "natural")]
+    kernels = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
+    one = {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
+    spread = ("-n", "8", "--dist", "worksteal")
     files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py")
+    throughput = (
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "benchmarks.throughput"),
+        *("--dtype", "pure-bf16", "--hidden-size", "2048", "--intermediate-size", "7168", "--layers", "4", "--rows"),
+        *("2", "--seq-length", "4096", "--rounds", "2", "--variants", "hf-fsdp", "ours-ep=1", "--learning-rate"),
+        *("1e-4", "--json", str(out / "throughput.json")),
+    )
     return [
-        Step("kernels", "Kernels, attention and streams against fp64", 4, ALL_PASS,
-             [tests(out, "kernels", *several, *files)], passed("kernels")),
-        Step("runs", "train_ep.py on the card against the CPU: features, families, memory, the same bits twice", 4,
-             ALL_PASS, [tests(out, "runs", *several, "tests/gpu/test_runs.py")], passed("runs")),
-        Step("step", "Steps of full width: Mixtral 8x7B's layers, then Qwen3 30B-A3B's", 4,
-             "MFU 33 % or more (Mixtral), 20 % or more (Qwen3); peak memory within 3 % of the forecast; the host waits "
-             "once a step and once a MoE layer", full, steps_found({"mixtral": 0.33, "qwen3": 0.20})),
-        Step("ranks", "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed", 5, ALL_PASS,
-             [tests(out, "ranks", "-n", "2", "tests/gpu/test_ranks.py")], passed("ranks")),
-        Step("experts", "Expert kernels against transformers' and MegaBlocks'", 4,
-             "what auto takes: 0.66 of the dense ceiling or more, 1.1 x transformers' grouped_mm or more",
-             kernels, kernels_found([f"experts-{model}-{routing}" for model, routing in settings], 0.66, 1.1)),
-        Step("rates", "Rates that this card attains, for forecasts", 2, "measured",
-             [python("-m", "benchmarks.rates", "--write", str(out / "card.json"))], printed),
-        Step("sanitizer", "Memory errors of permutation and fp8 kernels", 2, "0 errors, where there is the tool",
-             [sanitized("test_permutations"), sanitized("test_contract_of_fp8")], no_errors),
-        Step("throughput", "Whole steps against transformers on one rank, four narrow layers", 3,
-             "losses agree; ours is not slower",
-             [python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
-                     "benchmarks.throughput", "--dtype", "pure-bf16", "--hidden-size", "2048",
-                     "--intermediate-size", "7168", "--layers", "4", "--rows", "2", "--seq-length", "4096", "--rounds",
-                     "2", "--variants", "hf-fsdp", "ours-ep=1", "--learning-rate", "1e-4", "--json",
-                     str(out / "throughput.json"))], is_not_slower),
-    ]  # fmt: skip
+        Step("preflight", "What this machine lacks", "nothing", [preflight(out)], nothing_missing),
+        Step(
+            "step",
+            "Steps of full width: as many of Mixtral 8x7B's layers as fit, then of Qwen3 30B-A3B's",
+            "MFU 33 % or more (Mixtral), 20 % or more (Qwen3); peak memory within 3 % of the forecast; the host waits "
+            "once a step and once a MoE layer",
+            [
+                Part(name, python(*step, "--model", model, "--json", str(out / f"{name}.json")), 3.5)
+                for name, model in models.items()
+            ],
+            steps_found({"mixtral": 0.33, "qwen3": 0.20}),
+        ),
+        Step(
+            "experts",
+            "Expert kernels against transformers'; one expert of Mixtral, as of ep 8; rates for forecasts",
+            "what auto takes: 0.66 of the dense ceiling or more, and 0.8 of one expert; 1.1 x transformers' "
+            "grouped_mm or more",
+            [
+                Part(
+                    name,
+                    python(
+                        *experts,
+                        "--model",
+                        model,
+                        "--routing",
+                        routing,
+                        "--tokens",
+                        tokens,
+                        "--variants",
+                        "torch-grouped",
+                        "megablocks-sparse",
+                        "HF grouped_mm",
+                        "--json",
+                        str(out / f"{name}.json"),
+                    ),
+                    1.5,
+                )
+                for name, (model, routing, tokens) in (kernels | one).items()
+            ]
+            + [Part("rates", python(*RATES, "--write", str(out / "card.json")), 2)],
+            kernels_found(dict.fromkeys(kernels, OF_ALL_EXPERTS) | {"experts-one": (0.8, 1.1)}),
+        ),
+        Step(
+            "runs",
+            "train_ep.py on the card against the CPU: features, tasks, families, memory, the same bits twice",
+            ALL_PASS,
+            [tests("runs", 8, *spread, "tests/gpu/test_runs.py")],
+            passed("runs"),
+        ),
+        Step(
+            "ranks",
+            "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed",
+            ALL_PASS,
+            [tests("ranks", 8, "-n", "1", "tests/gpu/test_ranks.py")],
+            passed("ranks"),
+        ),
+        Step(
+            "kernels",
+            "Kernels, attention and streams against fp64",
+            ALL_PASS,
+            [tests("kernels", 8, *spread, *files)],
+            passed("kernels"),
+        ),
+        Step(
+            "throughput",
+            "Whole steps against transformers on one rank, four narrow layers",
+            "losses agree; ours is not slower",
+            [Part("throughput", python(*throughput), 3)],
+            is_not_slower,
+        ),
+        Step(
+            "sanitizer",
+            "Memory errors of permutation and fp8 kernels",
+            "0 errors, where there is the tool",
+            [
+                Part("sanitized-permutations", sanitized("test_permutations"), 2),
+                Part("sanitized-fp8", sanitized("test_contract_of_fp8"), 2),
+            ],
+            no_errors,
+        ),
+    ]
 
 
 def cpu_steps(out: Path) -> list[Step]:
@@ -180,30 +397,77 @@ def cpu_steps(out: Path) -> list[Step]:
         *("-m", "benchmarks.experts", "--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu"),
         *("--routing", "balanced", "--variants", "torch-grouped", "HF grouped_mm"),
     )
+    throughput = (
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "benchmarks.throughput"),
+        *("--use-cpu", "--dtype", "pure-bf16", "--hidden-size", "128", "--intermediate-size", "128", "--layers", "2"),
+        *("--vocabulary", "256", "--seq-length", "32", "--rounds", "1", "--steps", "1", "--learning-rate", "3e-3"),
+        *("--variants", "hf-fsdp", "ours-ep=1", "--json", str(out / "throughput.json")),
+    )
+    files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")
+    mixtral = python(*step, "--model", "mixtral-8x7b", "--layers", "2", "--json", str(out / "mixtral.json"))
     return [
-        Step("kernels", "Kernels against fp64: the first case of each", 2, ALL_PASS,
-             [tests(out, "kernels", "tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")],
-             passed("kernels")),
-        Step("runs", "train_ep.py: one feature", 2, ALL_PASS,
-             [tests(out, "runs", "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")], passed("runs")),
-        Step("step", "Steps of Mixtral's and Qwen3's layers, tiny", 2, "finite losses",
-             [python(*step, "--model", "mixtral-8x7b", "--layers", "2", "--json", str(out / "mixtral.json"))],
-             steps_found({"mixtral": 0.0})),
-        Step("ranks", "Two ranks over gloo: one layout", 2, ALL_PASS,
-             [tests(out, "ranks", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
-             passed("ranks")),
-        Step("experts", "Expert kernels, small", 2, "outputs agree", [python(*experts)], printed),
-        Step("rates", "Rates that this CPU attains", 2, "measured",
-             [python("-m", "benchmarks.rates", "--device", "cpu", "--write", str(out / "card.json"))], printed),
-        Step("sanitizer", "Memory errors", 1, "0 errors, where there is the tool",
-             [sanitized("test_permutations")], no_errors),
-        Step("throughput", "Whole steps against transformers, tiny", 2, "losses agree",
-             [python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
-                     "benchmarks.throughput", "--use-cpu", "--dtype", "pure-bf16", "--hidden-size", "128",
-                     "--intermediate-size", "128", "--layers", "2", "--vocabulary", "256", "--seq-length", "32",
-                     "--rounds", "1", "--steps", "1", "--learning-rate", "3e-3", "--variants", "hf-fsdp", "ours-ep=1")],
-             printed),
-    ]  # fmt: skip
+        Step("preflight", "What this machine lacks", "nothing", [preflight(out, "--use-cpu")], nothing_missing),
+        Step(
+            "step",
+            "Steps of Mixtral's layers, tiny",
+            "finite losses",
+            [Part("mixtral", mixtral, 2)],
+            steps_found({"mixtral": 0.0}),
+        ),
+        Step(
+            "experts",
+            "Expert kernels, small; rates",
+            "outputs agree",
+            [
+                Part("experts", python(*experts, "--json", str(out / "experts.json")), 2),
+                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), 2),
+            ],
+            kernels_found({"experts": (0.0, 0.0)}),
+        ),
+        Step(
+            "runs",
+            "train_ep.py: one feature",
+            ALL_PASS,
+            [tests("runs", 2, "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")],
+            passed("runs"),
+        ),
+        Step(
+            "ranks",
+            "Two ranks over gloo: one layout",
+            ALL_PASS,
+            [tests("ranks", 2, "-n", "1", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
+            passed("ranks"),
+        ),
+        Step(
+            "kernels",
+            "Kernels against fp64: the first case of each",
+            ALL_PASS,
+            [tests("kernels", 2, "-n", "2", "--dist", "worksteal", *files)],
+            passed("kernels"),
+        ),
+        Step(
+            "throughput",
+            "Whole steps against transformers, tiny",
+            "losses agree",
+            [Part("throughput", python(*throughput), 2)],
+            printed,
+        ),
+        Step(
+            "sanitizer",
+            "Memory errors",
+            "0 errors, where there is the tool",
+            [Part("sanitized-permutations", sanitized("test_permutations"), 1)],
+            no_errors,
+        ),
+    ]
+
+
+ALL_PASS = "all tests pass"
+RATES = ("-m", "benchmarks.rates")
+
+
+def preflight(out: Path, *more: str) -> Part:
+    return Part("preflight", python("-m", "benchmarks.preflight", "--json", str(out / "preflight.json"), *more), 1.2)
 
 
 def sanitized(test: str) -> list[str]:
@@ -212,144 +476,6 @@ def sanitized(test: str) -> list[str]:
         return python("-c", "print('compute-sanitizer is not here')")
     checked = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py", "-k", test)
     return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *python(*checked)]
-
-
-# ---- what they found ----
-
-ALL_PASS = "all tests pass"
-
-
-def passed(name: str) -> Read:
-    def read(directory: Path, printed: str) -> tuple[bool, str]:
-        suites = ElementTree.parse(directory / f"{name}.xml").getroot().iter("testsuite")
-        counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-        failed = []
-        for suite in suites:
-            for key in counts:
-                counts[key] += int(suite.get(key, "0"))
-            failed += [case.get("name", "") for case in suite.iter("testcase") if case.find("failure") is not None]
-        bad = counts["failures"] + counts["errors"]
-        good = counts["tests"] - bad - counts["skipped"]
-        which = f": {', '.join(failed[:8])}{' ...' * (len(failed) > 8)}" if failed else ""
-        return bad == 0 and good > 0, f"{good} passed, {bad} failed, {counts['skipped']} skipped{which}"
-
-    return read
-
-
-def steps_found(least_mfu: dict[str, float]) -> Read:
-    def read(directory: Path, printed: str) -> tuple[bool, str]:
-        is_right, lines = True, []
-        for name, least in least_mfu.items():
-            found = json.loads((directory / f"{name}.json").read_text())
-            memory = found["peak_bytes"] / found["forecast_bytes"]
-            line = f"{name}: {found['tokens_per_second']:,.0f} tokens/s"
-            if found["mfu"] is not None:
-                waits = sum(found["waits"].values())
-                is_right &= found["mfu"] >= least and abs(memory - 1) <= 0.03 and waits <= 1 + found["moe_layers"]
-                line += f", MFU {found['mfu']:.1%}, idle {found['idle_share']:.1%}, {waits} waits"
-            is_right &= all(map(math.isfinite, found["losses"]))
-            lines.append(f"{line}, peak memory {memory:.3f} of the forecast")
-        return is_right, "; ".join(lines)
-
-    return read
-
-
-def kernels_found(files: Sequence[str], least_share: float, least_gain: float) -> Read:
-    """Of the kernel that `auto` takes, forward and backward: its share of the dense ceiling, as experts alone, and its
-    speed against transformers' grouped_mm, as a layer."""
-
-    def read(directory: Path, printed: str) -> tuple[bool, str]:
-        is_right, lines = True, []
-        for name in files:
-            found = json.loads((directory / f"{name}.json").read_text())
-            ms = {
-                (result["part"], result["variant"]): result["median_ms"]
-                for result in found["results"]
-                if result["passes"] == BOTH
-            }
-            (auto,) = found["auto"].values()
-            share = ms[EXPERTS, CEILING] / ms[EXPERTS, auto]
-            gain = ms[LAYER, "HF grouped_mm"] / ms[LAYER, auto]
-            is_right &= share >= least_share and gain >= least_gain
-            lines.append(f"{name}: {auto} {share:.2f} of the ceiling, {gain:.2f} x grouped_mm")
-        return is_right, "; ".join(lines)
-
-    return read
-
-
-def is_not_slower(directory: Path, output: str) -> tuple[bool, str]:
-    """Of the variants' seconds a step."""
-    found = json.loads((directory / "throughput.json").read_text())
-    theirs, ours = (
-        statistics.median(seconds for figures in result["rounds"] for seconds in figures["seconds"])
-        for result in found["results"]
-    )
-    return ours <= theirs, f"{theirs / ours:.2f} x the speed of transformers; aborted: {found['aborted'] or 'no'}"
-
-
-def printed(directory: Path, output: str) -> tuple[bool, str]:
-    """The last lines of a command whose exit code says whether results are right."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return True, " / ".join(lines[-3:])[:600]
-
-
-def no_errors(directory: Path, output: str) -> tuple[bool, str]:
-    summaries = re.findall(r"ERROR SUMMARY: (\d+) error", output)
-    if not summaries:
-        return "not here" in output, "compute-sanitizer is not here" if "not here" in output else "no summary"
-    return not any(map(int, summaries)), f"{', '.join(summaries)} errors"
-
-
-# ---- running them ----
-
-
-def run(number: int, step: Step, out: Path, limit: float, use_cpu: bool) -> Outcome:
-    """Run a step's commands within `limit` seconds together."""
-    log, begun = out / f"{number}-{step.name}.log", time.monotonic()
-    environment = dict(os.environ, PYTHONPATH=search_path(), PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} if use_cpu else {}
-    codes: list[int | None] = []
-    with log.open("w") as file:
-        for command in step.commands:
-            print("$", *command, file=file, flush=True)
-            codes.append(in_time(command, file, environment, begun + limit - time.monotonic()))
-    seconds = time.monotonic() - begun
-    output = log.read_text(errors="replace")
-    try:
-        is_right, found = step.read(out, output)
-    except (OSError, ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
-        is_right, found = False, f"nothing to read ({type(error).__name__}: {error})"
-    verdict: Verdict = "as expected" if is_right else "not as expected"
-    if None in codes:
-        verdict = "stopped at its limit"
-    elif any(codes) and is_right:
-        verdict, found = "failed", f"exit codes {codes}; {found}"
-    return Outcome(step.name, step.title, step.expected, verdict, f"{found} [{log.name}]", seconds)
-
-
-def search_path() -> str:
-    """For processes that find this package and the tests as this one does."""
-    return os.pathsep.join(
-        [str(CHECKOUT / ".package"), str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    )
-
-
-def in_time(command: list[str], file: Any, environment: dict[str, str], seconds: float) -> int | None:
-    """Run a command; its exit code, or None where it and all that it started were ended at the limit."""
-    if seconds <= 0:
-        return None
-    process = subprocess.Popen(
-        command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=CHECKOUT, start_new_session=True
-    )
-    try:
-        return process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        print(f"ended at the limit, after {seconds:.0f} s", file=file, flush=True)
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # ---- what is written ----
@@ -369,34 +495,38 @@ def describe_machine(use_cpu: bool) -> dict[str, str]:
     )
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": commit_of(CHECKOUT) or "unknown",
+        "commit": commit_of(CHECKOUT) or os.environ.get("COMMIT") or "unknown",
         "device": card or f"{cpu_model()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
     }
     return found | {name: installed_version(name) or "not installed" for name in NAMED}
 
 
-def write(out: Path, machine: dict[str, str], outcomes: list[Outcome]) -> None:
-    """The page and the figures, of the steps so far."""
-    rows = [
-        f"| {number} | {each.title} | {each.expected} | **{each.verdict}**: {each.found.replace('|', '/')} | "
-        f"{each.seconds:.0f} s |"
-        for number, each in enumerate(outcomes, 1)
-    ]
-    page = [
-        "# What a GPU showed",
-        "",
-        "; ".join(f"{name} {value}" for name, value in machine.items()),
-        "",
-        "| step | what | expected | found | took |",
-        "| --- | --- | --- | --- | --- |",
-        *rows,
-        "",
-    ]
-    with whole(out / "first_gpu.md") as partial:
-        partial.write_text("\n".join(page))
-    with whole(out / "first_gpu.json") as partial:
-        partial.write_text(json.dumps({"machine": machine, "steps": list(map(asdict, outcomes))}, indent=1))
+def page(state: State, steps: Sequence[Step], verdicts: Sequence[tuple[Verdict, str]]) -> str:
+    def row(number: int, step: Step, verdict: Verdict, found: str) -> str:
+        took = sum(state.parts.get(part.name, Ran()).seconds for part in step.parts)
+        return (
+            f"| {number} | {step.title} | {step.expected} | **{verdict}**: {found.replace('|', '/')} | {took:.0f} s |"
+        )
+
+    rows = [row(number, step, *verdicts[number - 1]) for number, step in enumerate(steps, 1)]
+    head = ["| step | what | expected | found | took |", "| --- | --- | --- | --- | --- |"]
+    machine = "; ".join(f"{name} {value}" for name, value in state.machine.items())
+    return "\n".join(["# What a GPU showed", "", machine, "", *head, *rows, ""])
+
+
+def pack(out: Path, file: Path) -> None:
+    """All that `open_state` needs, and all that was found."""
+    with tarfile.open(file, "w") as archive:
+        for path in sorted(out.iterdir()):
+            if path.suffix == ".log" and path.stat().st_size > LARGEST_LOG:
+                info = tarfile.TarInfo(path.name)
+                info.size = LARGEST_LOG
+                with path.open("rb") as log:
+                    log.seek(-LARGEST_LOG, os.SEEK_END)
+                    archive.addfile(info, log)
+            elif path.suffix in (".md", ".json", ".jsonl", ".log"):
+                archive.add(path, path.name)
 
 
 def prepare(directory: Path, python_version: str) -> int:

@@ -1,9 +1,10 @@
-"""Training steps on one device, measured: `python -m benchmarks.gpu_step --model mixtral-8x7b --layers 4`.
+"""Training steps on one device, measured: `python -m benchmarks.gpu_step --model mixtral-8x7b`.
 
-A model of published sizes, cut to `--layers` layers, with random weights that are never on a disk, assembled and
-sharded as `train_ep.py` does it, in a process group of one. Printed: seconds a step (median), tokens/s, MFU, the loss,
-peak memory beside the planner's forecast, seconds beside its forecast, how often the host waited for the device in a
-step, and from a profile of one more step the share of it in which no kernel ran, the longest times between two
+A model of published sizes, cut to `--layers` layers, by default to as many as fit the free memory by forecast, with
+random weights that are never on a disk, assembled and sharded as `train_ep.py` does it, in a process group of one.
+`--free 78 94 139` prints what would fit so many GiB, and ends. Printed: seconds a step (median), tokens/s, MFU, the
+loss, peak memory beside the planner's forecast, seconds beside its forecast, how often the host waited for the device
+in a step, and from a profile of one more step the share of it in which no kernel ran, the longest times between two
 kernels, and which attention ran.
 
 On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out, and said to be.
@@ -16,8 +17,11 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from heapq import nlargest
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +115,10 @@ class Found:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mixtral-8x7b", help="a published config's name here, or a directory's path")
-    parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: all)")
+    parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: as many as fit)")
+    parser.add_argument(
+        "--free", type=float, nargs="+", metavar="GIB", help="print how many layers fit so much memory, and end"
+    )
     parser.add_argument("--rows", type=int, default=2, help="sequences")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
@@ -123,6 +130,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
     try:
+        if arguments.free:
+            for free in arguments.free:
+                print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30)[1]}")
+            return 0
         found = measure(arguments)
     except ExpertMeshError as error:
         print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
@@ -134,26 +145,8 @@ def main() -> int:
     return 0
 
 
-def sized(arguments: argparse.Namespace) -> Any:
-    """The model's config, with as many layers as were asked for."""
-    path = Path(arguments.model)
-    model_config = AutoConfig.from_pretrained(path if path.is_dir() else PUBLISHED / arguments.model)
-    if arguments.tiny:
-        tiny = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=4)
-        tiny |= dict(num_key_value_heads=2, head_dim=16, vocab_size=256)
-        content = model_config.to_dict() | {name: n for name, n in tiny.items() if hasattr(model_config, name)}
-        model_config = CONFIG_MAPPING[model_config.model_type].from_dict(content)
-    if arguments.layers:
-        model_config.num_hidden_layers = arguments.layers
-    return model_config
-
-
-def measure(arguments: argparse.Namespace) -> Found:
-    """Run the steps and take all figures."""
-    ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
-    device, model_config = ranks.device, sized(arguments)
-    is_gpu = device.type == "cuda"
-    config = TrainConfig(
+def settings_of(arguments: argparse.Namespace, is_gpu: bool) -> TrainConfig:
+    return TrainConfig(
         model="-",
         dataset=["-"],
         bf16=is_gpu,
@@ -162,8 +155,63 @@ def measure(arguments: argparse.Namespace) -> Found:
         gradient_checkpointing=arguments.gradient_checkpointing,
         optim=arguments.optim,
     )
+
+
+def layers_that_fit(arguments: argparse.Namespace, free_bytes: float) -> tuple[int, str]:
+    """As many decoder layers as fit on a GPU by forecast, with what the driver and the allocator take, and that in
+    words.
+
+    Raises:
+        ExpertMeshError: not one does.
+    """
+    config = settings_of(arguments, is_gpu=True)
+
+    def needed(layers: int) -> float:
+        return peak(planned(config, sized(arguments, layers), 1, "cuda", is_kept=False)).memory.total
+
+    fit, most = 0, sized(arguments, arguments.layers).num_hidden_layers
+    found: dict[int, float] = {}
+    above = most + 1
+    while above - fit > 1:
+        tried = (fit + above) // 2
+        found[tried] = needed(tried)
+        fit, above = (tried, above) if found[tried] <= free_bytes else (fit, tried)
+    if fit == 0:
+        raise ExpertMeshError(
+            f"--model {arguments.model}: one layer needs {found[1] / 2**30:.1f} GiB by forecast, and "
+            f"{free_bytes / 2**30:.1f} are free; give --optim adamw_bf16, or fewer --rows"
+        )
+    more = f", {above} would need {found[above] / 2**30:.1f}" if above in found else ", all that there are"
+    return fit, f"{fit} layers need {found[fit] / 2**30:.1f} GiB by forecast{more}"
+
+
+def sized(arguments: argparse.Namespace, layers: int) -> Any:
+    """The model's config, with so many layers; 0: its own."""
+    path = Path(arguments.model)
+    model_config = AutoConfig.from_pretrained(path if path.is_dir() else PUBLISHED / arguments.model)
+    if arguments.tiny:
+        tiny = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=4)
+        tiny |= dict(num_key_value_heads=2, head_dim=16, vocab_size=256)
+        content = model_config.to_dict() | {name: n for name, n in tiny.items() if hasattr(model_config, name)}
+        model_config = CONFIG_MAPPING[model_config.model_type].from_dict(content)
+    if layers:
+        model_config.num_hidden_layers = layers
+    return model_config
+
+
+def measure(arguments: argparse.Namespace) -> Found:
+    """Run the steps and take all figures."""
+    ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
+    device = ranks.device
+    is_gpu, layers = device.type == "cuda", arguments.layers
+    if is_gpu and not layers:
+        free, of_card = torch.cuda.mem_get_info()
+        layers, said = layers_that_fit(arguments, free)
+        print(f"{free / 2**30:.1f} of {of_card / 2**30:.1f} GiB are free: {said}", flush=True)
+    model_config, config = sized(arguments, layers), settings_of(arguments, is_gpu)
     run = planned(config, model_config, 1, "cuda" if is_gpu else "cpu", is_kept=False)
-    forecast = peak(run).memory.total
+    # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
+    forecast = peak(run).tensors
     if not is_gpu:
         restart_peak()
     before = resident("VmRSS")
@@ -235,18 +283,26 @@ def profile(step: Any, found: Found) -> None:
     with torch.profiler.profile(activities=activities) as profiler:
         step()
     events: Any = profiler.events()
-    kernels = [
+    kernels = kernels_of(events)
+    found.idle_share, found.gaps = idle(kernels)
+    names: dict[str, float] = {}
+    for start, end, name in kernels:
+        names[name] = names.get(name, 0.0) + end - start
+    total = sum(names.values())
+    found.busiest = [f"{name[:60]} {span / total:.0%}" for name, span in nlargest(6, names.items(), key=itemgetter(1))]
+    found.attention = sorted({name[:80] for name in names if any(part in name.lower() for part in ATTENTION)})
+
+
+def kernels_of(events: Iterable[Any]) -> list[tuple[float, float, str]]:
+    """(start, end, name) of what ran on the GPU. torch's annotations, such as `Optimizer.step#AdamW.step`, are on its
+    timeline too, and reach over the times between kernels."""
+    return [
         (event.time_range.start, event.time_range.end, event.name)
         for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.is_user_annotation
+        and event.time_range.end > event.time_range.start
     ]
-    found.idle_share, found.gaps = idle(kernels)
-    names = Counter[str]()
-    for start, end, name in kernels:
-        names[name] += end - start
-    total = sum(names.values())
-    found.busiest = [f"{name[:60]} {time / total:.0%}" for name, time in names.most_common(6)]
-    found.attention = sorted({name[:80] for name in names if any(part in name.lower() for part in ATTENTION)})
 
 
 def idle(kernels: list[tuple[float, float, str]]) -> tuple[float, list[str]]:

@@ -1,72 +1,104 @@
-"""The run for a machine with a GPU, as far as a CPU can tell: its steps, its limits, and what it makes of results."""
+"""The run for a machine with a GPU, as far as a CPU can tell: its steps, its limits, how it goes on, and what it makes
+of results."""
 
 import json
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import first_gpu
-from benchmarks.first_gpu import (
-    Outcome,
-    Step,
-    in_time,
-    is_not_slower,
-    kernels_found,
-    passed,
-    run,
-    search_path,
-    write,
-)
-from benchmarks.gpu_step import idle
+from benchmarks import first_gpu, first_gpu_verdicts, gpu_step, kept_tests, preflight
+from benchmarks.ended import in_time
+from benchmarks.first_gpu import Call, Part, State, Step, go_on, open_state
+from benchmarks.first_gpu_verdicts import is_not_slower, kernels_found, no_errors, nothing_missing, passed, steps_found
+from benchmarks.gpu_step import idle, kernels_of
 from expertmesh.training.environment import CHECKOUT
+
+MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 
 
 @pytest.mark.slow
 def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
-    """Those that are no tests, which the suite runs anyway."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.first_gpu",
-        "--use-cpu",
-        "--steps",
-        "3,5,6,7,8",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    """Those that are no tests, which the suite runs anyway; cut off and resumed until all are over."""
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "1.2"]
+    for _ in range(12):
+        done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=580)
+        if done.returncode != first_gpu.CALL_AGAIN:
+            break
     page = (tmp_path / "first_gpu.md").read_text()
     assert done.returncode == 0, done.stdout + page
     found = json.loads((tmp_path / "first_gpu.json").read_text())
-    assert [step["verdict"] for step in found["steps"]] == ["as expected"] * 5
-    assert page.count("**as expected**") == 5
-    assert "losses of all variants agree" in (tmp_path / "8-throughput.log").read_text()
+    verdicts = {step["name"]: step["verdict"] for step in found["steps"]}
+    assert [verdicts.pop(name) for name in ("preflight", "step", "experts", "throughput", "sanitizer")] == [
+        "as expected"
+    ] * 5
+    assert set(verdicts.values()) == {"not finished"}
+    assert "losses of all variants agree" in (tmp_path / "throughput.log").read_text()
+    with tarfile.open(tmp_path / "first_gpu.tar") as archive:
+        assert {"first_gpu.json", "mixtral.json", "mixtral.log", "card.json"} <= set(archive.getnames())
 
 
 def test_every_gpu_step_has_one_on_the_cpu(tmp_path: Path) -> None:
-    names = [step.name for step in first_gpu.gpu_steps(tmp_path)]
-    assert names == [step.name for step in first_gpu.cpu_steps(tmp_path)]
-    assert len(set(names)) == len(names)
-    files = {part for step in first_gpu.gpu_steps(tmp_path) for command in step.commands for part in command}
-    tests = Path(CHECKOUT, "tests", "gpu").glob("test_*.py")
-    assert files >= {f"tests/gpu/{file.name}" for file in tests}
+    steps = first_gpu.gpu_steps(tmp_path)
+    assert [step.name for step in steps] == [step.name for step in first_gpu.cpu_steps(tmp_path)]
+    parts = [part.name for step in steps for part in step.parts]
+    assert len(set(parts)) == len(parts)
+    # a call of nine minutes has to be able to end each
+    assert all(part.minutes <= 8 for step in steps for part in step.parts)
+    files = {word for step in steps for part in step.parts for word in part.command}
+    assert files >= {f"tests/gpu/{file.name}" for file in Path(CHECKOUT, "tests", "gpu").glob("test_*.py")}
 
 
-def python_step(code: str, read: object = lambda out, printed: (True, printed.splitlines()[-1])) -> Step:
-    return Step("name", "title", 1, "expected", [[sys.executable, "-c", code]], read)  # type: ignore[arg-type]
+# ---- limits, and how it goes on ----
 
 
-def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def python_part(code: str, name: str = "part", minutes: float = 1.0) -> Part:
+    return Part(name, [sys.executable, "-c", code], minutes)
+
+
+def step_of(*parts: Part, read: Any = lambda out, printed: (True, "good")) -> Step:
+    return Step("name", "title", "expected", list(parts), read)
+
+
+def call(step: Step, state: State, out: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A call of so many seconds; what became of the step."""
+    monkeypatch.setattr(first_gpu, "GRACE", 0.0)
+    monkeypatch.setattr(first_gpu, "LEAST_SECONDS", 0.5)
+    go_on(1, step, state, out, Call(time.monotonic() + seconds), True, [step])
+    return first_gpu.verdict_of(step, state.parts, out)[0]
+
+
+@pytest.mark.parametrize("starts", ["subprocess.Popen", "os.setsid() or subprocess.Popen"])
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: str
+) -> None:
+    """Also with what has a session of its own, as torchrun's workers, and whose parent is gone."""
+    monkeypatch.setattr("benchmarks.ended.GRACE", 0.5)
     mark = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    outcome = run(1, python_step(code), tmp_path, 1.0, use_cpu=True)
-    assert outcome.verdict == "stopped at its limit"
+    grandchild = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    child = f"import os, subprocess, sys; {starts}([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
+    code = (
+        f"import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"subprocess.run([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
+    with (tmp_path / "log").open("w") as log:
+        assert in_time([sys.executable, "-c", code], log, {}, tmp_path, 1.5) is None
     time.sleep(3)
     assert not mark.exists()
+
+
+def test_a_command_may_write_what_it_has_when_it_is_ended(tmp_path: Path) -> None:
+    code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('half of it')"
+    with (tmp_path / "log").open("w") as log:
+        assert in_time([sys.executable, "-c", code], log, {}, tmp_path, 1.0) is None
+    assert (tmp_path / "log").read_text() == "half of it\n"
 
 
 @pytest.mark.parametrize(
@@ -78,75 +110,204 @@ def test_a_step_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
         ("pass", lambda out, printed: (True, json.loads((out / "no.json").read_text())), "not as expected", "no.json"),
     ],
 )
-def test_verdicts(tmp_path: Path, code: str, read: object, verdict: str, found: str) -> None:
-    outcome = run(2, python_step(code, read), tmp_path, 30.0, use_cpu=True)
-    assert outcome.verdict == verdict
-    assert found in outcome.found
-    assert "[2-name.log]" in outcome.found
-    write(tmp_path, {"commit": "abc"}, [outcome])
-    assert f"**{verdict}**" in (tmp_path / "first_gpu.md").read_text()
-
-
-def test_what_does_not_fit_is_left_out_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-
-    def fake(number: int, step: Step, out: Path, limit: float, use_cpu: bool) -> Outcome:
-        ran.append(number)
-        clock[0] += 30
-        return Outcome(step.name, step.title, step.expected, "as expected", "", 30.0)
-
-    clock = [0.0]
-    monkeypatch.setattr(first_gpu, "run", fake)
-    monkeypatch.setattr(first_gpu.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(sys, "argv", ["first_gpu", "--use-cpu", "--minutes", "1.2", "--out", str(tmp_path)])
-    assert first_gpu.main() == 1
-    assert ran == [1, 2]
+def test_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, read: Any, verdict: str, found: str
+) -> None:
+    state, step = State(MACHINE), step_of(python_part(code), read=read)
+    assert call(step, state, tmp_path, 60, monkeypatch) == verdict
     page = (tmp_path / "first_gpu.md").read_text()
-    assert page.count("**left out**: no time was left") == 6
+    assert all(word in page for word in (f"**{verdict}**", found, "[part.log]", "commit abc", "a card"))
 
 
-def test_test_results_are_counted_and_failures_named(tmp_path: Path) -> None:
-    cases = '<testcase name="a"/><testcase name="b[bf16]"><failure/></testcase>'
-    counts = 'tests="5" failures="1" errors="0" skipped="2"'
-    (tmp_path / "kernels.xml").write_text(f"<testsuites><testsuite {counts}>{cases}</testsuite></testsuites>")
-    assert passed("kernels")(tmp_path, "") == (False, "2 passed, 1 failed, 2 skipped: b[bf16]")
-    counts = 'tests="2" failures="0" errors="0" skipped="2"'
-    (tmp_path / "kernels.xml").write_text(f"<testsuites><testsuite {counts}/></testsuites>")
-    assert passed("kernels")(tmp_path, "")[0] is False, "nothing ran"
+def test_what_a_call_has_no_time_for_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that has ended does not run again; one that the call's end cuts off does, from its beginning."""
+    quick = python_part("print('once')", "quick")
+    slow = python_part("import time; print('begun', flush=True); time.sleep(2); print('ended')", "slow", minutes=0.2)
+    state, step = State(MACHINE), step_of(quick, slow)
+    assert call(step, state, tmp_path, 1.5, monkeypatch) == "not finished"
+    assert "slow" not in {name for name, ran in state.parts.items() if ran.seconds}, "it had less than its limit"
+    # what another process makes of the files, whose directory is lost
+    elsewhere = tmp_path / "elsewhere"
+    state = open_state(elsewhere, tmp_path / "first_gpu.tar", MACHINE | {"date": "tomorrow"})
+    assert call(step, state, elsewhere, 20, monkeypatch) == "as expected"
+    assert (elsewhere / "quick.log").read_text().count("once") == 2, "its command and its output, once"
+    assert (elsewhere / "slow.log").read_text().count("ended\n") == 1
+
+
+def test_a_part_that_is_longer_than_a_call_is_stopped_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State(MACHINE)
+    step = step_of(python_part("import time; time.sleep(60)", "long"), python_part("print('after')", "after"))
+    assert call(step, state, tmp_path, 1.5, monkeypatch) == "stopped at its limit"
+    assert not state.parts["after"].is_over
+    call(step, state, tmp_path, 20, monkeypatch)
+    assert state.parts["after"].code == 0
+
+
+def test_results_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None:
+    State(MACHINE).write(tmp_path, [])
+    assert open_state(tmp_path, None, MACHINE).machine == MACHINE
+    with pytest.raises(ValueError, match="another run \\(commit abc, now def\\); give another --out"):
+        open_state(tmp_path, None, MACHINE | {"commit": "def"})
+    (tmp_path / "first_gpu.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        open_state(tmp_path, None, MACHINE)
+    with pytest.raises(ValueError, match="no such file"):
+        open_state(tmp_path / "new", tmp_path / "none.tar", MACHINE)
+
+
+TESTS = """
+import time, pytest
+@pytest.mark.parametrize("number", range(8))
+def test_each(number):
+    time.sleep(0.4)
+    assert number != 1
+"""
+
+
+def test_tests_keep_their_results_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By case over workers, killed in the midst: what has ended is there, and does not run again."""
+    (tmp_path / "test_eight.py").write_text(TESTS)
+    kept = tmp_path / "kept.jsonl"
+    environment = {"PYTHONPATH": str(CHECKOUT), kept_tests.VARIABLE: str(kept)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.kept_tests"]
+    command += ["-n", "2", "--dist", "worksteal", "test_eight.py"]
+    first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(kept_tests.read(kept)) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    time.sleep(0.5)
+    ended = {each["id"] for each in kept_tests.read(kept)}
+    assert 3 <= len(ended) < 8
+    with kept.open("a") as file:
+        file.write('{"id": "half a li')
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    results = kept_tests.read(kept)
+    assert sorted(each["id"] for each in results) == [f"test_eight.py::test_each[{n}]" for n in range(8)], done.stdout
+    again = [line for line in done.stdout.splitlines() if line.startswith(("passed in", "failed in"))]
+    assert len(again) == 8 - len(ended), done.stdout
+    assert passed("kept")(tmp_path, "") == (False, "7 passed, 1 failed, 0 skipped: test_each[1]")
+    (failed,) = [each for each in results if each["outcome"] == "failed"]
+    assert "assert 1 != 1" in failed["last"]
+    # nothing is left: pytest then says that no test was collected, which is no failure of a test
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert len(kept_tests.read(kept)) == 8
+
+
+# ---- what it makes of results ----
+
+STEP: dict[str, Any] = {
+    "setting": "mixtral-8x7b, 3 layers", "tokens_per_second": 21000.0, "mfu": 0.36, "idle_share": 0.02, "moe_layers": 3,
+    "waits": {"moe/dispatch.py:1": 3, "training/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
+    "forecast_bytes": 70e9,
+}  # fmt: skip
+"""As `benchmarks.gpu_step --json` writes it."""
+
+
+def experts(ours: float, layer: float) -> dict[str, Any]:
+    """As `benchmarks.experts --json` writes it: milliseconds of what `auto` takes, where the ceiling takes 1 and
+    transformers' layer 3."""
+    both = "forward + backward"
+    taken = [("experts", "ceiling", both, 1.0), ("experts", "mine", both, ours), ("layer", "mine", both, layer)]
+    taken += [("layer", "HF grouped_mm", both, 3.0), ("experts", "mine", "forward", 0.1)]
+    results = [dict(part=part, variant=name, passes=passes, median_ms=ms) for part, name, passes, ms in taken]
+    return {"auto": {"model": "mine"}, "results": results}
+
+
+def throughput(ours: list[float], aborted: str | None = None) -> dict[str, Any]:
+    """As `benchmarks.throughput --json` writes it: seconds a step of transformers, 2, and of ours."""
+    results = [{"rounds": [{"seconds": [2.0, 2.0]}, {"seconds": [2.0]}]}, {"rounds": [{"seconds": ours}]}]
+    return {"aborted": aborted, "results": results}
+
+
+def results_of(*outcomes: str) -> str:
+    return "".join(json.dumps({"id": f"f::t[{n}]", "outcome": each}) + "\n" for n, each in enumerate(outcomes))
+
+
+RIGHT_AND_WRONG: dict[str, tuple[first_gpu_verdicts.Read, str, list[tuple[Any, bool, str]]]] = {
+    # by step: what judges, the file that it reads, and what is in it
+    "preflight": (
+        nothing_missing,
+        "preflight.json",
+        [
+            ({"packages": "", "Triton": ""}, True, "packages, Triton work"),
+            ({"packages": "", "Triton": "no gcc"}, False, "Triton: no gcc"),
+            ({}, False, ""),
+        ],
+    ),
+    "step": (
+        steps_found({"mixtral": 0.33}),
+        "mixtral.json",
+        [
+            (STEP, True, "21,000 tokens/s, MFU 36.0%, idle 2.0%, 4 waits, peak memory 1.007"),
+            (STEP | {"mfu": 0.32}, False, "MFU 32.0%"),
+            (STEP | {"peak_bytes": 73e9}, False, "1.043 of the forecast"),
+            (STEP | {"peak_bytes": 66e9}, False, "0.943 of the forecast"),
+            (STEP | {"waits": {"a": 5}}, False, "5 waits"),
+            (STEP | {"losses": [10.4, float("nan")]}, False, ""),
+            (STEP | {"losses": []}, False, ""),
+        ],
+    ),
+    "experts": (
+        kernels_found({"a": (0.66, 1.1)}),
+        "a.json",
+        [
+            (experts(1.25, 2.0), True, "mine 0.80 of the ceiling, 1.50 x"),
+            (experts(2.0, 2.0), False, "0.50 of"),
+            (experts(1.25, 3.0), False, "1.00 x"),
+        ],
+    ),
+    "runs": (
+        passed("runs"),
+        "runs.jsonl",
+        [
+            (results_of("passed", "skipped"), True, "1 passed, 0 failed, 1 skipped"),
+            (results_of("passed", "failed"), False, "1 failed, 0 skipped: t[1]"),
+            (results_of("skipped"), False, "0 passed"),
+            ("", False, "0 passed"),
+        ],
+    ),
+    "throughput": (
+        is_not_slower,
+        "throughput.json",
+        [
+            (throughput([1.0, 1.2, 9.0]), True, "1.67 x"),
+            (throughput([2.5, 2.5, 0.1]), False, "0.80 x"),
+            (throughput([1.0], "losses differ"), False, "aborted: losses differ"),
+        ],
+    ),
+    "sanitizer": (
+        no_errors,
+        "printed",
+        [
+            ("ERROR SUMMARY: 0 errors\nERROR SUMMARY: 0 errors", True, "0, 0 errors"),
+            ("ERROR SUMMARY: 0 errors\nERROR SUMMARY: 2 errors", False, "0, 2 errors"),
+            ("compute-sanitizer is not here", True, "not here"),
+            ("Segmentation fault", False, "no summary"),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("ours", "of_layer", "is_right", "found"),
-    [(1.25, 2.0, True, "0.80 of the ceiling, 1.50 x"), (2.0, 2.0, False, "0.50 of"), (1.25, 3.0, False, "1.00 x")],
+    ("name", "content", "is_right", "words"),
+    [(name, *case) for name, (_, _, cases) in RIGHT_AND_WRONG.items() for case in cases],
 )
-def test_the_kernel_of_auto_is_held_to_ceiling_and_transformers(
-    tmp_path: Path, ours: float, of_layer: float, is_right: bool, found: str
-) -> None:
-    both = "forward + backward"
-    taken = [("experts", "ceiling", both, 1.0), ("experts", "mine", both, ours), ("layer", "mine", both, of_layer)]
-    taken += [("layer", "HF grouped_mm", both, 3.0), ("experts", "mine", "forward", 0.1)]
-    results = [dict(part=part, variant=name, passes=passes, median_ms=ms) for part, name, passes, ms in taken]
-    (tmp_path / "a.json").write_text(json.dumps({"auto": {"model": "mine"}, "results": results}))
-    verdict, words = kernels_found(["a"], 0.66, 1.1)(tmp_path, "")
+def test_the_judgement_of_recorded_results(tmp_path: Path, name: str, content: Any, is_right: bool, words: str) -> None:
+    read, file, _ = RIGHT_AND_WRONG[name]
+    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    verdict, found = read(tmp_path, content if file == "printed" else "")
     assert verdict is is_right
-    assert found in words
+    assert words in found
 
 
-@pytest.mark.parametrize(("ours", "is_right"), [([1.0, 1.2, 9.0], True), ([2.5, 2.5, 0.1], False)])
-def test_steps_are_held_to_the_speed_of_transformers(tmp_path: Path, ours: list[float], is_right: bool) -> None:
-    results = [{"rounds": [{"seconds": [2.0, 2.0]}, {"seconds": [2.0]}]}, {"rounds": [{"seconds": ours}]}]
-    (tmp_path / "throughput.json").write_text(json.dumps({"aborted": None, "results": results}))
-    assert is_not_slower(tmp_path, "")[0] is is_right
-
-
-def test_processes_find_the_package(tmp_path: Path) -> None:
-    code = in_time(
-        [sys.executable, "-c", "import expertmesh, tests, benchmarks"],
-        (tmp_path / "log").open("w"),
-        {"PYTHONPATH": search_path()},
-        60.0,
-    )
-    assert code == 0, (tmp_path / "log").read_text()
+def test_every_step_has_a_judgement_that_was_tested(tmp_path: Path) -> None:
+    """By the function that judges: `passed` is that of three steps."""
+    tested = {read.__qualname__ for read, _, _ in RIGHT_AND_WRONG.values()}
+    assert {step.read.__qualname__ for step in first_gpu.gpu_steps(tmp_path)} == tested
 
 
 def test_idle_time_is_what_no_stream_fills() -> None:
@@ -155,3 +316,72 @@ def test_idle_time_is_what_no_stream_fills() -> None:
     assert share == pytest.approx(15 / 100)
     assert gaps == ["0.01 ms, b -> d", "0.01 ms, d -> e"] or gaps[0].endswith("b -> d")
     assert idle([]) == (0.0, [])
+
+
+def test_annotations_are_no_kernels() -> None:
+    """torch puts those of an optimizer and of FSDP on the GPU's timeline, across the times between kernels."""
+    device = torch.autograd.DeviceType
+
+    def event(start: float, end: float, name: str, on: Any = device.CUDA, is_annotation: bool = False) -> Any:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(time_range=span, name=name, device_type=on, is_user_annotation=is_annotation)
+
+    kernels = [event(0, 10, "gemm"), event(60, 70, "adam"), event(120, 130, "adam")]
+    others = [
+        event(0, 130, "Optimizer.step#AdamW.step", is_annotation=True),
+        event(0, 130, "aten::mm", on=device.CPU),
+        event(20, 20, "nothing"),
+    ]
+    assert idle(kernels_of([*others, *kernels]))[0] == pytest.approx(100 / 130)
+
+
+def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the forecast of each number of layers, whatever the order in which they are tried."""
+    arguments = SimpleNamespace(model="mixtral-8x7b", layers=0)
+
+    def forecast(config: Any, model: Any, *rest: Any, **more: Any) -> Any:
+        return SimpleNamespace(memory=SimpleNamespace(total=(7 + 21.6 * model.num_hidden_layers) * 2**30))
+
+    monkeypatch.setattr(gpu_step, "settings_of", lambda *given, **more: None)
+    monkeypatch.setattr(gpu_step, "planned", forecast)
+    monkeypatch.setattr(gpu_step, "peak", lambda run: run)
+    monkeypatch.setattr(gpu_step, "sized", lambda given, layers: SimpleNamespace(num_hidden_layers=layers or 32))
+    found = {free: gpu_step.layers_that_fit(arguments, free * 2**30)[0] for free in (28.7, 78, 94, 139, 5000)}  # type: ignore[arg-type]
+    assert found == {28.7: 1, 78: 3, 94: 4, 139: 6, 5000: 32}
+    assert "4 would need 93.4" in gpu_step.layers_that_fit(arguments, 78 * 2**30)[1]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"one layer needs 28\.6 GiB by forecast, and 20\.0 are free"):
+        gpu_step.layers_that_fit(arguments, 20 * 2**30)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_the_steps_of_full_width_fit_a_card_of_80_gb(model: str) -> None:
+    """By our own forecast, of which a card reports 79.1 GiB at the least and has a part given away."""
+    command = [sys.executable, "-m", "benchmarks.gpu_step", "--model", model, "--free", "78"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    layers, needed = said.split(": ")[1].split(" layers need ")
+    assert int(layers) >= 2
+    assert float(needed.split()[0]) <= 78
+
+
+@pytest.mark.parametrize("name", preflight.CHECKS)
+def test_what_the_preflight_says(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a check raises is one line, and its process ends with 1."""
+
+    def fail(device: str) -> None:
+        raise RuntimeError("CUDA error:\n  no kernel image")
+
+    checks: dict[str, Callable[[str], None]] = {name: fail}
+    monkeypatch.setattr(preflight, "CHECKS", checks)
+    assert preflight.check(name, "cuda") == 1
+    assert capsys.readouterr().out == "RuntimeError: CUDA error: no kernel image\n"
+
+
+def test_the_preflight_tells_a_wrong_kernel_from_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight._grouped_mm("cpu")
+    right = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *given, **more: right(*given, **more) * 1.05)
+    with pytest.raises(preflight.Missing, match=r"forward is 0\.05 off"):
+        preflight._grouped_mm("cpu")

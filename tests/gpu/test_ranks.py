@@ -15,21 +15,22 @@ from tests.distributed.whole_runs import ROOT, Ended, Runs, assert_same_bits, li
 from tests.gpu.one_card import assert_near, run_on
 
 LAYOUTS = {
+    # the axes first: a half hour on a card may not reach the end
     "ep 2": "--ep-size 2",
+    "FSDP": "",
     "a row a rank": "--ep-size 2 --dispatch rank",
+    "pp 2, 1f1b": "--pp-size 2 --pipeline-schedule 1f1b",
+    "tp 2": "--tp-size 2",
+    "cp 2": "--cp-size 2",
     "two chunks": "--ep-size 2 --overlap-chunks 2",
     "recomputed": "--ep-size 2 --overlap-chunks 2 --gradient-checkpointing selective --keep-expert-products 2",
     "inputs offloaded": "--ep-size 2 --gradient-checkpointing full --offload-activations",
     "all offloaded": "--ep-size 2 --offload",
     "hybrid": "--ep-size 2 --dense-shard hybrid",
     "gathered once": "--ep-size 2 --no-reshard-after-forward",
-    "FSDP": "",
-    "pp 2, 1f1b": "--pp-size 2 --pipeline-schedule 1f1b",
     "pp 2, interleaved": "--pp-size 2 --pipeline-schedule interleaved",
     "pp 2, zero-bubble": "--pp-size 2 --pipeline-schedule zero-bubble",
-    "tp 2": "--tp-size 2",
     "tp 2, whole logits": "--tp-size 2 --no-loss-parallel",
-    "cp 2": "--cp-size 2",
     "cp 2, packed": "--cp-size 2 --packing",
 }
 TOLERANCE = 1e-4
