@@ -1047,16 +1047,29 @@ def test_a_cache_that_cannot_be_written(
         load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
 
 
-@pytest.mark.parametrize(("names", "content"), [("*.arrow", b""), ("*.arrow", None), ("*.json", b"{")])
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        ("*.arrow", lambda content: b""),
+        ("*.arrow", None),
+        ("*.json", lambda content: b"{"),
+        ("*.arrow", lambda content: content[: len(content) // 2]),
+        ("*.arrow", lambda content: content[:8] + b"\xff" * 64 + content[72:]),
+        ("*.arrow", lambda content: bytes(len(content))),
+        ("*.arrow", lambda content: b"damaged" * 100),
+        ("cache-*.arrow", lambda content: b"\xff" * len(content)),
+    ],
+)
 def test_a_damaged_cache(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str, content: bytes | None
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str, change: Callable[[bytes], bytes] | None
 ) -> None:
-    """As after a disk was full, or somebody has deleted what was large. content: None: the files are gone."""
+    """As after a disk was full, or damaged, or somebody has deleted what was large. change: None: the files are
+    gone."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = write(tmp_path / "data.jsonl", [{"text": "a"}])
     load(tokenizer, file)
     for path in (tmp_path / "cache").rglob(names):
-        path.unlink() if content is None else path.write_bytes(content)
+        path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ExpertMeshError, match=r"cache/expertmesh: .* cannot be read there: .*; delete that directory"):
         load(tokenizer, file)
     shutil.rmtree(tmp_path / "cache" / "expertmesh")

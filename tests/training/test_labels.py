@@ -1,6 +1,7 @@
 """Labelled answers: what each way to write them becomes, and which answer stands behind which prompt."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.preview import warnings_of
-from expertmesh.training.data.samples import DataOptions, Labelled, load_samples
+from expertmesh.training.data.samples import DataOptions, Labelled, _partners, load_samples
 from expertmesh.training.data.sequences import LabelledRows, make_rows
 from tests.training.test_pairs import ASKED, NO, TOLD, YES, answer, of_gpt, tokenizer_in, user
 
@@ -75,6 +76,34 @@ def test_each_answer_stands_once_behind_another_prompt(tmp_path: Path) -> None:
         f"{i}:{{ {c}</s>}}" for i, c in zip((0, 0, 1, 1, 2, 2), ("c", "no", "a", "no", "b", "no"), strict=True)
     ]
     assert samples_facts(pairs)["labels"] != samples_facts(pairs.select([1, 0, 2, 3, 4, 5]))["labels"]
+
+
+@pytest.mark.parametrize("number", range(2, 7))
+def test_no_answer_stands_behind_its_own_prompt(number: int) -> None:
+    """Of any prompts that are not all one, in any order; each answer once wherever an assignment of each to another
+    prompt exists, as an exhaustive search finds; and as before where one number of samples back does for all."""
+    for prompts in itertools.product(range(3), repeat=number):
+        if len({*prompts}) == 1 or prompts[0]:
+            continue
+        longest = max(len([*run]) for _, run in itertools.groupby(prompts))
+        partners = _partners(torch.tensor(prompts), longest).tolist()
+        assert all(prompts[one] != prompts[other] for one, other in enumerate(partners)), (prompts, partners)
+        orders = itertools.permutations(range(number))
+        can_be_once = any(all(prompts[a] != prompts[b] for a, b in enumerate(order)) for order in orders)
+        assert (len({*partners}) == number) is can_be_once, (prompts, partners)
+        back = [(at - longest) % number for at in range(number)]
+        if all(prompts[a] != prompts[b] for a, b in enumerate(back)):
+            assert partners == back
+
+
+def test_answers_to_a_prompt_that_comes_again(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{p}:", "completion": f" {i}", "label": True} for i, p in enumerate("AABA")]
+    samples = load(tmp_path, *rows)
+    found = [told(tmp_path, samples.mismatched(i)) for i in range(4)]
+    assert found == ["A:{ 2</s>}", "A:{ 2</s>}", "B:{ 0</s>}", "A:{ 2</s>}"]
+    assert samples_facts(samples)["labels"] != samples_facts(load(tmp_path, *rows[1:], rows[0]))["labels"]
+    one = load(tmp_path, *rows[:2])
+    assert one.shift == len(one)
 
 
 def test_no_sequence_is_longer_than_asked_for(tmp_path: Path) -> None:

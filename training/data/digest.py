@@ -15,7 +15,10 @@ _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples 
 def samples_facts(samples: Samples) -> dict[str, str]:
     """How many samples and tokens there are, and digests of all token ids and targets, in order and without it."""
     tokens, targets = _hashes(samples)
-    labels = samples.is_desirable.numpy().tobytes() if isinstance(samples, Labelled) else None
+    labels = None
+    if isinstance(samples, Labelled):
+        labels = samples.is_desirable.numpy().tobytes()
+        labels += b"" if samples.is_rotated else samples.partners.numpy().tobytes()
     return {
         "samples": f"{len(samples):,}",
         "tokens": f"{int(samples.lengths.sum()):,}",

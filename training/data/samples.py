@@ -1,6 +1,7 @@
 """Tokenised samples: read, rendered and tokenised once, then kept between runs in a directory of our own in the cache
 of `datasets`."""
 
+import errno
 import hashlib
 import json
 import os
@@ -171,20 +172,26 @@ class Labelled(Samples):
 
     Attributes:
         is_desirable: of each, whether it is. prompts: tokens before each answer, int64.
-        shift: how far before a sample the one is whose answer stands in place of its own (see `partner`).
+        shift: the longest run of samples with one prompt.
+        partners: of each, the sample whose answer stands behind its prompt in place of its own, int64.
     """
 
     def __init__(self, dataset: Any, origins: list[Origin]):
         super().__init__(dataset, origins)
         self.is_desirable = _column(dataset, "is_desirable").bool()
         self.prompts = _column(dataset, "first")
-        runs = torch.unique_consecutive(_column(dataset, "prompt_hash"), return_counts=True)[1]
-        self.shift = int(runs.max())
+        prompts = _column(dataset, "prompt_hash")
+        self.shift = int(torch.unique_consecutive(prompts, return_counts=True)[1].max())
+        self.partners = _partners(prompts, self.shift)
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether every partner is as far before its sample, around the end."""
+        return torch.equal(self.partners, torch.arange(len(self)).roll(self.shift))
 
     def partner(self, index: int) -> int:
-        """The sample whose answer stands behind this one's prompt: as far before it, around the end, as the longest run
-        of samples with one prompt. So each answer does so once, and behind another prompt."""
-        return (index - self.shift) % len(self)
+        """The sample whose answer stands behind this one's prompt."""
+        return int(self.partners[index])
 
     def mismatched(self, index: int) -> Sample:
         """A prompt, and the answer to another one."""
@@ -193,6 +200,29 @@ class Labelled(Samples):
             asked[name][: asked["first"]] + told[name][told["first"] :] for name in ("tokens", "is_trained")
         )
         return Sample(tokens, is_trained)
+
+
+def _partners(prompts: Tensor, shift: int) -> Tensor:
+    """For each sample one with another prompt, if there is any: as far before it as the longest run of samples with one
+    prompt. Where that has the same prompt, all are taken prompt by prompt, as far back as the most frequent one has
+    samples: so each is taken once, unless more than half have one prompt.
+
+    Args:
+        prompts: of each sample, as a number.
+        shift: that longest run.
+    """
+    partners = torch.arange(len(prompts)).roll(shift)
+    if shift == len(prompts) or not (prompts[partners] == prompts).any():
+        return partners
+    first: dict[int, int] = {}
+    begun = torch.tensor([first.setdefault(prompt, at) for at, prompt in enumerate(prompts.tolist())])
+    by_prompt = begun.sort(stable=True).indices
+    partners[by_prompt] = by_prompt.roll(int(begun.bincount().max()))
+    alike = (prompts[partners] == prompts).nonzero().flatten()
+    if len(alike):
+        others = (prompts != prompts[alike[0]]).nonzero().flatten()
+        partners[alike] = others[torch.arange(len(alike)) % len(others)]
+    return partners
 
 
 def _column(dataset: Any, name: str) -> Tensor:
@@ -310,9 +340,9 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
             desc=f"tokenizing {source.name}",
         )
+        return _samples(rows, tokens, flag, source.name, options, source.unread)
     except Exception as error:
         raise _own_error(error) from None
-    return _samples(rows, tokens, flag, source.name, options, source.unread)
 
 
 def _features(options: DataOptions) -> Any:
@@ -383,7 +413,8 @@ def _own_error(error: BaseException) -> BaseException:
         cause = cause.__cause__
     place = f"{cache_directory()}: tokenized samples cannot be"
     # what a generator met in the data is wrapped
-    if isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError):
+    is_damaged = isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError)
+    if is_damaged or (isinstance(cause, OSError) and _is_of_reading(cause)):
         return ExpertMeshError(f"{place} read there: {error}; delete that directory, and it is made again")
     if isinstance(cause, OSError):
         return ExpertMeshError(
@@ -391,6 +422,16 @@ def _own_error(error: BaseException) -> BaseException:
             "environment variable HF_DATASETS_CACHE"
         )
     return cause or error
+
+
+def _is_of_reading(error: OSError) -> bool:
+    """Whether it is no error of the disk that is written to: pyarrow raises one without a number where what a file
+    holds is damaged."""
+    return error.errno is None or (
+        error.errno in (errno.EACCES, errno.EPERM)
+        and os.path.isfile(error.filename or "")
+        and not os.access(error.filename, os.R_OK)
+    )
 
 
 def _batch_size(rows: Any) -> int:

@@ -83,8 +83,7 @@ class LabelledRows(Rows):
     samples: Labelled
 
     def __init__(self, samples: Labelled, packing: bool, max_seq_length: int, seed: int):
-        partners = torch.arange(len(samples)).roll(samples.shift)
-        lengths = samples.prompts + (samples.lengths - samples.prompts)[partners]
+        lengths = samples.prompts + (samples.lengths - samples.prompts)[samples.partners]
         longest = torch.maximum(samples.lengths, lengths.clamp(max=max_seq_length))
         super().__init__(samples, pack(longest, max_seq_length, seed) if packing else None)
         self.mismatched = _Mismatched(self, max_seq_length)
