@@ -11,14 +11,14 @@ from pathlib import Path
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from .config.train_config import TrainConfig
-from .data.data_files import places_read
+from .data.data_files import check_places, places_read
 
 
 def prepare_process(config: TrainConfig) -> None:
     """Settle what the settings ask of this process, before it joins a process group.
 
     Raises:
-        ExpertMeshError: there is no such model or training checkpoint, or a setting does not work here.
+        ExpertMeshError: there is no such model, data set or training checkpoint, or a setting does not work here.
     """
     # these need numpy, which --help does without
     from ..checkpoints.hf.source import check_model
@@ -27,6 +27,8 @@ def prepare_process(config: TrainConfig) -> None:
     check_model(config.model)
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
+    check_places("--dataset", config.dataset)
+    check_places("--eval-dataset", config.eval_dataset)
     from ..sharding.runtime.process import device_type
     from .model_setup.determinism import set_determinism
     from .model_setup.tf32 import set_tf32

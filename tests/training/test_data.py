@@ -18,7 +18,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.banner import data_line, data_sets
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.data_files import READERS, parse_datasets
+from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.samples import (
@@ -1163,6 +1163,18 @@ def test_bad_weights() -> None:
     ):
         with pytest.raises(ExpertMeshError, match=said):
             parse_datasets("--dataset", entries)
+
+
+def test_a_path_that_ends_like_a_weight(tmp_path: Path, tokenizer: Any) -> None:
+    """With a weight, without one, and as a directory."""
+    (tmp_path / "run:2").mkdir()
+    file = write(tmp_path / "run:2" / "data.jsonl", [{"text": "a"}])
+    colon = write(tmp_path / "0.5:1", [{"text": "a"}])
+    other = str(file.rename(tmp_path / "run:2" / "b.jsonl"))
+    assert len(load(tokenizer, tmp_path / "run:2")) == 1
+    specs = parse_datasets("--dataset", [f"{tmp_path / 'run:2'}:0.5", f"{colon}:2", f"{other}:1"])
+    assert specs == [DatasetSpec(str(tmp_path / "run:2"), 0.5), DatasetSpec(str(colon), 2.0), DatasetSpec(other, 1.0)]
+    assert parse_datasets("--dataset", [str(colon)]) == [DatasetSpec(str(colon), None)]
 
 
 def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:

@@ -38,7 +38,7 @@ class DatasetSpec:
 
 
 def parse_datasets(flag: str, entries: list[str]) -> list[DatasetSpec]:
-    """`a.jsonl:0.7 b.parquet:0.3`: weights are for all of them or for none.
+    """`a.jsonl:0.7 b.parquet:0.3`: weights are for all of them or for none. A path that exists is all path.
 
     Raises:
         ExpertMeshError: a weight is not positive, or only some have one.
@@ -62,7 +62,11 @@ def places_read(flag: str, value: Any) -> list[str]:
 
 def _parse_entry(flag: str, entry: str) -> DatasetSpec:
     name, colon, tail = entry.rpartition(":")
-    if not colon or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf", tail, re.IGNORECASE):
+    if (
+        not colon
+        or os.path.exists(entry)
+        or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf", tail, re.IGNORECASE)
+    ):
         return DatasetSpec(entry, None)
     weight = float(tail)
     if not (math.isfinite(weight) and weight > 0):
@@ -101,6 +105,26 @@ def open_files(flag: str, name: str, config: str, split: str, sample_by: SampleB
     return [_rows_of(f"{flag} {name}: file {number}", name, part) for number, part in enumerate(parts, start=1)]
 
 
+def check_places(flag: str, entries: list[str]) -> None:
+    """What needs no library, before any is imported.
+
+    Raises:
+        ExpertMeshError: as `open_rows`, of files that are not there, are empty, of no known kind or must not be read.
+    """
+    for spec in parse_datasets(flag, entries) if entries else []:
+        path = Path(spec.name)
+        if path.is_file():
+            _files(flag, spec.name, [path], "line")
+        else:
+            _check_exists(flag, spec.name)
+
+
+def _check_exists(flag: str, name: str) -> None:
+    """Refuse what is neither a path nor may be a hub id."""
+    if not os.path.exists(name) and not _is_hub_id(name):
+        raise ExpertMeshError(f"{flag} {name}: no such file or directory")
+
+
 def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
     """The records of a file, or of a split of a directory (see `split_files`) or of a hub dataset.
 
@@ -113,8 +137,7 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
         return _directory(flag, path, config, split, sample_by)
     if path.exists():
         return _files(flag, name, [path], sample_by)
-    if not _is_hub_id(name):
-        raise ExpertMeshError(f"{flag} {name}: no such file or directory")
+    _check_exists(flag, name)
     return _hub(flag, name, config, split)
 
 
