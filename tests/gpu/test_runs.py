@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from expertmesh.training.planning.cluster_commands import main as plan_or_rehear
 from expertmesh.training.planning.planner.hardware import DEVICES
 from tests.distributed.test_determinism import FLAGS, assert_same_twice
 from tests.distributed.whole_runs import ROOT, Ended, Runs
+from tests.encoded import save_mxfp4
 from tests.gpu.one_card import assert_near, run_on
+from tests.mtp import predicting
+from tests.mtp import save as save_mtp
 from tests.parity.case import Case, hf_model
 from tests.tiny import save_model, save_tokenizer
 
@@ -86,6 +90,55 @@ def test_as_on_a_cpu(card_runs: Runs, device: str, on_cpu: dict[str, Ended], fea
     if "--profile" in more:
         files = {path.name for path in (found.out / "profile").iterdir()}
         assert ("rank-0.step-2.memory.pickle" in files) == (device == "cuda"), files
+
+
+def pairs(path: Path) -> None:
+    rows = [{"prompt": f"say {i}:", "chosen": "hello" * (1 + i % 3), "rejected": f"world {i}"} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def marked(path: Path) -> None:
+    rows = [{"prompt": f"say {i}:", "completion": "hello" * (1 + i % 3), "label": i % 2 == 0} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def teacher(path: Path) -> None:
+    save_model(path, seed=1, hidden_size=128, intermediate_size=128)
+    save_tokenizer(path)
+
+
+def published_in_mxfp4(path: Path) -> None:
+    save_mxfp4(hf_model(Case([], family="gpt_oss", changes={"hidden_size": 64, "intermediate_size": 64})), path)
+    save_tokenizer(path)
+
+
+def with_mtp(path: Path) -> None:
+    save_mtp(predicting("deepseek_v3"), path)
+
+
+TASKS: dict[str, tuple[str, Callable[[Path], None] | None, str]] = {
+    # flags in which X is the path of what is made, what makes it, and what the GPU alone has
+    "DPO": ("--task dpo --dataset X", pairs, ""),
+    "KTO": ("--task kto --dataset X", marked, ""),
+    "a teacher": ("--teacher X --teacher-top-k 5", teacher, ""),
+    "multi-token prediction": ("--model X --train-mtp", with_mtp, ""),
+    "adapters on an mxfp4 base": ("--model X --adapter lora --base-dtype mxfp4", published_in_mxfp4, ""),
+    "experts in host memory": ("--adapter lora", None, "--offload-experts"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_as_on_a_cpu(card_runs: Runs, device: str, tmp_path: Path, task: str) -> None:
+    """Losses and gradient norms of each step."""
+    flags, make, more = TASKS[task]
+    if make is not None:
+        make(tmp_path / "made.jsonl")
+    flags = f"--bf16 --router-aux-loss-coef 0 --router-z-loss-coef 0 {flags.replace('X', str(tmp_path / 'made'))}"
+    expected = run_on("cpu", card_runs, 1, flags, tmp_path / "cpu")
+    found = run_on(device, card_runs, 1, f"{flags} {more if device == 'cuda' else ''}", tmp_path / "card")
+    for name in ("loss", "grad_norm"):
+        assert found.values(name) == pytest.approx(expected.values(name), rel=5e-2), name
 
 
 @pytest.mark.release
