@@ -134,7 +134,7 @@ def test_tasks_as_on_a_cpu(card_runs: Runs, device: str, tmp_path: Path, task: s
     flags, make, more = TASKS[task]
     if make is not None:
         make(tmp_path / "made.jsonl")
-    flags = f"--bf16 --router-aux-loss-coef 0 --router-z-loss-coef 0 {flags.replace('X', str(tmp_path / 'made'))}"
+    flags = f"--bf16 --router-aux-loss-coef 0 --router-z-loss-coef 0 {flags.replace('X', str(tmp_path / 'made.jsonl'))}"
     expected = run_on("cpu", card_runs, 1, flags, tmp_path / "cpu")
     found = run_on(device, card_runs, 1, f"{flags} {more if device == 'cuda' else ''}", tmp_path / "card")
     for name in ("loss", "grad_norm"):
