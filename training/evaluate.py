@@ -189,7 +189,7 @@ class Best:
     def update(self, loss: float, step: int, threshold: float) -> bool:
         """Whether this one is the best. One that is better by no more than `threshold` counts as best, but not against
         an early stop (`EarlyStoppingCallback` in transformers)."""
-        self.since = 0 if loss < self.loss - threshold else self.since + 1
+        self.since = 0 if self.loss - loss > threshold else self.since + 1
         is_better = loss < self.loss
         if is_better:
             self.loss, self.step = loss, step

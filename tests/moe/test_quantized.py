@@ -1,9 +1,11 @@
 """Frozen weights in 8 and 4 bits."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.lora import store_frozen
@@ -58,6 +60,42 @@ def test_error_is_bounded(kind: Any, columns: int) -> None:
         largest = weight[:, part].abs().amax(dim=1, keepdim=True)
         steps = torch.tensor(NF4).diff().max() / 2
         assert ((wide - weight)[:, part].abs() <= largest * (steps + 1e-6)).all()
+
+
+def test_fp8_bytes_are_those_of_transformers_quantizer() -> None:
+    """Of a block as long as a row. It multiplies by a reciprocal, so that a value between two codes may become the
+    other one."""
+    settings = SimpleNamespace(weight_block_size=(1, 96), scale_fmt="float")
+    quantizer: Any = SimpleNamespace(quantization_config=settings)
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 64).unsqueeze(1)
+    weight[3] = 0
+    found = Fp8Quantize(quantizer).convert({"m.weight": weight})
+    codes, scales, _ = stored(weight, "fp8")
+    assert (codes.int() - found["m.weight"].view(torch.uint8).int()).abs().max() <= 1
+    assert (codes == found["m.weight"].view(torch.uint8)).float().mean() > 0.999
+    scales, theirs = scales.view(torch.float32), found["m.weight_scale_inv"]
+    torch.testing.assert_close(scales[weight.any(dim=1)], theirs[weight.any(dim=1)], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_the_nearest_and_the_largest_value_is_exact(kind: Any) -> None:
+    """Of all that there are, by the formats' definitions: a row or block uses their whole range."""
+    # in fp8 the smallest of a row are lost first
+    size = torch.logspace(-6, 3, 8).unsqueeze(1) * torch.logspace(-5, 0, 2 * BLOCK)
+    weight = torch.randn(size.shape, generator=torch.Generator().manual_seed(0)) * size
+    values = torch.tensor(NF4).double()
+    if kind == "fp8":  # a sign, 4 bits of exponent with a bias of 7, 3 of fraction; the last code is no number
+        byte = torch.arange(127)
+        exponent, fraction = byte >> 3, (byte & 7).double() / 8
+        magnitude = torch.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - 7), fraction * 2.0**-6)
+        values = torch.cat([magnitude, -magnitude])
+    blocks = weight.double().unflatten(1, (-1, 2 * BLOCK if kind == "fp8" else BLOCK))
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    possible = largest.unsqueeze(3) / values.max() * values
+    least = (blocks.unsqueeze(3) - possible).abs().amin(dim=3)
+    wide = dequantize(*stored(weight, kind), torch.float32).double().view_as(blocks)
+    assert ((wide - blocks).abs() <= least + 1e-6 * largest).all()
+    torch.testing.assert_close(wide.abs().amax(dim=2, keepdim=True), largest, rtol=1e-6, atol=0)
 
 
 def test_nf4_keeps_its_own_values() -> None:

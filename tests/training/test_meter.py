@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.experts.router_stats import Routing
+from expertmesh.moe.experts.model_facts import Attention
+from expertmesh.moe.experts.router_stats import NO_ROUTING, Routing
+from expertmesh.moe.hf_model.counts import ParameterCounts
+from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring import meter as of_meter
 from expertmesh.training.monitoring.meter import Interval, Meter, measured, peak_tflops
 from expertmesh.training.step import StepResult
@@ -85,3 +88,24 @@ def test_means_are_over_what_counts_of_the_finite_steps() -> None:
     assert interval.mean("grad_norm", None) == 2.0
     assert interval.total("targets") == 9
     assert Interval(unused, steps[2:], 1.0, 0.1, unused, 1.0, 1.0, None).mean("loss", "targets") is None
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_mfu_by_hand(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 60,000 tokens in half a second, on an H100 of two ranks: 989 TFLOP/s is its peak in bf16. A run in
+    fp32 is told none: relative to a rate that it cannot have, it would be wrong."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(of_meter.time, "perf_counter", lambda: 10.0)
+    # of 5e9 parameters a token uses 1e9, 2e8 of them in the head and as many in an embedding
+    sizes = (5_000_000_000, 4_000_000_000, 200_000_000, 200_000_000, 1_000_000_000)
+    counts = ParameterCounts(*sizes, attention=(Attention(width=4096, window=0),))
+    meter = Meter(counts, SimpleNamespace(tie_word_embeddings=False), 2, torch.device("cuda"), bf16)
+    for _ in range(2):
+        meter.add(StepResult(1.0, 0.0, 0.0, 1.0, 60_000, 30_000, (30_000_000,), NO_ROUTING))
+    monkeypatch.setattr(of_meter.time, "perf_counter", lambda: 10.5)
+    found = meter.metrics(LossWeights(0.0, 0.0), 1.0, 0.1, lambda metric: metric.name in ("mfu", "tflops_per_second"))
+    flops = 2 * 6 * (60_000 * 600_000_000 + 30_000 * 200_000_000 + 30_000_000 * 4096)
+    tflops = flops / 0.5 / 2 / 1e12
+    assert found.pop("tflops_per_second") == pytest.approx(tflops, rel=1e-6)
+    assert found == ({"mfu": pytest.approx(tflops / 989, abs=1e-4)} if bf16 else {})

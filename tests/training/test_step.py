@@ -1,6 +1,7 @@
 """What a step's losses are divided by, what follows an update, and which evaluation is the best."""
 
 import math
+import random
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import NO_ROUTING, RouterStats, routing_of
@@ -71,6 +74,37 @@ def test_the_best_is_the_lowest_and_the_threshold_is_for_an_early_stop() -> None
     state: dict[str, Any] = best.state()
     assert Best(**state) == best
     assert Best().state() == {}
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.125, 0.1])
+@pytest.mark.parametrize("greater_is_better", [False, True])
+def test_the_best_and_an_early_stop_are_those_of_transformers(greater_is_better: bool, threshold: float) -> None:
+    """Over random sequences with ties, also of the threshold: it may name the same losses, or their opposites."""
+    args: Any = SimpleNamespace(
+        metric_for_best_model="loss", greater_is_better=greater_is_better, save_strategy="steps"
+    )
+    config, generator = TrainConfig(model="m", dataset=["d"]), random.Random(0)
+    stops, ties = 0, 0
+    for _ in range(300):
+        config.early_stopping_patience = generator.randint(1, 3)
+        callback, control = EarlyStoppingCallback(config.early_stopping_patience, threshold), TrainerControl()
+        trainer: Any = SimpleNamespace(args=args, state=TrainerState())
+        best = Best()
+        for step in range(1, 13):
+            loss = 2 - generator.randint(0, 8) * (threshold or 1) - generator.choice([0, 0, 1e-3])
+            ties += math.isclose(best.loss - loss, threshold, abs_tol=1e-9)
+            metrics = {"eval_loss": -loss if greater_is_better else loss}
+            trainer.state.global_step = step
+            callback.on_evaluate(args, trainer.state, control, metrics)
+            is_best = transformers.Trainer._determine_best_metric(trainer, metrics, None)
+            assert best.update(loss, step, threshold) == is_best
+            assert (best.step, best.since) == (trainer.state.best_global_step, callback.early_stopping_patience_counter)
+            assert _had_enough(config, best) == control.should_training_stop
+            if control.should_training_stop:
+                stops += 1
+                break
+    assert stops > 100
+    assert ties > 20
 
 
 def test_a_run_stops_early_after_as_many_evaluations_as_asked_for() -> None:
