@@ -242,6 +242,47 @@ def test_random_bits_depend_on_the_position_alone() -> None:
     assert float((whole == bits(key + 1, 0, like)).float().mean()) < 1e-3
 
 
+def test_roundings_of_bf16_adamw_have_nothing_to_do_with_one_another() -> None:
+    """Those of weights, of first and second moments, of one step and the next, of a row or column and the next, and of
+    two parameters. By the same bits, a weight would be rounded away from zero where its second moment is."""
+    torch.manual_seed(0)
+    size, steps = (300, 128), 2
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(size).bfloat16()) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32  # else errors of first moments are as regular as values in bf16
+    optimizer, errors = low_bit("bf16", parameters), {}
+    (beta1, beta2), lr = SETTINGS["betas"], SETTINGS["lr"]
+    for step in range(1, steps + 1):
+        old = [
+            {"weight": p.detach().double(), **{n: t.double() for n, t in optimizer.state[p].items()}}
+            for p in parameters
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.randn(size)
+        optimizer.step()
+        for number, (parameter, before) in enumerate(zip(parameters, old, strict=True)):
+            assert parameter.grad is not None
+            grad, now = parameter.grad.double(), {"weight": parameter.detach(), **optimizer.state[parameter]}
+            exact = {
+                "exp_avg": beta1 * before.get("exp_avg", 0) + (1 - beta1) * grad,
+                "exp_avg_sq": beta2 * before.get("exp_avg_sq", 0) + (1 - beta2) * grad**2,
+            }
+            root = (exact["exp_avg_sq"] / (1 - beta2**step)).sqrt() + SETTINGS["eps"]
+            exact["weight"] = before["weight"] * (1 - lr * 0.1) - lr * exact["exp_avg"] / (1 - beta1**step) / root
+            for name, value in exact.items():
+                place = 2.0 ** (value.abs().log2().floor() - 7)
+                errors[name, number, step] = (now[name].double() - value) / place * value.sign()
+    for name in ("weight", "exp_avg_sq"):
+        error = errors[name, 0, 1]
+        errors |= {(name, "next row", 1): error.roll(1, 0), (name, "next column", 1): error.roll(1, 1)}
+    names, rows = list(errors), torch.stack([error.flatten() for error in errors.values()])
+    correlations = torch.corrcoef(rows).fill_diagonal_(0).abs()
+    worst = divmod(int(correlations.argmax()), len(names))
+    assert correlations.max() < 5 / rows.shape[1] ** 0.5, [names[each] for each in worst]
+    assert abs(float(rows[names.index(("weight", 0, 1))].mean())) < 0.02
+    assert rows.std(dim=1).min() > 0.2, "something was rounded"
+
+
 @pytest.mark.parametrize("number", [0, 2**31, 2**32 - 1])
 def test_rounding_is_the_same_for_any_part_of_a_parameter(number: int) -> None:
     """Whichever of 2^32 numbers its name has, and on whichever rank a row lies."""
