@@ -66,10 +66,10 @@ def test_fp8_bytes_are_those_of_transformers_quantizer() -> None:
     """Of a block as long as a row. It multiplies by a reciprocal, so that a value between two codes may become the
     other one."""
     settings = SimpleNamespace(weight_block_size=(1, 96), scale_fmt="float")
-    quantizer: Any = SimpleNamespace(quantization_config=settings)
+    quantize_with: Any = Fp8Quantize(SimpleNamespace(quantization_config=settings)).convert
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 64).unsqueeze(1)
     weight[3] = 0
-    found = Fp8Quantize(quantizer).convert({"m.weight": weight})
+    found = quantize_with({"m.weight": weight})
     codes, scales, _ = stored(weight, "fp8")
     assert (codes.int() - found["m.weight"].view(torch.uint8).int()).abs().max() <= 1
     assert (codes == found["m.weight"].view(torch.uint8)).float().mean() > 0.999

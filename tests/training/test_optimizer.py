@@ -250,7 +250,8 @@ def test_roundings_of_bf16_adamw_have_nothing_to_do_with_one_another() -> None:
     parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(size).bfloat16()) for _ in range(2)]
     for parameter in parameters:
         parameter.grad_dtype = torch.float32  # else errors of first moments are as regular as values in bf16
-    optimizer, errors = low_bit("bf16", parameters), {}
+    optimizer = low_bit("bf16", parameters)
+    errors: dict[tuple[str, int | str, int], Tensor] = {}
     (beta1, beta2), lr = SETTINGS["betas"], SETTINGS["lr"]
     for step in range(1, steps + 1):
         old = [

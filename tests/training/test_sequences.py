@@ -88,14 +88,19 @@ def test_preview_shows_weights(
     assert "weighted     1 record: the loss is divided by the sum of weights" in shown
 
 
-@pytest.mark.parametrize("lengths", [None, torch.arange(1, 41)], ids=["random", "by length"])
-def test_every_epoch_is_a_permutation_of_its_own(lengths: torch.Tensor | None) -> None:
-    order = DataOrder(40, 2, 2, 2, seed=3, lengths=lengths)
-    assert (order.global_batch_size, order.steps_per_epoch) == (8, 5)
-    epochs = [[row for step in range(5) for row in order.global_batch(5 * epoch + step)] for epoch in range(3)]
-    assert all(sorted(rows) == list(range(40)) for rows in epochs)
-    assert len({tuple(rows) for rows in epochs}) == 3
-    assert DataOrder(40, 2, 2, 2, seed=4, lengths=lengths).global_batch(1) != order.global_batch(1)
+@pytest.mark.parametrize("num_rows", [40, 43])
+@pytest.mark.parametrize("by_length", [False, True], ids=["random", "by length"])
+def test_every_epoch_is_a_permutation_of_its_own(by_length: bool, num_rows: int) -> None:
+    """A batch that is short comes last."""
+    lengths = torch.arange(1, num_rows + 1) if by_length else None
+    order, size = DataOrder(num_rows, 2, 2, 2, seed=3, lengths=lengths), -(-num_rows // 8)
+    assert (order.global_batch_size, order.steps_per_epoch) == (8, size)
+    epochs = [[order.global_batch(size * epoch + step) for step in range(size)] for epoch in range(3)]
+    for batches in epochs:
+        assert sorted(row for batch in batches for row in batch) == list(range(num_rows))
+        assert [len(batch) for batch in batches[:-1]] == [8] * (size - 1)
+    assert len({str(batches) for batches in epochs}) == 3
+    assert DataOrder(num_rows, 2, 2, 2, seed=4, lengths=lengths).global_batch(1) != order.global_batch(1)
 
 
 def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
@@ -110,17 +115,19 @@ def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
             assert all(len(rows) <= order.per_device for rank in forwards for rows in rank)
 
 
-def test_group_by_length() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_group_by_length(seed: int) -> None:
     """Batches of like length, in random order, the longest sequence first; the same whatever the parallel layout."""
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
-    order = DataOrder(1000, 4, 2, 1, seed=0, lengths=lengths)
+    order = DataOrder(1000, 4, 2, 1, seed=seed, lengths=lengths)
     batches = [lengths[order.global_batch(step)] for step in range(order.steps_per_epoch)]
     spread = torch.stack([batch.max() - batch.min() for batch in batches]).float().mean()
     assert spread < 20, "of rows chosen at random it would be near 390"
-    assert batches[0].max() == lengths.max()
+    for epoch in range(3):
+        assert lengths[order.global_batch(epoch * order.steps_per_epoch)].max() == lengths.max()
     means = torch.stack([batch.float().mean() for batch in batches])
     assert 10 < (means[1:] < means[:-1]).sum() < 115, "in random order, not sorted"
-    other = DataOrder(1000, 2, 2, 2, seed=0, lengths=lengths)
+    other = DataOrder(1000, 2, 2, 2, seed=seed, lengths=lengths)
     assert all(order.global_batch(step) == other.global_batch(step) for step in range(200))
 
 
