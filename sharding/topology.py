@@ -12,6 +12,7 @@ change how parameters are sharded. All pp indices read the same sequences.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Literal
 
 from ..moe.util.errors import ExpertMeshError
@@ -289,6 +290,11 @@ def nodes_of_equal_size(world_size: int, ranks_per_node: int) -> list[str]:
     return [f"node {rank // ranks_per_node}" for rank in range(world_size)]
 
 
+def ranks_per_equal_node(world_size: int, most: int) -> int:
+    """Ranks of each node where all nodes have equally many, as many as may be."""
+    return max(n for n in divisors(world_size) if n <= most)
+
+
 def _is_across(ranks: Iterable[int], nodes: Sequence[str]) -> bool:
     return len({nodes[rank] for rank in ranks}) > 1
 
@@ -321,7 +327,9 @@ def _use(fits: list[int], ranks: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """In ascending order."""
+    small = [n for n in range(1, isqrt(max(number, 0)) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def either(numbers: list[int]) -> str:

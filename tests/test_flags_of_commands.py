@@ -5,16 +5,22 @@ import ast
 import importlib
 import io
 import re
+import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.flags import FlagParser
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 
@@ -130,6 +136,77 @@ def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path
             if not re.search(rf"{flag}\b.*( has no effect|: )", said):
                 dropped.append(flag)
     assert not dropped
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """
+    Raises:
+        TimeoutError: what is inside takes longer.
+    """
+
+    def late(*given: object) -> None:
+        raise TimeoutError(f"not back after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if re.search("check|rehearse", name) else name for name in LINES]
+)
+def test_numbers_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path: Path) -> None:
+    """Also zero, which is no missing value, and what no computer has, in time."""
+    places = {**places, "OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file.json")}
+    line = [places.get(word, word) for word in LINES[name].split()]
+    with recording() as (_, flags):
+        assert run(line)[0] == 0
+    taken = []
+    for action in flags.values():
+        if action.type not in (int, float):
+            continue
+        flag = action.option_strings[0]
+        at = line.index(flag) if flag in line else len(line)
+        outcomes = {}
+        for value in ("default", "0", "-1", str(10**9), "nan"):
+            shutil.rmtree(places["OUT"], ignore_errors=True)
+            given = line if value == "default" else [*line[:at], *line[at + 2 :], flag, value]
+            with within(60):
+                code, said = run(given)
+            outcomes[value] = untimed(said)
+            is_refused = code == 2 and said.count("\n") == 1 and any(word in said for word in action.option_strings)
+            is_told = f"{flag} has no effect" in said
+            is_default = value in ("default", str(action.default))
+            # in place of zero no default is taken
+            is_other = value == str(10**9) or (value == "0" and outcomes[value] != outcomes["default"])
+            if not (is_refused or is_told or is_default or (is_other and code in (0, 1))):
+                taken.append((flag, value, code, said))
+    assert not taken, "\n".join(map(str, taken))
+
+
+def untimed(said: str) -> str:
+    return re.sub(r"[\d.,]+ s\b", "", said)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", str(10**9), "nan"])
+def test_numbers_of_a_run(value: str) -> None:
+    """Of what is given nothing else is taken, and no number is none."""
+    for setting in fields(TrainConfig):
+        if not {int, float} & {setting.type, *get_args(setting.type)}:
+            continue
+        flag = flag_of(setting.name)
+        try:
+            config = parse_config(["--model", "m", "--dataset", "d", flag, value])
+        except ExpertMeshError as error:
+            assert flag in str(error)
+        else:
+            assert value != "nan", flag
+            assert getattr(config, setting.name) in (float(value), [float(value)]), flag
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,22 @@ import contextlib
 import io
 import json
 import re
+import shlex
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import config_from_args, get_args_parser
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import parse_config
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.mesh_command import print_speeds
+from expertmesh.training.planning.plan_flags import read_flags
 from expertmesh.training.planning.planner.check import (
     GroupSpeed,
     check_groups,
@@ -33,6 +36,7 @@ from expertmesh.training.planning.planner.hardware import (
     save_measured,
 )
 from expertmesh.training.planning.planner.mesh_picture import picture
+from expertmesh.training.planning.rank_memory import _plan_line
 from expertmesh.training.planning.rates import AT_BEST
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
@@ -558,6 +562,80 @@ def test_names_of_presets_in_any_case() -> None:
         chosen("a10", "pcie4")
     with pytest.raises(ExpertMeshError, match="--flash-attention 3: is for H100 and H200, not for --gpu b200"):
         chosen_hardware(Namespace(gpu="b200", gpu_memory="", network=None, calibrate=None, flash_attention=3))
+
+
+def started(line: str) -> tuple[int, TrainConfig]:
+    """How many ranks torchrun starts by a launch line, as its own parser reads it, and with which settings."""
+    words = shlex.split(line)
+    assert words[0] == "torchrun"
+    read, _, flags = config_from_args(get_args_parser().parse_args(words[1:]))
+    assert read.min_nodes == read.max_nodes
+    assert flags[0] == "-m" or "expertmesh.train_ep" in flags
+    return read.max_nodes * read.nproc_per_node, parse_config(flags[flags.index("expertmesh.train_ep") + 1 :])
+
+
+@pytest.mark.parametrize("flags", [[], ["--pp-size", "2", "--global-batch-size", "24"]], ids=" ".join)
+@pytest.mark.parametrize("per_node", [None, 2, 6])
+def test_a_launch_line_starts_what_was_planned(
+    tiny: Path, capsys: pytest.CaptureFixture[str], per_node: int | None, flags: list[str]
+) -> None:
+    """Over numbers of GPUs that fill nodes and others; where nodes cannot be alike, the numbers that are told do."""
+    common = ["--model", str(tiny), *ALONE, "--max-seq-length", "16", "--gradient-checkpointing", "none", *flags]
+    of_nodes = [] if per_node is None else ["--gpus-per-node", str(per_node)]
+    for gpus in (2, 12, 20, 26, 32):
+        code = main(["plan", *common, *of_nodes, "--gpus", str(gpus), "--json"])
+        said = capsys.readouterr()
+        here = gpus if per_node is None else per_node
+        if code == 2:
+            assert per_node is not None
+            assert gpus > per_node
+            assert gpus % per_node
+            fits = re.search(r"give --gpus (\d+) or (\d+), or --gpus-per-node ([\d, or]+)$", said.err.strip())
+            assert fits is not None, said.err
+            assert all(int(number) % per_node == 0 for number in fits.groups()[:2])
+            assert {gpus % int(number) for number in re.findall(r"\d+", fits[3])} == {0}
+            continue
+        assert ("fill nodes of 8 GPUs" in said.err) == (per_node is None and gpus > 8 and gpus % 8 > 0)
+        plans = json.loads(said.out)
+        assert plans
+        for plan in plans:
+            world_size, config = started(plan["launch"])
+            assert world_size == gpus == plan["pp"] * plan["dp"] * plan["ep"]
+            assert int(re.search(r"--nproc-per-node (\d+)", plan["launch"])[1]) <= here  # type: ignore[index]
+            told = ("dense_shard", "gradient_checkpointing")
+            assert [plan[name] for name in told] == [getattr(config, name) for name in told]
+            sizes = [config.pp_size, config.ep_size, config.cp_size, config.tp_size]
+            assert [plan[name] for name in ("pp", "ep", "cp", "tp")] == sizes
+            assert plan["micro_batch"] == config.per_device_train_batch_size
+            assert plan["accumulation"] == config.micro_batches(world_size)
+            if plan["pp"] > 1:
+                assert (plan["schedule"], plan["chunks"]) == (config.schedule_name, config.pipeline_chunks)
+
+
+def test_nodes_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prime number of GPUs fills none; one node may have more than the usual number, if that is said."""
+    assert main(["plan", "--model", "m", "--gpus", "11"]) == 2
+    assert "--gpus 11: do not fill nodes of 8 GPUs; give --gpus 8 or 16, or --gpus-per-node 1 or 11" in (
+        capsys.readouterr().err
+    )
+    assert main(["mesh", "--world-size", "12", "--ep-size", "4"]) == 0
+    said = capsys.readouterr()
+    assert "note: --world-size 12 do not fill nodes of 8 GPUs: taken as 2 nodes of 6" in said.err
+    assert "12 ranks = dp 3 x ep 4, 6 per node, 2 nodes" in said.out
+    assert main(["mesh", "--world-size", "12", "--ep-size", "4", "--gpus-per-node", "8"]) == 2
+    assert "--world-size 12: do not fill nodes of 8 GPUs; give --world-size 8 or 16, or" in capsys.readouterr().err
+    assert main(["mesh", "--world-size", "12", "--ep-size", "4", "--gpus-per-node", "12"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("world_size", "here", "planned"), [(4, 2, 2), (12, 8, 6), (16, 16, 16), (12, 12, 12)])
+def test_the_plan_that_a_run_names_has_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, world_size: int, here: int, planned: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    line = _plan_line(TrainConfig(model=str(tiny), dataset=["d"]), world_size, 2**30)
+    asked = read_flags(shlex.split(line)[4:])
+    assert (asked.world_size, asked.gpus_per_node) == (world_size, planned)
 
 
 def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def build_parser() -> Parser:
         default="full",
         help="non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)",
     )
-    mesh.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: torchrun's ranks per node, else 8)")
+    mesh.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: torchrun's, else 8 or fewer)")
     mesh.add_argument("--num-experts", type=int, default=8, help="experts per layer")
     mesh.add_argument("--check", action="store_true", help="under torchrun: exchange tokens in every group")
     mesh.add_argument("--hidden-size", type=int, default=4096, help="with --check: elements per token")

@@ -16,7 +16,7 @@ from ...sharding.pipeline.balance import cut_stages
 from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
 from ...sharding.torchrun import read_environment
 from .columns import Column, open_console, print_table
-from .planner.hardware import check_positive, save_measured
+from .planner.hardware import MOST, check_positive, gpus_per_node, save_measured, tell_nodes
 from .planner.layout_picture import MOST_RANKS, layout_picture
 from .planner.measured import ModelCuts
 from .planner.mesh_picture import picture, ranks_of
@@ -41,14 +41,15 @@ def mesh(arguments: argparse.Namespace) -> int:
         ExpertMeshError: the flags do not go together, or a group does not answer.
     """
     rank, torchrun_world, _ = read_environment()
-    world = arguments.world_size or torchrun_world
+    of_all = ("world_size", "num_experts", "pipeline_chunks", "num_layers", "hidden_size")
+    check_positive(arguments, *of_all, most=MOST)
+    check_positive(arguments, "gpus_per_node", "timeout")
+    world = torchrun_world if arguments.world_size is None else arguments.world_size
     if arguments.check and world != torchrun_world:
         raise ExpertMeshError(
             f"--world-size {world}: --check runs under torchrun, which has started {torchrun_world} "
             f"rank{'s' * (torchrun_world > 1)}; leave --world-size out"
         )
-    if world < 1:
-        raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
     if arguments.json is not None and not arguments.check:
         raise ExpertMeshError(f"--json {arguments.json}: needs the rates that --check measures; add --check")
     if arguments.picture is not None and world > MOST_RANKS:
@@ -62,19 +63,21 @@ def mesh(arguments: argparse.Namespace) -> int:
     sizes = (arguments.cp_size, arguments.pp_size, arguments.tp_size)
     topology = Topology(world, arguments.ep_size, arguments.dense_shard, *sizes)
     check_sizes(topology, arguments.num_experts)
-    gpus_per_node = arguments.gpus_per_node or _torchrun_ranks_a_node() or 8
-    if gpus_per_node < 1:
-        raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")
-    check_tp_nodes(topology, nodes_of_equal_size(world, gpus_per_node))
+    here = _torchrun_ranks_a_node() if arguments.gpus_per_node is None else None
+    if here is None:
+        here = gpus_per_node(world, arguments.gpus_per_node, "--world-size")
+        if rank == 0:
+            tell_nodes(world, arguments.gpus_per_node, "--world-size")
+    check_tp_nodes(topology, nodes_of_equal_size(world, here))
     if rank == 0:
         layers = _layers_by_pp_index(arguments)
-        lines = picture(topology, gpus_per_node, arguments.num_experts, terminal_width(), layers)
+        lines = picture(topology, here, arguments.num_experts, terminal_width(), layers)
         print(folded("\n".join(lines)), flush=True)
         if arguments.picture is not None:
             with _writing("--picture", arguments.picture), whole(arguments.picture) as partial:
-                drawn = layout_picture(topology, gpus_per_node, arguments.num_experts, layers)
+                drawn = layout_picture(topology, here, arguments.num_experts, layers)
                 partial.write_text(drawn, encoding="utf-8")
-    return _check(arguments, topology, gpus_per_node) if arguments.check else 0
+    return _check(arguments, topology, here) if arguments.check else 0
 
 
 def _layers_by_pp_index(arguments: argparse.Namespace) -> list[list[range]]:
@@ -86,14 +89,14 @@ def _layers_by_pp_index(arguments: argparse.Namespace) -> list[list[range]]:
     pp_size, chunks, num_layers = arguments.pp_size, arguments.pipeline_chunks, arguments.num_layers
     if pp_size == 1:
         return []
-    check_positive(arguments, "pipeline_chunks", "num_layers")
     alike = ModelCuts("the model", (1.0,) * num_layers + (0.0,), frozenset(), ())
     stages = cut_stages(alike, pp_size, chunks, None)
     return [list(stages[pp_rank::pp_size]) for pp_rank in range(pp_size)]
 
 
-def _torchrun_ranks_a_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+def _torchrun_ranks_a_node() -> int | None:
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if told is None else int(told)
 
 
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:

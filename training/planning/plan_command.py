@@ -50,7 +50,7 @@ def plan(asked: Asked) -> int:
     arguments = asked.arguments
     config = asked.config((asked.tp_sizes or [1])[0])
     hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
-    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
+    cluster = Cluster(hardware, asked.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
     found = _search(asked, cluster)
     plans = best_first(plan for each in found for plan in each.plans)
@@ -61,7 +61,7 @@ def plan(asked: Asked) -> int:
         (own,) = (each.config for each in found if each.config.tp_size == plan.setting.tp_size)
         run = config_of(plan.setting, own)
         given = asked.given
-        return launch_line(run, plan.setting.world_size, arguments.gpus_per_node, given.file, given.config)
+        return launch_line(run, plan.setting.world_size, cluster.gpus_per_node, given.file, given.config)
 
     notes = _notes(config_of(best.setting, config), best.setting)
     if arguments.json:
@@ -173,7 +173,7 @@ def _measure(asked: Asked, config: TrainConfig) -> CachedMeasure:
     topology = Topology(world_size, ep_size, dense_shard, *sizes)
     # the model's experts are not known yet
     check_sizes(replace(topology, ep_size=1, dense_shard="full"), num_experts=1)
-    check_tp_nodes(topology, nodes_of_equal_size(world_size, config.ranks_per_node or asked.arguments.gpus_per_node))
+    check_tp_nodes(topology, nodes_of_equal_size(world_size, config.ranks_per_node or asked.gpus_per_node))
     file = find_config(config.model)
     with _naming(config.model):
         measure = CachedMeasure(config, file.content, file.load, "cuda", not asked.arguments.no_cache)
@@ -195,7 +195,7 @@ def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tri
         asked.world_size,
         ep_size=1,
         imbalance=imbalance_of(read_imbalance(asked.arguments.imbalance), measure.parameters.num_experts),
-        ranks_per_node=config.ranks_per_node or asked.arguments.gpus_per_node,
+        ranks_per_node=config.ranks_per_node or asked.gpus_per_node,
         accumulation=config.gradient_accumulation_steps,
         pp_size=1,
         chunks=1,
@@ -309,6 +309,7 @@ def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Settin
     if times == 1:
         tried = replace(tried, ep_size=smallest.ep_size, dense_shard=smallest.dense_shard, pp_size=smallest.pp_size)
     try:
+        cluster = replace(cluster, gpus_per_node=larger.gpus_per_node)
         config = larger.config(smallest.tp_size, **changes)
         measure = _measure(larger, config)
         plans = _plans(larger, config, measure, tried, cluster)

@@ -12,7 +12,7 @@ from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
 from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
 from .coverage import check_covered
 from .imbalance import add_imbalance_flags, read_imbalance
-from .planner.hardware import add_hardware_flags, check_positive
+from .planner.hardware import MOST, add_hardware_flags, check_positive, gpus_per_node, tell_nodes
 from .planner.tried import MICRO_BATCHES, Tried
 
 DATASET, OUTPUT_DIR = "$DATASET", "$OUTPUT_DIR"
@@ -91,6 +91,14 @@ class Asked:
     def world_size(self) -> int:
         return int(self.arguments.gpus)
 
+    @property
+    def gpus_per_node(self) -> int:
+        """
+        Raises:
+            ExpertMeshError: the GPUs do not fill as large nodes as were asked for.
+        """
+        return gpus_per_node(self.world_size, self.arguments.gpus_per_node)
+
     def config(self, tp_size: int = 1, **changes: Any) -> TrainConfig:
         """The run, with what is searched at any value that goes with the rest.
 
@@ -154,6 +162,7 @@ def read_flags(argv: Sequence[str]) -> Asked:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     asked = asked_by(arguments, rest, list(parser._option_string_actions))
+    tell_nodes(arguments.gpus, arguments.gpus_per_node)
     if arguments.json:
         tell_without_effect(parser, arguments, "with --json, which has every layout", "top", "verbose")
     tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
@@ -161,7 +170,9 @@ def read_flags(argv: Sequence[str]) -> Asked:
 
 
 def asked_by(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> Asked:
-    check_positive(arguments, "gpus", "gpus_per_node", "top")
+    check_positive(arguments, "gpus", most=MOST)
+    check_positive(arguments, "gpus_per_node", "top")
+    gpus_per_node(arguments.gpus, arguments.gpus_per_node)
     refuse_gone(rest, GONE)
     given = given_settings(rest, own)
     flags = dict(given.flags)

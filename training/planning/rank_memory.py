@@ -19,7 +19,7 @@ from ...moe.kernels.expert_kernels import KernelChoice
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.runtime.process import Ranks, raise_together
-from ...sharding.topology import Topology
+from ...sharding.topology import Topology, ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
 from ..inputs import Inputs
@@ -119,8 +119,8 @@ class Forecast:
 
 def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
     """The command that plans this run on as many GPUs of so many bytes, with its layout left open."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    words = ["--gpus", str(world_size), *(["--gpus-per-node", str(here)] if here < world_size else [])]
+    here = ranks_per_equal_node(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    words = ["--gpus", str(world_size), "--gpus-per-node", str(here)]
     words += ["--gpu-memory", f"{int(memory / 2**20)}MiB"]
     without = {*_SEARCHED, *NOT_MODELLED, *(name for names in NO_EFFECT.values() for name in names)}
     words += flags_of_config(config, ("model", "bf16", "max_seq_length", "optim"), never=without)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...moe.util.terminal import folded
+from ...sharding.topology import ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
 from .columns import Column, open_console, print_table
 from .coverage import not_modelled
@@ -293,8 +294,9 @@ def launch_line(
     Args:
         file: settings that the YAML file gives which `config_file` names.
     """
-    nodes = -(-world_size // gpus_per_node)
-    here = min(world_size, gpus_per_node)
+    # torchrun starts as many ranks on each node
+    here = ranks_per_equal_node(world_size, gpus_per_node)
+    nodes = world_size // here
     across = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{HOST}:29500" ' if nodes > 1 else ""
     always = list(_ALWAYS)
     if config.global_batch_size is None:

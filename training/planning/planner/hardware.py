@@ -3,6 +3,7 @@ measured; and the flags of `plan` and `rehearse` that choose one."""
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,10 +13,13 @@ from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.parser import flag_of
 from ....moe.util.sizes import parse_size
+from ....sharding.topology import divisors, either, ranks_per_equal_node
 from ..rates import AT_BEST, Exchange, Rates, published, rates_from
 
-_GPU, _NETWORK = "H100", "infiniband-ndr"
+_GPU, _NETWORK, _GPUS_PER_NODE = "H100", "infiniband-ndr", 8
 """What a run is planned for where no flag says it."""
+MOST = 2**20
+"""More GPUs, layers or experts are refused: of so many nothing comes back in time."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,46 @@ def load_measured(file: Path) -> Hardware:
         ) from error
 
 
+PER_NODE_HELP = f"GPUs per node (default: {_GPUS_PER_NODE}, or as many as all nodes can have)"
+
+
+def gpus_per_node(gpus: int, given: int | None, flag: str = "--gpus") -> int:
+    """GPUs of each node, of which all have equally many.
+
+    Args:
+        given: by --gpus-per-node.
+        flag: that has given the number of GPUs.
+
+    Raises:
+        ExpertMeshError: as many GPUs do not fill nodes of the size that was given, or of any but one GPU.
+    """
+    most = _GPUS_PER_NODE if given is None else given
+    if gpus <= most or gpus % most == 0:
+        return most
+    fits = ranks_per_equal_node(gpus, most)
+    if given is None and fits > 1:
+        return fits
+    fewer = gpus - gpus % most
+    raise ExpertMeshError(
+        f"{flag} {gpus}: do not fill nodes of {most} GPUs; give {flag} {fewer} or {fewer + most}, or --gpus-per-node "
+        f"{either(divisors(gpus))}"
+    )
+
+
+def tell_nodes(gpus: int, given: int | None, flag: str = "--gpus") -> None:
+    """Say on stderr where nodes have other than the usual number of GPUs, and no flag says so."""
+    here = gpus_per_node(gpus, given, flag)
+    if given is None and here != _GPUS_PER_NODE:
+        print(
+            f"note: {flag} {gpus} do not fill nodes of {_GPUS_PER_NODE} GPUs: taken as {gpus // here} nodes of {here}; "
+            "--gpus-per-node sets another number",
+            file=sys.stderr,
+        )
+
+
 def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--gpus-per-node", type=int, help=PER_NODE_HELP)
     parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(DEVICES)} (default: {_GPU})")
     parser.add_argument(
         "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
@@ -272,11 +313,14 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
     return hardware
 
 
-def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+def check_positive(arguments: argparse.Namespace, *names: str, most: int | None = None) -> None:
     """
     Raises:
-        ExpertMeshError: one of these flags is below 1.
+        ExpertMeshError: one of these flags, if it was given, is below 1, or above `most`.
     """
     for name in names:
-        if getattr(arguments, name) < 1:
-            raise ExpertMeshError(f"{flag_of(name)} {getattr(arguments, name)}: must be 1 or more")
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ExpertMeshError(f"{flag_of(name)} {value}: must be 1 or more")
+        if value is not None and most is not None and value > most:
+            raise ExpertMeshError(f"{flag_of(name)} {value}: must be {most:,} or less")

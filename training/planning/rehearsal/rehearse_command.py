@@ -21,7 +21,7 @@ from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
 from ..imbalance import GivenRouting, imbalance_of, read_imbalance
 from ..memory import NEAR
-from ..planner.hardware import Hardware, chosen_hardware, products_in
+from ..planner.hardware import Hardware, chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import read_config
 from ..planner.search import Cluster, Plan
 from ..planner.setting import Setting
@@ -50,15 +50,14 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
 
     warnings.filterwarnings("ignore")
     started = time.time()
-    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
+    here = gpus_per_node(arguments.gpus, arguments.gpus_per_node)
+    cluster = Cluster(hardware, here, hardware.device.memory)
     planner = _Planner(config, model_config, arguments, cluster)
     config = planner.settled()
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
-        rehearsed = rehearse(
-            config, model_config, arguments.gpus, rank, routing, arguments.gpus_per_node, planner.loops
-        )
+        rehearsed = rehearse(config, model_config, arguments.gpus, rank, routing, here, planner.loops)
         accounts.append(account_of(rehearsed, config, hardware, arguments.gpus, rank))
         orders[rank] = calls(rehearsed.recorder.events)
         routing = rehearsed.routing

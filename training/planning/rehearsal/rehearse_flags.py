@@ -12,7 +12,7 @@ from ....sharding.topology import Topology, check_sizes
 from ...config.train_config import TrainConfig, parse_config
 from ..coverage import check_covered
 from ..imbalance import add_imbalance_flags
-from ..planner.hardware import add_hardware_flags, check_positive
+from ..planner.hardware import MOST, add_hardware_flags, check_positive, tell_nodes
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
@@ -82,7 +82,9 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
 
 
 def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
-    check_positive(arguments, "gpus", "gpus_per_node", "samples_per_row")
+    check_positive(arguments, "gpus", most=MOST)
+    check_positive(arguments, "gpus_per_node", "samples_per_row")
+    tell_nodes(arguments.gpus, arguments.gpus_per_node)
     if not 0 <= arguments.rank < arguments.gpus:
         raise ExpertMeshError(
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
