@@ -47,7 +47,7 @@ def read_flags(argv: Sequence[str] | None) -> TrainConfig:
     try:
         config = parse_config(argv)
         check_apart(config)
-        prepare_process(config)
+        prepare_process(config, reads_data=True)
         from expertmesh.sharding.runtime.process import device_type, settle_malloc
 
         if device_type(config.use_cpu) == "cpu":

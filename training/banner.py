@@ -212,6 +212,11 @@ def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
     samples, held_out = inputs.training.samples, inputs.evaluation
     lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
     lines.append(f"chat template: {inputs.template}")
+    if inputs.template_date:
+        lines.append(
+            f"note: the chat template reads the clock; all samples have the date {inputs.template_date} "
+            "(--template-date sets it, and a resumed run keeps it)"
+        )
     if inputs.stream is None:
         lines.append(f"tokenized samples are cached in {cache_directory()}")
     for name, rows in (("samples", samples), ("evaluation samples", None if held_out is None else held_out.samples)):

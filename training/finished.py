@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..checkpoints.files.directories import write_errors
-from ..checkpoints.training_state.marker import whole_checkpoints
+from ..checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.atomic_write import whole
 from ..moe.util.errors import ExpertMeshError
@@ -87,6 +88,17 @@ def _read(path: Path) -> Finished | None:
         return Finished(**found) if all(isinstance(found[name], kinds[name]) for name in kinds) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def recorded_date(config: TrainConfig) -> str:
+    """The date that chat templates wrote in the run that is to be resumed; empty: none, or there is no such run."""
+    output_dir = Path(config.output_dir)
+    resumed = whole_checkpoints(output_dir / "checkpoints") if config.resume == "auto" else [Path(config.resume)]
+    for path in resumed if config.resume else []:
+        with suppress(ExpertMeshError):  # damaged; who resumes is told of it
+            return str(read_marker(path)["settings"].get("template_date", ""))
+    done = read_finished(output_dir) if config.resume == "auto" else None
+    return "" if done is None else str(done.settings.get("template_date", ""))
 
 
 def forget_finished(output_dir: Path) -> None:

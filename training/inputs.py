@@ -1,10 +1,13 @@
 """What a run reads before it starts: tokenizer, sequences to train on, sequences to evaluate on."""
 
+import datetime
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ..checkpoints.hf.source import ModelSource
 from ..moe.util.errors import ExpertMeshError
@@ -18,6 +21,7 @@ from .data.formats import Columns
 from .data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from .data.sequences import Rows, make_rows
 from .data.stream import Stream
+from .data.templates import at_date, reads_clock
 
 _NUM_PROMPTS = 3
 
@@ -27,6 +31,7 @@ class Inputs:
     """template: which chat template the data are written in, in words. training, evaluation: None where there is none.
 
     stream: what the data to train on are read from while they are, of which `training` is then the first window.
+    template_date: the date that the template writes as today's; empty: it reads no clock.
     saved_tokenizer: the tokenizer to be saved with the model, where it is not the source's own.
     """
 
@@ -36,45 +41,54 @@ class Inputs:
     training: Rows | None
     evaluation: Rows | None
     stream: Stream | None = None
+    template_date: str = ""
 
 
-def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Inputs:
+def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, began: str = "") -> Inputs:
     """Rank 0 goes first and fills the cache that the others then read, however long it takes; then the first rank of
-    each further node, whose cache may be another. All ranks call it together."""
+    each further node, whose cache may be another. All ranks call it together.
+
+    Args:
+        began: on rank 0, the date that chat templates wrote when the run began; empty: it begins today.
+    """
     import datasets
 
     if ranks.rank > 0:
         datasets.disable_progress_bars()
     inputs = Inputs(None, None, "", None, None)
+    date: list[Any] = [config.template_date or began or datetime.date.today().isoformat()]
+    dist.broadcast_object_list(date, src=0)
     mine = 0 if ranks.rank == 0 else 1 if read_environment()[2] == 0 else 2
     for turn in range(3):
         with raise_together(patient=ranks):
             if turn == mine:
-                inputs = _read(config, source, tells=ranks.rank == 0)
+                inputs = _read(config, source, date[0], tells=ranks.rank == 0)
     return inputs
 
 
-def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
+def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
     own_template = tokenizer.chat_template
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
+    date = date if not config.prompt_template and reads_clock(tokenizer) else ""
     if not config.dataset:
-        return Inputs(tokenizer, tokenizer if config.has_own_tokenizer else None, template, None, None)
-    training, evaluation, stream = _read_samples(config, tokenizer)
+        saved = tokenizer if config.has_own_tokenizer else None
+        return Inputs(tokenizer, saved, template, None, None, template_date=date)
+    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer)
     if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
         check_weighted(config)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
-        template, tokenizer.chat_template = "none", own_template
-    if tells and (unused := _without_effect(config, training)):
+        template, tokenizer.chat_template, date = "none", own_template, ""
+    if tells and (unused := _without_effect(config, training, date)):
         print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     if config.estimates_divergence:
         _check_prompts(training, evaluation)
     rows = stream.first.rows if stream else make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
-    return Inputs(tokenizer, saved, template, rows, held_out, stream)
+    return Inputs(tokenizer, saved, template, rows, held_out, stream, date)
 
 
 def check_weighted(config: TrainConfig) -> None:
@@ -113,6 +127,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.dataset_split,
         config.dataset_num_proc,
         config.sample_by,
+        config.template_date,
         pairs=config.task == "dpo",
         labelled=config.task == "kto",
     )
@@ -159,7 +174,7 @@ def _check_prompts(*parts: Samples | None) -> None:
             )
 
 
-def _without_effect(config: TrainConfig, training: Samples) -> str:
+def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
     """What was said of data that are of another kind, in words; empty: nothing."""
     names = [Path(spec.name) for spec in parse_datasets("--dataset", config.dataset)]
     told = []
@@ -171,6 +186,8 @@ def _without_effect(config: TrainConfig, training: Samples) -> str:
             told.append(f"--prompt-template {plain}")
     elif config.train_on not in ("assistant", "all") and all(origin.is_plain for origin in training.origins):
         told.append(f"--train-on {config.train_on} has no effect without a chat template: each answer is trained on")
+    if config.template_date and not date:
+        told.append(f"--template-date {config.template_date} has no effect: no chat template reads the clock")
     if config.sample_by != "line" and not any(path.is_dir() or path.suffix == ".txt" for path in names):
         told.append(f"--sample-by {config.sample_by} has no effect without a .txt file")
     return "; ".join(told)
@@ -277,7 +294,8 @@ def make_prompts(config: TrainConfig, inputs: Inputs) -> Prompts | None:
     if config.generate_steps == 0:
         return None
     if config.generate_prompts:
-        tokens = [question_tokens(config, inputs.tokenizer, prompt) for prompt in config.generate_prompts]
+        date = inputs.template_date
+        tokens = [question_tokens(config, inputs.tokenizer, prompt, date) for prompt in config.generate_prompts]
         texts = list(map(inputs.tokenizer.decode, tokens))  # as the model sees them, with the template's tokens
         return Prompts(texts, tokens, [None] * len(tokens), inputs.tokenizer)
     rows = inputs.evaluation or inputs.training
@@ -289,15 +307,16 @@ def make_prompts(config: TrainConfig, inputs: Inputs) -> Prompts | None:
     return Prompts(texts, tokens, answers, inputs.tokenizer)
 
 
-def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[int]:
-    """A question as the model is to see it before it answers."""
+def question_tokens(config: TrainConfig, tokenizer: Any, question: str, date: str = "") -> list[int]:
+    """A question as the model is to see it before it answers, with this date as today's."""
     if config.prompt_template:
         return prompt_tokens(tokenizer, config.prompt_template, question)
     if tokenizer.chat_template is None:
         return prompt_tokens(tokenizer, "{prompt}", question)
     message = {"role": "user", "content": question}
     try:
-        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        clock = at_date(tokenizer, date)
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True, **clock)
     except Exception as error:
         raise ExpertMeshError(f"--generate-prompts: the chat template refuses {question!r:.80}: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

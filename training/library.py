@@ -31,6 +31,7 @@ OF_THE_LOOP = frozenset(
             "weight_column",
             "sample_by",
             "chat_template",
+            "template_date",
             "prompt_template",
             "train_on",
         ),

@@ -95,6 +95,10 @@ def _compared(
     if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"
     which = "model" if is_model else "data"
+    date = settings.get("template_date", "")  # not by an earlier release
+    if not is_model and date != config.template_date:
+        dates = [each or "no recorded date" for each in (date, config.template_date)]
+        said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
     if which in config.allow_changed:
         return f"resuming with a different {name} (--allow-changed): {said}"
     began = settings[name if is_model else "dataset"]

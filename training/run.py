@@ -21,7 +21,7 @@ from .consistency import compare_data, compare_teachers, start_facts
 from .data.preview import print_preview
 from .data.samples import cache_directory
 from .engine import Engine, start_engine
-from .finished import Finished, complete_report, find_finished, held_line
+from .finished import Finished, complete_report, find_finished, held_line, recorded_date
 from .inputs import make_prompts, read_inputs
 from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
 from .loss.distillation import distillation_objective
@@ -92,7 +92,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         output_dir = closing.enter_context(output_directory(config, ranks))
         watchdog.directory = output_dir / STUCK
     watchdog.at("reading the data", limited=False)
-    inputs = read_inputs(config, source, ranks)
+    inputs = read_inputs(config, source, ranks, recorded_date(config) if ranks.rank == 0 else "")
+    config = engine.config = replace(config, template_date=inputs.template_date)
     order = data_order(config, inputs.training, ranks.world_size)
     num_steps = number_of_steps(config, order)
     prompts = None if config.preview else make_prompts(config, inputs)
@@ -179,7 +180,8 @@ def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     order = data_order(config, inputs.training, ranks.world_size)
     if ranks.rank == 0:
         lines = [f"data    {data_line(inputs, order)}", *data_sets(inputs, config)]
-        lines.append(f"prepared: a run with the same data flags finds these samples in {cache_directory()}")
+        date = f" and --template-date {inputs.template_date}" if inputs.template_date else ""
+        lines.append(f"prepared: a run with the same data flags{date} finds these samples in {cache_directory()}")
         print(folded("\n".join(lines)), flush=True)
 
 

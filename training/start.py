@@ -14,8 +14,11 @@ from .config.train_config import TrainConfig
 from .data.data_files import check_places, places_read
 
 
-def prepare_process(config: TrainConfig) -> None:
+def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     """Settle what the settings ask of this process, before it joins a process group.
+
+    Args:
+        reads_data: whether it will read the data sets.
 
     Raises:
         ExpertMeshError: there is no such model, data set or training checkpoint, or a setting does not work here.
@@ -27,8 +30,9 @@ def prepare_process(config: TrainConfig) -> None:
     check_model(config.model)
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
-    check_places("--dataset", config.dataset)
-    check_places("--eval-dataset", config.eval_dataset)
+    if reads_data:
+        check_places("--dataset", config.dataset)
+        check_places("--eval-dataset", config.eval_dataset)
     from ..sharding.runtime.process import device_type
     from .model_setup.determinism import set_determinism
     from .model_setup.tf32 import set_tf32

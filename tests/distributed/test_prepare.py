@@ -1,10 +1,14 @@
 """`--prepare-only`: the cache is filled without weights, and a run on ranks finds it."""
 
+import datetime
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from expertmesh.training import inputs
 from tests.distributed.whole_runs import Runs, Told, tell
 
 SKIPPED = "*.safetensors"
@@ -40,3 +44,31 @@ def test_a_run_finds_what_was_prepared(runs: Runs, tmp_path: Path) -> None:
     run = runs(2, flags, "run", call=tell_cached, given=[cache])
     assert run.lines("loss")
     assert cached(cache) == before
+
+
+def tell_on(argv: list[str], days: list[str]) -> Told:
+    """train_ep.py on this rank, on its day."""
+    today = datetime.date.fromisoformat(days[int(os.environ["RANK"])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: today)))
+        return tell(argv)
+
+
+def test_all_samples_have_the_date_on_which_the_run_began(runs: Runs, tmp_path: Path) -> None:
+    """On every node, also where one is in the next day; and when it is resumed on another day."""
+    clock = "{{ '<s>' + strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
+    (tmp_path / "clock.jinja").write_text(clock)
+    flags = f"--chat-template {tmp_path / 'clock.jinja'} --global-batch-size 4 --save-steps 2 --resume auto"
+    run = runs(2, f"{flags} --max-steps 2", call=tell_on, given=[["2026-02-28", "2026-03-01"]])
+    assert "all samples have the date 2026-02-28" in run.printed
+    assert "already finished" in runs(1, f"{flags} --max-steps 2", call=tell_on, given=[["2031-01-02"]]).printed
+    resumed = runs(1, f"{flags} --max-steps 4", call=tell_on, given=[["2031-01-02"]])
+    assert "all samples have the date 2026-02-28" in resumed.printed
+    assert resumed.values("step") == [1, 2, 3, 4]
+    said = "its chat template wrote 2026-02-28, now 2031-01-02 (--template-date sets it)"
+    runs.refuses(1, f"{flags} --max-steps 6 --template-date 2031-01-02", said)
+    one = f"--chat-template {tmp_path / 'clock.jinja'} --template-date 2031-01-02"
+    assert "flags and --template-date 2031-01-02 finds" in " ".join(runs(1, f"{one} --prepare-only").printed.split())
+    assert "2031-01-02user" in runs(1, f"{one} --preview").printed
+    ended = runs(1, "--template-date 2031-01-02 --preview")
+    assert "note: --template-date 2031-01-02 has no effect: no chat template reads the clock" in ended.errors

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,6 +14,7 @@ import pytest
 import trl
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data import chat as spans
@@ -20,7 +22,7 @@ from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.preview import warnings_of
 from expertmesh.training.data.samples import DataOptions, load_samples
-from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, built_in_template
+from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, at_date, built_in_template, reads_clock
 from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
 
@@ -389,6 +391,14 @@ def row_of(conversation: str, name: str) -> dict[str, Any]:
     return {"messages": CONVERSATIONS[conversation], **tools}
 
 
+PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+def published_text(name: str) -> str:
+    """A template that trl brings."""
+    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+
+
 def test_all_are_expected() -> None:
     assert set(EXPECTED) == {(name, conversation) for name in (*BUILT_IN, *OWN) for conversation in CONVERSATIONS}
 
@@ -564,6 +574,31 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
             rendered(tokenizer, row, "assistant")
 
 
+READ_CLOCK = ["clock", *(name for name in PUBLISHED if "strftime_now" in published_text(name))]
+
+
+@pytest.mark.parametrize("name", READ_CLOCK)
+def test_a_date_for_the_clock(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' own clock shows it on that day."""
+    own = "{{ strftime_now(form) }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = tokenizer_like(tmp_path, "mistral", own) if name == "clock" else published(tmp_path, name)
+    assert reads_clock(tokenizer)
+    turns = [user("a"), {"role": "assistant", "content": "b"}]
+    for day in (datetime(2024, 2, 29), datetime(2031, 1, 2)):
+        date = day.date().isoformat()
+        forms = ["%d %b %Y", "%-d.%-m.%y", "100%% %A", "%%d", "%H:%M:%S %p", "%j%U%%%B"] if name == "clock" else [""]
+        for form in forms:
+            told = {"form": form} if form else {}
+            ours = tokenizer.apply_chat_template(turns, tokenize=False, **told, **at_date(tokenizer, date))
+            with monkeypatch.context() as patch:
+                patch.setattr(chat_template_utils, "datetime", Mock(now=lambda: day))  # noqa: B023
+                assert ours == tokenizer.apply_chat_template(turns, tokenize=False, **told)
+    row = {"messages": turns}
+    read = read_row(row, find_format(row, Columns()), Columns())
+    if name != "clock" and isinstance(read, Conversation):
+        assert render(tokenizer, read, "assistant", "2024-02-29").text != render(tokenizer, read, "all").text
+
+
 def test_names_of_reasoning(tmp_path: Path) -> None:
     """Data and templates have several; any goes with any, also where transformers does not pass it on under all."""
     tokenizers = {name: with_template(tmp_path, name) for name in ("GPT-OSS", "GLM-4.5", "chatml")}
@@ -596,14 +631,13 @@ NO_TEXT_AS_CONTENT = ("idefics3", "llava_next", "smolvlm")
 
 def published(directory: Path, name: str) -> Any:
     """A tokenizer with a template that trl brings, and the special tokens that this one writes."""
-    template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    template = published_text(name)
     tokenizer = tokenizer_like(directory, "mistral", template)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in sorted({*SPECIAL_TOKENS.findall(template)})])
     tokenizer.eos_token = next((token for token in END_TOKENS if token in tokenizer.get_vocab()), "</s>")
     return tokenizer
 
 
-PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 SAID = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "1"}
 # The system prompt stands in the last question, so that no earlier text begins a later one.
 MOVED = """\

@@ -610,7 +610,7 @@ def test_flags_without_effect_on_the_data(
     """A prompt template is used where there are prompts."""
     (data := tmp_path / "data.jsonl").write_text('{"prompt": "sum 1 1", "response": "2"}\n')
     config = TrainConfig(model="m", dataset=[str(data)], dataset_num_proc=1, **settings)  # type: ignore[arg-type]
-    told = _without_effect(config, _read_samples(config, tokenizer)[0])
+    told = _without_effect(config, _read_samples(config, tokenizer)[0], "")
     assert told.startswith(expected)
     assert bool(told) == bool(expected)
 
@@ -1031,6 +1031,11 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
     assert shown(tokenizer, load(tokenizer, file, train_on="all")) != first
     set_chat_template(tokenizer, "chatml")
     assert "im_start" in shown(tokenizer, load(tokenizer, file))[0]
+    tokenizer.chat_template += "{{ strftime_now('%Y') }}"
+    assert ["2031" in shown(tokenizer, load(tokenizer, file, template_date=f"{y}-01-02"))[0] for y in (2030, 2031)] == [
+        False,
+        True,
+    ]
     write(file, [{"prompt": "ab", "response": "fgh"}])
     assert "fgh" in shown(tokenizer, load(tokenizer, file))[0]
 

@@ -55,6 +55,7 @@ class LoadSettings(TypedDict, total=False):
     weight_column: str
     sample_by: SampleBy
     chat_template: str | Path
+    template_date: str
     prompt_template: str
     train_on: TrainOn
     max_seq_length: int

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, Literal, NamedTuple, get_args
 
 from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
@@ -223,6 +224,11 @@ class DataSettings:
         metavar="NAME",
         of_export=True,
     )
+    template_date: str = _flag(
+        "",
+        "Today's date, YYYY-MM-DD, for a chat template that writes it (default: that of the day when the run began)",
+        metavar="DATE",
+    )
     prompt_template: str = _flag("", "Instead of a chat template: the text before the response, containing {prompt}")
     train_on: TrainOn = _flag(
         "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
@@ -254,6 +260,14 @@ class DataSettings:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} must contain {{prompt}}")
         if self.prompt_template and self.chat_template:
             raise ExpertMeshError("--prompt-template and --chat-template: give one of them")
+        if self.template_date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.template_date):
+            raise ExpertMeshError(f"--template-date {self.template_date}: must be YYYY-MM-DD")
+        try:
+            date.fromisoformat(self.template_date or "2000-01-01")
+        except ValueError as error:
+            raise ExpertMeshError(f"--template-date {self.template_date}: {error}") from error
+        if self.template_date and self.prompt_template:
+            raise ExpertMeshError("--template-date: --prompt-template writes no date; leave out one of them")
         if self.preview and self.prepare_only:
             raise ExpertMeshError("--preview and --prepare-only: give one of them; --preview fills the cache, too")
         if self.packing and self.group_by_length:

@@ -96,14 +96,17 @@ class Rendered:
     is_unexplained: bool = False
 
 
-def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
+def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn, date: str = "") -> Rendered:
     """The conversation in the tokenizer's chat template.
+
+    Args:
+        date: see `Written`.
 
     Raises:
         ValueError: the template refuses the conversation, leaves out a part of it, or changes a message so that it
             cannot be found again.
     """
-    written = Written(tokenizer, conversation)
+    written = Written(tokenizer, conversation, date)
     if re.search("[\ud800-\udfff]", written.text):
         raise ValueError("the chat template writes a lone surrogate, not a character")
     written.check_complete()

@@ -53,7 +53,8 @@ class DataOptions:
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt. pairs, labelled: whether records are preference pairs, or answers that are labelled as desirable or not.
+    .txt. template_date: see `Written`. pairs, labelled: whether records are preference pairs, or answers that are
+    labelled as desirable or not.
     """
 
     max_seq_length: int
@@ -64,6 +65,7 @@ class DataOptions:
     split: str = "train"
     num_workers: int | None = None
     sample_by: SampleBy = "line"
+    template_date: str = ""
     pairs: bool = False
     labelled: bool = False
 
@@ -519,7 +521,7 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
                     results.append(_plain_tokens(tokenizer, PlainText(**said), options))
                 else:
                     results.append(None)
-                    rendered.append(render(tokenizer, Conversation(**said), options.train_on))
+                    rendered.append(render(tokenizer, Conversation(**said), options.train_on, options.template_date))
                     is_unexplained[-1] = rendered[-1].is_unexplained
             except ValueError as error:
                 raise ExpertMeshError(f"{place}: {error}") from error

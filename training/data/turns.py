@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 from .formats import Conversation
+from .templates import at_date
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"
@@ -34,6 +35,9 @@ class _TurnWords(NamedTuple):
 class Written:
     """A conversation's text.
 
+    Args:
+        date: that the template writes as today's; empty: today's.
+
     Attributes:
         text: as the template writes it, without a generation prompt.
         messages: as the template gets them: reasoning under each of its names, and the arguments of tool calls as text
@@ -45,8 +49,8 @@ class Written:
         ValueError: the template refuses the conversation.
     """
 
-    def __init__(self, tokenizer: Any, conversation: Conversation):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, conversation: Conversation, date: str = ""):
+        self._tokenizer, self._date = tokenizer, date
         self._tools, self._arguments = conversation.tools, conversation.arguments or {}
         _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _TurnWords] = {}
@@ -258,7 +262,12 @@ class Written:
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         written: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self._arguments
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **at_date(self._tokenizer, self._date, tools),
+            **self._arguments,
         )
         return written
 
