@@ -53,7 +53,7 @@ from ..sharding.pipeline.pipeline import cut_into_stages
 from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.runtime.watchdog import collectives_limit
 from ..sharding.state import set_parameter_dtype
-from ..sharding.topology import Topology, check_sizes
+from ..sharding.topology import Topology, check_divides, check_sizes
 from .attention.by_sample import apply_packing
 from .attention.context_parallel_attention import apply_context_parallel
 from .attention.flash_3 import use_flash_attention_3
@@ -297,6 +297,8 @@ class Engine:
         self.facts = {"model": compare_models(config, source, ranks)}
         with raise_together():
             check_c_compiler(ranks.device.type)
+            if config.cp_size > ranks.world_size:  # a trial takes sequences of at least so many positions
+                check_divides("--cp-size", config.cp_size, ranks.world_size)
             assembled = assemble(config, source, ranks.device.type)
         num_experts = moe_shape(assembled.model).num_experts
         self.changes: list[str] = []

@@ -11,6 +11,7 @@ from .errors import ExpertMeshError
 
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 _FLAG = re.compile(r"--\w[\w-]*")
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 _HELP_COLUMN = 26
 
 
@@ -26,6 +27,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"formatter_class": PlainHelp, "allow_abbrev": False, **kwargs})
+        # a flag's value, of which argparse knows those without an exponent: what is wrong with -1e-4 is its sign
+        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)

@@ -86,6 +86,7 @@ def test_sizes_that_do_not_come_out_even(runs: Runs) -> None:
     more_heads = runs.of(num_key_value_heads=4)
     for model, world_size, flags, said in (
         (runs, 2, "--cp-size 4", "--cp-size 4 does not divide the 2 ranks; use 1 or 2"),
+        (runs, 2, f"--cp-size {10**12}", f"--cp-size {10**12} does not divide the 2 ranks; use 1 or 2"),  # at once
         (
             runs,
             3,

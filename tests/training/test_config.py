@@ -4,13 +4,15 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.trainer_utils import SchedulerType
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.parser import flag_of
 from expertmesh.moe.util.sizes import parse_size
-from expertmesh.training.config.flags import group_of
+from expertmesh.training.config.flags import LIMITS, _value_type, group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -153,13 +155,14 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--ep 2", "unknown flag --ep"),
         ("--model m stray", "unknown flag stray"),
         ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
-        ("--adam-beta2 1", r"--adam-beta2 1.0: must be in \[0, 1\)"),
+        ("--learning-rate -1e-4", "--learning-rate -0.0001: must be 0 or more"),
+        ("--adam-beta2 1", "--adam-beta2 1.0: must be 0 or more, and less than 1"),
         ("--max-shard-size big", "--max-shard-size big: write it like 5GB"),
         ("--prompt-template x", "--prompt-template 'x' must contain {prompt}"),
         ("--bf16 maybe", "bf16"),
         ("--lr-scheduler-type cosin", "--lr-scheduler-type: unknown schedule cosin; did you mean cosine?"),
         ("--warmup-ratio 0.1 --warmup-steps 5", "--warmup-ratio 0.1 and --warmup-steps 5 are both given"),
-        ("--warmup-ratio 5", "--warmup-ratio 5.0: must be a fraction of all steps"),
+        ("--warmup-ratio 5", "--warmup-ratio 5.0: must be 0 or more, and at most 1"),
         ("--optim adam", "invalid choice: 'adam'"),
         ("--gradient-checkpointing some", "invalid choice: 'some'.*selective"),
         ("--expert-precision fp16", "invalid choice: 'fp16'.*fp8"),
@@ -363,3 +366,29 @@ def test_bad_yaml(text: str, said: str, tmp_path: Path) -> None:
     """What YAML itself, or the last of several flags, would let pass."""
     with pytest.raises(ExpertMeshError, match=f"--config {tmp_path / 'run.yaml'}: {said}"):
         of_yaml(tmp_path, text)
+
+
+NUMBERS = [field for field in fields(TrainConfig) if _value_type(field) in (int, float)]
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
+def test_numbers_that_make_no_sense_are_refused_by_name(setting: Any) -> None:
+    """Also of a setting that is added, which must say what it takes; written with a space or an equals sign."""
+    flag, kind = flag_of(setting.name), _value_type(setting)
+    limits = {limit: bound for limit, bound in setting.metadata.items() if limit in LIMITS}
+    assert {"least", "above"} & limits.keys(), "it takes what is below any bound"
+    low: Any = limits.get("least", limits.get("above"))
+    high = limits.get("most", limits.get("below"))
+    bad = ["nan", "inf", "-inf", "-Infinity", "-1e-4", str(low - 1), str(2**63) if kind is int else "1e400"]
+    bad += [str(low)] * ("above" in limits) + ["0"] * (low > 0) + ["0.5"] * (kind is int)
+    bad += [] if high is None else [str(high + 1), "1e12"] + [str(high)] * ("below" in limits)
+    for value in bad:
+        for words in ([flag, value], [f"{flag}={value}"]):
+            with pytest.raises(ExpertMeshError, match=f"{re.escape(flag)}[ /:].*") as refused:
+                parse_config([*NEEDED, *words])
+            assert "expected" not in str(refused.value), "that the value was taken for a flag"
+    good = [kind(low)] * ("least" in limits) + [high] * ("most" in limits)
+    good += [kind(10**12)] if high is None else [kind(high / 2)]
+    beside = [] if setting.name == "eval_ratio" else ["--eval-ratio", "0.5"]  # which patience needs
+    for number in good:
+        assert getattr(parse_config([*NEEDED, *beside, flag, str(number)]), setting.name) == number

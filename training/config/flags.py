@@ -1,6 +1,7 @@
 """Flags from a dataclass of settings, as transformers' `HfArgumentParser` makes them, which takes as long to import as
 the rest of transformers."""
 
+import operator
 import sys
 from argparse import Action, ArgumentError, _ArgumentGroup
 from collections.abc import Sequence
@@ -14,6 +15,14 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, Switch, flag_of, nearest
 from .other_tools import TORCHRUN, answer, answer_to_value
 
+LIMITS = {
+    "least": (operator.ge, "{} or more"),
+    "above": (operator.gt, "more than {}"),
+    "most": (operator.le, "at most {}"),
+    "below": (operator.lt, "less than {}"),
+}
+"""Metadata of a field that say what numbers it takes, each with how it is compared, and in words."""
+
 
 class FlagParser(Parser):
     """Has a flag for each field of a dataclass.
@@ -21,10 +30,9 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
     (groups come in the order of their first fields). A field's metadata go to `add_argument`, but for "aliases", its
-    other names, and "scope", "needs", "least" and "of_export", which say nothing to a parser. "scope" marks a setting
+    other names, and "scope", "needs", "of_export" and `LIMITS`, which say nothing to a parser. "scope" marks a setting
     that may be another on each node: "input", a place that is read; "output", one that is written; "node", anything.
-    "least" is the smallest value that it may have. "help" and "choices" may be functions without arguments: the parser
-    has what they return when it is made.
+    "help" and "choices" may be functions without arguments: the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -120,7 +128,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("scope", "needs", "least", "of_export"):
+        for other in ("scope", "needs", "of_export", *LIMITS):
             arguments.pop(other, None)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)

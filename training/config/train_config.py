@@ -18,7 +18,7 @@ from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
-from .flags import FlagParser, default_of
+from .flags import LIMITS, FlagParser, default_of
 from .settings import (
     AdapterSettings,
     CheckpointSettings,
@@ -72,7 +72,6 @@ class TrainConfig(
         self.check_model()
         self.check_data()
         self.check_preference()
-        self.check_distillation()
         self.check_parallelism()
         self.check_memory()
         self.check_precision()
@@ -138,11 +137,15 @@ class TrainConfig(
 
     def _check_ranges(self) -> None:
         for setting in fields(self):
-            value, low = getattr(self, setting.name), setting.metadata.get("least")
-            if value is None or low is None:
+            value = getattr(self, setting.name)
+            limits = {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
+            if value is None or not limits:
                 continue
-            if not low <= value < math.inf:  # not true of NaN
-                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be {low} or more")
+            # NaN is within none
+            if value == math.inf or not all(LIMITS[limit][0](value, bound) for limit, bound in limits.items()):
+                allowed = [LIMITS[limit][1].format(bound) for limit, bound in limits.items()]
+                finite = ["finite"] if value == math.inf else []
+                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be {', and '.join(allowed + finite)}")
             if isinstance(value, int) and value >= 2**63:
                 raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be below 2^63")
 
