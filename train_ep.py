@@ -9,21 +9,30 @@
 
 import os
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from expertmesh.moe.util.command import run_command
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.sharding.runtime.allocator import let_segments_grow
+from expertmesh.sharding.runtime.preemption import StopRequest, end_before_start
 from expertmesh.sharding.torchrun import spans_nodes, tell_mistake
-from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.start import check_apart, prepare_process
+
+if TYPE_CHECKING:
+    from expertmesh.training.config.train_config import TrainConfig
 
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, 2 after a mistake of the user's (reported once per node), or 75 after a signal stopped
-    the run with a checkpoint saved."""
+    the run, with a checkpoint saved if it had begun to train."""
+    # before all else, imports too: a cluster starts a run again after 75 alone
+    with StopRequest(end_before_start):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    from expertmesh.sharding.runtime.allocator import let_segments_grow
+
     let_segments_grow(os.environ)
     # before torch is imported: idle threads sleep instead of spinning, which on busy cores made steps 100 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -38,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tell_mistake(f"train_ep.py: error: {' '.join(str(error).split())}")
 
 
-def read_flags(argv: Sequence[str] | None) -> TrainConfig:
+def read_flags(argv: Sequence[str] | None) -> "TrainConfig":
     """The configuration, and what it asks of the process before torch computes anything.
 
     Raises:
         ExpertMeshError: a flag does not work here; ranks on other nodes, where it may work, are told.
     """
+    from expertmesh.training.config.train_config import parse_config
+    from expertmesh.training.start import check_apart, prepare_process
+
     try:
         config = parse_config(argv)
         check_apart(config)

@@ -819,10 +819,11 @@ class Engine:
             raise ExpertMeshError(problem)
         return directory / checkpoint_name(self.step_number)
 
-    def progress(self, order: Mapping[str, int], best: Mapping[str, Any]) -> Progress:
+    def progress(self, order: Mapping[str, int], best: Mapping[str, Any], owed: Sequence[str] = ()) -> Progress:
         """Where training stands, as a checkpoint records it."""
         schedule = {} if self.scheduler is None else self.scheduler.state_dict()
-        return Progress(self.step_number, self.tokens, schedule, dict(order), asdict(self.config), dict(best))
+        settings = asdict(self.config)
+        return Progress(self.step_number, self.tokens, schedule, dict(order), settings, dict(best), list(owed))
 
     def resume(self, checkpoint: str | Path) -> Path:
         """Resume from a training checkpoint, of any number of ranks.

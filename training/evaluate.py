@@ -15,6 +15,7 @@ from torch import Tensor
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.parallelize import free_gathered
 from ..sharding.pipeline.pipeline import pipeline_of
+from ..sharding.runtime.preemption import boundary
 from .data.batch import Batch, LossInputs, Padding, collate_rows
 from .data.sequences import Rows, share_out
 from .loss.objective import Objective
@@ -136,13 +137,17 @@ def head_outputs(
     """
     pipeline = pipeline_of(model)
     if pipeline is None:
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number > 0:
+                boundary()
             here = batch.to(device)
             forward = forward_of(here, by_token=by_token, top_k=top_k) if by_token or top_k else None
             yield [here], [token_loss_sum(model, here, forward)]
         return
     # as many at a time as keep every stage at work
-    for several in _in_lots(batches, 4 * pipeline.stages.number):
+    for number, several in enumerate(_in_lots(batches, 4 * pipeline.stages.number)):
+        if number > 0:
+            boundary()
         moved = [batch.to(device) for batch in several]
         yield moved, pipelined_heads(model, moved, by_token, top_k)
 

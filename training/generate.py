@@ -6,6 +6,7 @@ Shape suffixes: B prompts on this rank, S positions.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.pipeline.pipeline import pipeline_of
+from ..sharding.runtime.preemption import boundary
 from ..sharding.runtime.process import Ranks
 from .evaluate import inference
 from .pipelined import through_stages
@@ -65,7 +67,7 @@ def generate(
         use_cache=pipeline is None,
     )
     stages = nullcontext() if pipeline is None else through_stages(model, pipeline)
-    with inference(model), _generation_config(model, settings), stages:
+    with inference(model), _generation_config(model, settings), stages, _cut_between_tokens(model):
         out_BS = model.generate(
             tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
         )
@@ -91,6 +93,22 @@ def _generation_config(model: Any, settings: GenerationConfig) -> Iterator[None]
         yield
     finally:
         model.generation_config = own
+
+
+@contextmanager
+def _cut_between_tokens(model: Any) -> Iterator[None]:
+    """All ranks compute each next token together, also those whose own continuations have ended."""
+    forwards = count()
+
+    def ask(*_: Any) -> None:
+        if next(forwards) > 0:
+            boundary()
+
+    hook = model.register_forward_pre_hook(ask, prepend=True)  # before FSDP's own, which gathers parameters
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

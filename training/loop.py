@@ -4,7 +4,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from ..checkpoints.training_state.saving import Progress, Saver
 from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.replicas import check_replicas
+from ..sharding.runtime.preemption import Stopped, StopRequest, boundary
 from ..sharding.runtime.process import Ranks
 from ..sharding.runtime.watchdog import Watchdog
 from ..sharding.torchrun import node_name
@@ -40,15 +41,17 @@ from .monitoring.log import RunLog
 from .monitoring.meter import Meter, measured
 from .monitoring.nonfinite import NonFiniteGuard
 from .monitoring.profiling import StepProfiler
-from .optim.schedule import Schedule, step_scheduler
+from .optim.schedule import Schedule, follows_eval_loss, step_scheduler
 from .planning.host_memory import free_on_host
-from .preemption import StopRequest
 from .reference_logprobs import LabelledInputs, References
 from .resume import check_order
 from .step import NO_TARGETS
 from .teacher import Taught
 
 T = TypeVar("T")
+
+_EVALUATION, _GENERATIONS = "eval_loss", "generations"
+"""What comes between two steps, by its key in metrics.jsonl."""
 
 _QUEUE_SECONDS = 0.1
 """How often a thread that makes batches ahead looks whether they are wanted no more."""
@@ -185,18 +188,19 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
-    best = Best() if resume_from is None else _resume(run, resume_from)
+    best, owed = (Best(), []) if resume_from is None else _resume(run, resume_from)
     objective = run.objective(run.inputs.training)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
-    log.begin_after(first_step)
-    stopping, enough = False, _had_enough(config, best)
+    log.begin_after(first_step, owed)
+    stopping = bool(owed) and not _make_up(run, scheduler, best, owed)
+    enough = _had_enough(config, best)
     compiled: Compilation | None = None
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
     guard, alarms = NonFiniteGuard(config, run.model, log.line), Alarms(config, engine.balance, top_k, groups, log)
     meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
     profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
-    begin = log.num_steps if enough else first_step
+    begin = log.num_steps if enough or stopping else first_step
     with StopRequest() as stop, SteadyCollector() as collector, profiler, _batches(run, begin) as following:
         for step in log.steps(begin):
             done = step + 1
@@ -221,17 +225,15 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                 _log_step(run, meter, done, learning_rate)
             alarms.step(done, result)
             answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
+            owed = [_EVALUATION] * evaluates + [_GENERATIONS] * answers
             eval_loss, is_better, stopping = None, False, result.is_stopping
-            if profiler.is_due or evaluates or saves or answers:
+            if profiler.is_due or saves or owed:
                 # what comes between two steps is no part of either
                 with meter.paused():
                     _write_profile(run, profiler)
-                    if evaluates:
-                        eval_loss, is_better = _evaluate(run, done, best)
-                    if answers:
-                        _generate(run, done)
-                    # which may have taken minutes
-                    stopping = stopping or stop.on_any_rank()
+                    if not stopping:
+                        eval_loss, is_better, owed = _between_steps(run, stop, done, best, owed)
+                        stopping = stop.on_any_rank()
             step_scheduler(scheduler, eval_loss)
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
@@ -246,7 +248,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                     check_replicas(run.model, engine.topology, run.ranks.device, done, numbers)
             if is_saving:
                 with meter.paused():
-                    _save(run, engine.progress(run.order_facts | run.stream_state(done), best.state()))
+                    _save(run, _progress(run, best, owed))
             elif run.saver is not None and config.async_save:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
@@ -267,8 +269,50 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     return Trained(not stopping, best, took_best)
 
 
-def _resume(run: Run, path: Path) -> Best:
-    """Put model, optimizer and schedule where a checkpoint has them; the best evaluation so far."""
+def _between_steps(
+    run: Run, stop: StopRequest, done: int, best: Best, due: list[str]
+) -> tuple[float | None, bool, list[str]]:
+    """Make what is due after a step. All ranks call it together.
+
+    Returns:
+        The evaluation's loss, whether it is the best so far, and what a signal has cut or kept from beginning, which
+        leaves no trace.
+    """
+    eval_loss, is_better, owed = None, False, list(due)
+    with suppress(Stopped), stop.cutting():
+        for name in due:
+            boundary()
+            if name == _EVALUATION:
+                eval_loss, is_better = _evaluate(run, done, best)
+            else:
+                _generate(run, done)
+            owed.remove(name)
+    return eval_loss, is_better, owed
+
+
+def _make_up(run: Run, scheduler: Schedule, best: Best, owed: list[str]) -> bool:
+    """Make what a signal has cut after the step that the run resumes from, and save that step as one that owes nothing;
+    False: cut again."""
+    has = {_EVALUATION: run.inputs.evaluation, _GENERATIONS: run.prompts}
+    due = [name for name in owed if has[name] is not None]
+    with StopRequest() as stop:
+        eval_loss, _, owed = _between_steps(run, stop, run.engine.step_number, best, due)
+        if not owed:
+            if follows_eval_loss(run.config):  # others have stepped
+                step_scheduler(scheduler, eval_loss)
+            if run.saver is not None:
+                _save(run, _progress(run, best))
+        return not owed and not stop.on_any_rank()
+
+
+def _progress(run: Run, best: Best, owed: Sequence[str] = ()) -> Progress:
+    order = run.order_facts | run.stream_state(run.engine.step_number)
+    return run.engine.progress(order, best.state(), owed)
+
+
+def _resume(run: Run, path: Path) -> tuple[Best, list[str]]:
+    """Put model, optimizer and schedule where a checkpoint has them; the best evaluation so far, and what is owed after
+    its step (see `Progress`)."""
     run.watchdog.at("reading the checkpoint", limited=False)
     progress = run.engine.load_state(path)
     check_order(progress.order, run.order_facts, run.config, path)
@@ -282,7 +326,7 @@ def _resume(run: Run, path: Path) -> Best:
         run.log.line(_nothing_to_train(progress.step, run))
     if run.saver is not None and (later := run.saver.later_than(progress.step)):
         run.log.line(f"warning: the next save deletes the newer checkpoints, up to {later[0].name}")
-    return best
+    return best, progress.owed
 
 
 def _nothing_to_train(step: int, run: Run) -> str:

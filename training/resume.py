@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoints.fingerprint import explain_model
 from ..checkpoints.hf.source import well_formed
-from ..checkpoints.training_state.marker import read_marker
+from ..checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
 from ..checkpoints.training_state.resuming import find_checkpoint
 from ..moe.hf_model.rope import read_rope_scaling
 from ..moe.util.errors import ExpertMeshError
@@ -50,6 +50,12 @@ def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path 
     for line in skipped:
         tell(f"warning: {line}")
     return found
+
+
+def how_it_goes_on(output_dir: Path) -> str:
+    """What becomes of a run in a directory that ends before its end, in words."""
+    saved = whole_checkpoints(output_dir / "checkpoints")
+    return f"--resume auto resumes from step {step_of(saved[0])}" if saved else "nothing was saved, so it begins anew"
 
 
 def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell) -> None:

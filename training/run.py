@@ -1,8 +1,9 @@
 """A run of train_ep.py from its settings to its export."""
 
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded, going_on_unread
 from ..sharding.runtime.debugger import check_debug_ranks, debugging
+from ..sharding.runtime.preemption import Stopped, StopRequest, boundary, leave
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from ..sharding.torchrun import STOPPED
@@ -34,7 +36,7 @@ from .output import clear_output, output_directory
 from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
 from .reference_logprobs import FILE as REFERENCE_FILE
 from .reference_logprobs import ReferencePass, References
-from .resume import find_resume
+from .resume import find_resume, how_it_goes_on
 from .teacher import Taught, be_taught, open_teacher
 
 
@@ -51,10 +53,16 @@ def run(config: TrainConfig) -> int:
     watchdog = Watchdog(ranks, limit)
     try:
         unread = f"standard output is no longer read; the run continues, see {config.output_dir}/metrics.jsonl"
-        with going_on_unread("" if config.ends_after_data else f"train_ep.py: {unread}"), watchdog.watching():
+        reading = going_on_unread("" if config.ends_after_data else f"train_ep.py: {unread}")
+        with reading, StopRequest(leave), watchdog.watching():
             with ExitStack() as closing:
                 finished = run_training(config, ranks, watchdog, closing)
             end_process_group()
+    except Stopped:
+        text = watchdog.stopped()
+        if ranks.rank == 0:
+            tell(text)
+        return STOPPED
     except ExpertMeshError:
         # every rank raised it; should one be gone by now, the error is still what to tell
         with suppress(RuntimeError):
@@ -90,7 +98,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
         use_own_cores()
     if not config.preview:
         output_dir = closing.enter_context(output_directory(config, ranks))
-        watchdog.directory = output_dir / STUCK
+        watchdog.directory, watchdog.goes_on = output_dir / STUCK, partial(how_it_goes_on, output_dir)
     watchdog.at("reading the data", limited=False)
     inputs = read_inputs(config, source, ranks, recorded_date(config) if ranks.rank == 0 else "")
     config = engine.config = replace(config, template_date=inputs.template_date)
@@ -224,14 +232,22 @@ def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path 
             if done is not None and ranks.rank == 0:
                 with suppress(OSError):  # what the export then meets too
                     done.announce(output_dir)
-        for line in export(engine, output_dir, run.inputs.saved_tokenizer):
-            log.line(line)
+        # it can be made again where a checkpoint has what it exports; else a signal lets it come to its end
+        with nullcontext() if run.inputs.training is None or _is_saved(run, output_dir) else StopRequest():
+            boundary()
+            for line in export(engine, output_dir, run.inputs.saved_tokenizer):
+                log.line(line)
     elif engine.saver is None and run.inputs.training is not None:
         log.line("the trained weights are not saved (--no-export --save-steps 0)")
     log.state = "finished"
     if done is not None:
         finish(run, done, output_dir)
     return True
+
+
+def _is_saved(run: Run, output_dir: Path) -> bool:
+    """Whether the last step has a training checkpoint."""
+    return (output_dir / "checkpoints" / checkpoint_name(run.engine.step_number)).exists()
 
 
 def record(run: Run, trained: Trained, output_dir: Path) -> Finished:

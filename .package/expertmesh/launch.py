@@ -12,6 +12,7 @@ from subprocess import Popen
 from typing import NoReturn
 
 from expertmesh.moe.util.command import INTERRUPTED, run_command
+from expertmesh.sharding.runtime.preemption import StopRequest, end_before_start
 from expertmesh.sharding.torchrun import MISTAKE, STOPPED
 
 TOLD = (MISTAKE, STOPPED, INTERRUPTED)
@@ -21,6 +22,12 @@ TOLD = (MISTAKE, STOPPED, INTERRUPTED)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; the exit code is 0, that of the first rank that failed (128 + n after signal n), or 75 or 128 + n
     where signal n ended torchrun itself: 75 if its ranks have saved a checkpoint."""
+    # until there are ranks, which torch's own handlers then tell
+    with StopRequest(end_before_start):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logged = tuple(f"failed (exitcode: {code})" for code in TOLD)
     logging.getLogger(SignalException.__module__).addFilter(lambda line: not line.getMessage().startswith(logged))
     try:
-        run.run(run.parse_args(argv))
+        arguments = run.parse_args(argv)
+        if arguments.signals_to_handle == run.get_args_parser().get_default("signals_to_handle"):
+            arguments.signals_to_handle += ",SIGUSR1"  # which else would end torchrun alone
+        run.run(arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in TOLD:

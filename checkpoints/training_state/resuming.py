@@ -96,7 +96,7 @@ def load_training_state(path: Path, model: nn.Module, optimizer: ResumableOptimi
         )
     load_state(state, path / "state")
     fields = ("step", "tokens", "scheduler", "order", "settings", "best")
-    progress = Progress(**{key: marker[key] for key in fields})
+    progress = Progress(**{key: marker[key] for key in fields}, owed=marker.get("owed", []))  # new in version 3
     if own_rng + "cpu" in state:
         torch.set_rng_state(state[own_rng + "cpu"])
         if own_rng + "cuda" in state and torch.cuda.is_available():

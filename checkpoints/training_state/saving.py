@@ -42,7 +42,7 @@ class Progress:
     step: steps made, with those whose update was skipped. tokens: seen, without padding. scheduler: the learning rate
     scheduler's state. order: what decides the order of the data, to be compared on resume. settings: the run's resolved
     configuration. best: the lowest evaluation loss so far, the "step" it was at, and what else the loop remembers of
-    it; empty before the first.
+    it; empty before the first. owed: what is due after this step, by its key in metrics.jsonl, and was cut by a signal.
     """
 
     step: int
@@ -51,6 +51,7 @@ class Progress:
     order: dict[str, int]
     settings: dict[str, Any]
     best: dict[str, Any] = field(default_factory=dict)
+    owed: list[str] = field(default_factory=list)
 
 
 class Saver:

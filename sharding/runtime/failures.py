@@ -34,6 +34,7 @@ TORCHRUN_SECONDS = 3.0
 _FAILURE = "expertmesh/failure"
 _ALIVE = "expertmesh/alive"
 _STOPPED = "expertmesh/stopped"
+_LEFT = "expertmesh/left"
 # gloo raises RuntimeError for everything
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _TIMED_OUT = ("Timed out waiting", "timed out", "Application timeout")
@@ -43,10 +44,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Notice:
-    """What the first rank to fail told the others. kind: "error", or "stuck" where it hung for too long."""
+    """What the first rank to end told the others. kind: "error", "stuck" where it hung for too long, or "stopped"
+    after a signal."""
 
     rank: int
-    kind: Literal["error", "stuck"]
+    kind: Literal["error", "stuck", "stopped"]
     text: str
 
 
@@ -97,6 +99,19 @@ class Notices:
             time.sleep(0.05)
             count = self._limited(lambda: self.store.add(_STOPPED, 0))
         return count == self.world_size and self.read() is None
+
+    def leave(self, patience: float) -> None:
+        """Before this rank ends after a signal: wait for the others to have come here too, as the store ends with its
+        rank.
+
+        Args:
+            patience: seconds.
+        """
+        deadline = time.monotonic() + patience
+        count = self._limited(lambda: self.store.add(_LEFT, 1))
+        while count is not None and count < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            count = self._limited(lambda: self.store.add(_LEFT, 0))
 
     def _limited(self, work: Callable[[], T]) -> T | None:
         """The result of a use of the store; None where it fails or takes too long, as over a link that is down.

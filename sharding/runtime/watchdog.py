@@ -12,12 +12,14 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
+from _thread import interrupt_main
 from bdb import BdbQuit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +34,9 @@ from ...moe.util.command import INTERRUPTED, end_at_once
 from ...moe.util.errors import ExpertMeshError
 from ..collectives.groups import group_name
 from ..stages import stages_of
-from ..torchrun import started_by_torchrun
+from ..torchrun import STOPPED, started_by_torchrun
 from .failures import Notice, Notices, end_as_cause, end_as_consequence, is_broken_collective, is_timeout, show
+from .preemption import Stopped, is_leaving
 from .process import Ranks
 
 STUCK = "stuck"
@@ -81,6 +84,8 @@ class Watchdog:
         self.notices = Notices(ranks.store, ranks.rank, ranks.world_size)
         # for the report of a rank that hangs; set once the run has an output directory
         self.directory: Path | None = None
+        # what becomes of a run that ends before its end, in words
+        self.goes_on: Callable[[], str] = lambda: "the same command begins anew"
         self.step: int | None = None
         self.doing = "start-up"
         # in which layer, beside what is done; of a pipeline alone, whose stages tell what they do
@@ -148,18 +153,21 @@ class Watchdog:
     def ending_clearly(self) -> Iterator[None]:
         """For work whose errors are to be told before anything outside is closed, which may take its time.
 
-        An exception reaches the caller only if it is an ExpertMeshError that all ranks have met, as of a bad flag. Any
-        other error ends the process here.
+        An exception reaches the caller only if it is an ExpertMeshError that all ranks have met, as of a bad flag, or
+        `Stopped`, of which the others are told. Any other error ends the process here.
         """
         try:
             yield
+        except Stopped:
+            self.notices.post(Notice(self.rank, "stopped", self.where()))
+            raise
         except ExpertMeshError as error:
             if error is not self.judged and not self.notices.all_stopped():
                 self._end(error)
             self.judged = error
             raise
         except KeyboardInterrupt:
-            show(f"rank {self.rank} was interrupted in {self.where()}")
+            show(f"rank {self.rank} was interrupted in {self.where()}; {self.goes_on()}")
             end_at_once(INTERRUPTED)
         except BdbQuit:  # `quit`, or the end of what is typed
             show(f"rank {self.rank}: the run was ended from the debugger")
@@ -170,6 +178,9 @@ class Watchdog:
 
     def _end(self, error: Exception) -> NoReturn:
         notice = self.notices.read()
+        if is_leaving() or (notice is not None and notice.kind == "stopped"):
+            # a library made an error of its own of it, or a collective broke that another rank has left
+            raise Stopped from error
         if is_timeout(error) or (notice is not None and notice.kind == "stuck"):
             self.end_as_stuck(error)
         if notice is not None or is_broken_collective(error):
@@ -216,7 +227,12 @@ class Watchdog:
                 show(f"rank {self.rank}, in {self.where()}: the torchrun that started it has ended, so it ends too")
                 end_at_once(1)
             notice = self.notices.read()
-            if notice is not None and notice.rank != self.rank and not self.is_over.wait(FAREWELL_SECONDS):
+            if notice is not None and notice.kind == "stopped" and notice.rank != self.rank:
+                interrupt_main(signal.SIGTERM)  # it ends by itself where it is in no collective
+            is_told = notice is not None and notice.rank != self.rank
+            if (is_told or is_leaving()) and not self.is_over.wait(FAREWELL_SECONDS):
+                if is_leaving() or notice is None or notice.kind == "stopped":
+                    self._end_as_stopped()
                 if notice.kind == "stuck":
                     self.end_as_stuck()
                 end_at_once(1)
@@ -235,6 +251,20 @@ class Watchdog:
         self.notices.post(Notice(rank, "error", what))
         time.sleep(FAREWELL_SECONDS)
         end_at_once(1)
+
+    def stopped(self) -> str:
+        """To be called as this rank is about to end after `Stopped`; what to say of it."""
+        if self.parent is None:  # else torchrun has the store
+            self.notices.leave(FAREWELL_SECONDS + NOTICE_SECONDS)
+        return f"stopped by a signal in {self.where()}; {self.goes_on()} (exit code {STOPPED})"
+
+    def _end_as_stopped(self) -> NoReturn:
+        """End the process after a signal to this rank or another, where the main thread does not."""
+        self.notices.post(Notice(self.rank, "stopped", self.where()))
+        text = self.stopped()
+        if self.rank == 0:
+            show(text)
+        end_at_once(STOPPED)
 
     def end_as_stuck(self, error: Exception | None = None) -> NoReturn:
         """Print and write down where this rank is, leave the others time to do the same, and end the process.

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from expertmesh import train_ep
+from expertmesh.sharding.runtime.preemption import StopRequest
 from expertmesh.sharding.torchrun import STOPPED
-from expertmesh.training.preemption import StopRequest
 from expertmesh.training.report.profiles import BETWEEN
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import FIXED_PRODUCTS, read

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -192,18 +192,21 @@ class RunLog:
             except (ExpertMeshError, OSError) as error:
                 self.line(f"warning: report.html was not written: {error}")
 
-    def begin_after(self, step: int) -> None:
+    def begin_after(self, step: int, again: Collection[str] = ()) -> None:
         """Start the trackers; in a resumed run, forget what an earlier attempt has logged after `step`, as those
         steps are about to be made again. To be called before anything is logged.
+
+        Args:
+            again: keys of what is made again at `step` itself.
 
         Raises:
             ExpertMeshError: on all ranks, when metrics.jsonl cannot be rewritten, or a tracker cannot start.
         """
         if self.config.resume:
-            self._keep_until(step)
+            self._keep_until(step, again)
         self.trackers.start(step, {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)})
 
-    def _keep_until(self, step: int) -> None:
+    def _keep_until(self, step: int, again: Collection[str]) -> None:
         """Keep metrics.jsonl up to a step, without the line that the earlier attempt was killed in."""
         with raise_together(), write_errors(self.path):
             if self.is_main:
@@ -213,7 +216,9 @@ class RunLog:
                 with whole(self.path, durable=True) as partial, self.path.open("rb") as old, partial.open("wb") as new:
                     for line in old:
                         record = read_record(line)
-                        if record is not None and record["step"] <= step:
+                        if record is None or (record["step"] == step and not record.keys().isdisjoint(again)):
+                            continue
+                        if record["step"] <= step:
                             new.write(line.rstrip(b"\n") + b"\n")
                             history.add(record)
                 self.history = history
