@@ -25,7 +25,7 @@ from ..checkpoints.files.directories import write_errors
 from ..checkpoints.files.encodings import quantization_of
 from ..checkpoints.hf.export import export_model
 from ..checkpoints.hf.side_files import side_files
-from ..checkpoints.hf.source import Checkpoint, ModelSource, open_source, resolve_model
+from ..checkpoints.hf.source import Checkpoint, ModelSource
 from ..checkpoints.load import load_model, shard_and_load
 from ..checkpoints.new_rows import fill_new_rows, fill_token_rows
 from ..checkpoints.training_state.marker import check_carried, is_complete
@@ -69,7 +69,7 @@ from .elastic import fit_to_ranks
 from .evaluate import Evaluation, label_logprobs, mean_loss
 from .fused.liger import use_liger
 from .generate import generate
-from .inputs import load_tokenizer, with_new_tokens
+from .inputs import load_tokenizer, open_model
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
 from .loss.mtp import use_mtp
@@ -934,9 +934,7 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
     """
     with raise_together(patient=ranks):
-        source = with_new_tokens(config, open_source(resolve_model(config.model), config.rope))
-        if config.train_mtp > 0:
-            source = source.training_mtp()
+        source = open_model(config)
         side_files(source.path)  # what cannot go along is better told now than at the export
     engine = Engine(config, source, ranks, tell)
     if engine.changes:

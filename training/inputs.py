@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.hf.source import ModelSource
+from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded
 from ..sharding.runtime.process import Ranks, raise_together
@@ -210,6 +210,19 @@ def _check_names_of_parts(config: TrainConfig) -> None:
     for flag, name, default, of_it in named:
         if name != default and of_it and all(path.is_file() for path in of_it):
             raise ExpertMeshError(f"{flag} {name}: only directories and hub datasets have it; {of_it[0]} is a file")
+
+
+def open_model(config: TrainConfig, weights: bool = True) -> ModelSource:
+    """The model of a run as its settings change it: by what is known of it before its weights.
+
+    Args:
+        weights: whether they are to be there, too; what is read from their headers is not known without.
+
+    Raises:
+        ExpertMeshError: there is no such model, or it is not what the settings ask for.
+    """
+    source = with_new_tokens(config, open_source(resolve_model(config.model, weights=weights), config.rope))
+    return source.training_mtp() if weights and config.train_mtp > 0 else source
 
 
 def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.files.directories import write_errors
-from ..checkpoints.hf.source import open_source, resolve_model
 from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded, going_on_unread
@@ -24,7 +23,7 @@ from .data.preview import print_preview
 from .data.samples import cache_directory
 from .engine import Engine, start_engine
 from .finished import Finished, complete_report, find_finished, held_line, recorded_date
-from .inputs import make_prompts, read_inputs
+from .inputs import make_prompts, open_model, read_inputs
 from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
 from .loss.distillation import distillation_objective
 from .loss.preference import preference_objective
@@ -182,7 +181,7 @@ def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     """Tokenize the data into the cache of each node, and say what is there. Of the model, config.json and tokenizer are
     read."""
     with raise_together(patient=ranks):
-        source = open_source(resolve_model(config.model, weights=False))
+        source = open_model(config, weights=False)
     watchdog.at("reading the data", limited=False)
     inputs = read_inputs(config, source, ranks)
     order = data_order(config, inputs.training, ranks.world_size)

@@ -5,7 +5,11 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from expertmesh.sharding.torchrun import STOPPED
-from tests.distributed.whole_runs import Ended, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.distributed.whole_runs import FIXED_PRODUCTS, ROOT, Ended, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.tiers import tiered
 
 PLACES = {
@@ -162,3 +166,139 @@ def test_in_the_export(saves: bool, runs: Runs) -> None:
         ended = runs(1, flags)
     assert "already finished at step 2" in runs(1, flags).printed
     assert_same_bits(ended.weights, runs(1, flags, "whole").weights)
+
+
+IN_A_PROCESS = """
+import sys
+from expertmesh import train_ep
+
+real, (phase, mark) = train_ep._main, sys.argv[1:3]
+
+def work(argv):
+    from tests.distributed.test_preemption import slowed
+
+    with slowed(phase, mark):
+        return real(sys.argv[3:])
+
+train_ep._main = work
+train_ep.script()
+"""
+
+
+@contextlib.contextmanager
+def slowed(phase: str, mark: str) -> Iterator[None]:
+    """Within it each part of a phase takes half a second, after a file says that it begins."""
+
+    def seen(before: int) -> None:
+        Path(f"{mark}.{os.environ.get('RANK', '0')}").touch()
+        time.sleep(0.5)
+
+    with watched(phase, seen):
+        yield
+
+
+def ended(
+    processes: Sequence[subprocess.Popen[str]], begun: Path, asked: Callable[[], object]
+) -> tuple[list[int], float, str]:
+    """Exit codes of processes of which some are asked to stop once a file is there; seconds that took; standard output
+    and error of the first."""
+    try:
+        deadline = time.monotonic() + 200
+        while not begun.exists() and time.monotonic() < deadline and all(each.poll() is None for each in processes):
+            time.sleep(0.05)
+        assert begun.exists(), processes[0].communicate(timeout=5)
+        since = time.monotonic()
+        asked()
+        said = processes[0].communicate(timeout=100)[0]
+        codes = [each.wait(100) for each in processes]
+        return codes, time.monotonic() - since, said
+    finally:
+        for each in processes:
+            each.kill()
+
+
+def command_of(phase: str, mark: Path, runs: Runs, more: str) -> list[str]:
+    argv = ["--model", runs.model, "--dataset", runs.data, "--output-dir", runs.directory / "run", "--use-cpu"]
+    flags = [*FIXED_PRODUCTS, "--max-steps", "4", *more.split()]
+    return ["-c", IN_A_PROCESS, phase, str(mark), *map(str, argv), *flags]
+
+
+def begin(command: list[str], tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    own = {
+        "PYTHONPATH": f"{ROOT / '.package'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "c"),
+    }
+    variables = {**os.environ, **own, **environment}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=variables
+    )
+
+
+EVALUATES = "--eval-ratio 0.4 --eval-steps 2 --per-device-eval-batch-size 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "number", "saved"), [("evaluation", signal.SIGTERM, [2]), ("loading", signal.SIGUSR1, [])]
+)
+def test_the_launcher_ends_with_75(phase: str, number: int, saved: list[int], runs: Runs, tmp_path: Path) -> None:
+    """Its ranks do so at once, not at the end of an evaluation; torchrun itself passes on no SIGUSR1."""
+    launcher = [sys.executable, "-m", "expertmesh.launch", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    script = [sys.executable, *command_of(phase, tmp_path / "mark", runs, f"--ep-size 2 {EVALUATES}")]
+    process = begin([*launcher, *script], tmp_path)
+    codes, seconds, said = ended([process], tmp_path / "mark.0", lambda: process.send_signal(number))
+    assert codes == [STOPPED], said
+    assert seconds < 8, said
+    assert [path.name for path in (tmp_path / "run").glob("checkpoints/step-*")] == [f"step-{n:08d}" for n in saved]
+    assert said.count("stopped by a signal") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "asked", "saved"),
+    [("tokenizing", 1, []), ("loading", 0, []), ("evaluation", 1, [2])],
+)
+def test_one_rank_of_several_is_asked(phase: str, asked: int, saved: list[int], runs: Runs, tmp_path: Path) -> None:
+    """As srun starts them, without torchrun: whoever is not asked learns of it, be it from the rank with the store."""
+    command = [sys.executable, *command_of(phase, tmp_path / "mark", runs, f"--ep-size 2 {EVALUATES}")]
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [begin(command, tmp_path, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    codes, seconds, said = ended(ranks, tmp_path / "mark.0", lambda: ranks[asked].send_signal(signal.SIGUSR1))
+    assert codes == [STOPPED] * 2, said
+    assert seconds < 15, said
+    assert [path.name for path in (tmp_path / "run").glob("checkpoints/step-*")] == [f"step-{n:08d}" for n in saved]
+    assert said.count("stopped by a signal") == 1
+
+
+@pytest.mark.slow
+def test_processes_that_tokenize_end_with_the_run(runs: Runs, tmp_path: Path) -> None:
+    """A signal to all of a job's processes, as clusters send it, ends them too; none is left at work."""
+    command = [sys.executable, *command_of("tokenizing", tmp_path / "mark", runs, "--dataset-num-proc 2")]
+    process = begin(command, tmp_path, TOKENIZERS_PARALLELISM="false")
+    children: list[int] = []
+
+    def ask() -> None:
+        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        children.extend(map(int, found.split()))
+        process.send_signal(signal.SIGTERM)
+
+    codes, seconds, said = ended([process], tmp_path / "mark.0", ask)
+    assert codes == [STOPPED], said
+    assert seconds < 8
+    assert len(children) >= 2
+    assert not [child for child in children if is_at_work(child)]
+
+
+def is_at_work(process: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

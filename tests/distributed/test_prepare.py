@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from expertmesh.training import inputs
 from tests.distributed.whole_runs import Runs, Told, tell
+from tests.tiers import tiered
 
 SKIPPED = "*.safetensors"
 
@@ -72,3 +74,47 @@ def test_all_samples_have_the_date_on_which_the_run_began(runs: Runs, tmp_path: 
     assert "2031-01-02user" in runs(1, f"{one} --preview").printed
     ended = runs(1, "--template-date 2031-01-02 --preview")
     assert "note: --template-date 2031-01-02 has no effect: no chat template reads the clock" in ended.errors
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
+OPENED = {
+    "add-tokens": "--add-tokens say {new}",
+    "resize-vocab": "--resize-vocab --tokenizer {grown}",
+    "nothing": "",
+    "rope-scaling": "--rope-scaling linear:2",
+    "chat-template": "--chat-template {template}",
+    "init-adapter": "--adapter lora --init-adapter {adapter}",
+    "new-tokens": "--adapter lora --lora-rank 2 --add-tokens {new} --train-new-tokens",
+}
+"""By what it shows: settings that change how a model, or its tokenizer, is opened."""
+
+
+@pytest.mark.parametrize("setting", tiered(list(OPENED)[:2], slow=list(OPENED)[2:]))
+def test_it_opens_the_model_as_the_run_does(setting: str, runs: Runs, tmp_path: Path) -> None:
+    """With whatever else is given: the run finds the samples of the very same settings, and no others."""
+    cache, grown, template, new = (tmp_path / name for name in ("cache", "grown", "template.jinja", "new.txt"))
+    template.write_text(TEMPLATE)
+    tokens = [f"<{number}>" for number in range(40)]  # more than the model has rows for
+    new.write_text("\n".join(tokens))
+    if setting == "resize-vocab":
+        tokenizer = AutoTokenizer.from_pretrained(runs.model)
+        tokenizer.add_tokens([*tokens, "say"])
+        tokenizer.save_pretrained(grown)
+    adapter = tmp_path / "first" / "adapter"
+    if setting == "init-adapter":
+        runs(1, "--adapter lora --lora-rank 2 --max-steps 1 --save-steps 0", "first")
+    flags = OPENED[setting].format(grown=grown, template=template, new=new, adapter=adapter)
+    runs(1, f"--prepare-only {flags}", "prepared", call=tell_cached, given=[cache])
+    before = cached(cache)
+    assert len(before) == 2, "records, and their tokens"
+    run = runs(1, f"--max-steps 1 --save-steps 0 --no-export {flags}", "run", call=tell_cached, given=[cache])
+    assert run.lines("loss")
+    assert cached(cache) == before
+
+
+def test_it_refuses_a_scaling_that_the_model_cannot_have(runs: Runs) -> None:
+    """As the run does, in its words."""
+    flags = """--rope-scaling '{"full_attention": {"rope_type": "linear", "factor": 2}}'"""
+    said = "all layers of this model have one rotary embedding"
+    errors = [runs.refuses(1, f"{more} {flags}", said).errors for more in ("--prepare-only", "--max-steps 1")]
+    assert errors[0] == errors[1]

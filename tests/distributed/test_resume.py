@@ -404,6 +404,7 @@ def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: P
     done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, timeout=300)
     assert done.returncode == INTERRUPTED == 130
     assert done.stderr.startswith("rank 0 was interrupted in step 3, ")
+    assert done.stderr.endswith("; nothing was saved, so it begins anew\n")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
