@@ -158,8 +158,8 @@ def test_before_the_first_step(phase: str, number: int, runs: Runs, tmp_path: Pa
 def test_in_the_export(saves: bool, runs: Runs) -> None:
     """What a checkpoint has too is exported by the next start; what it alone would have is finished."""
     flags = f"{batch_of_12(1)} --max-steps 2 --resume auto" + " --save-steps 0" * (not saves)
-    cut = {"call": tell_stopped, "given": ["export", signal.SIGTERM, runs.directory / "cache"]}
-    ended = runs(1, flags, code=STOPPED if saves else 0, **cut)
+    given = ["export", signal.SIGTERM, runs.directory / "cache"]
+    ended = runs(1, flags, code=STOPPED if saves else 0, call=tell_stopped, given=given)
     if saves:
         assert "in step 2, the export; --resume auto resumes from step 2 (exit code 75)" in ended.printed
         assert not [path for path in ended.out.iterdir() if "hf" in path.name]
