@@ -130,6 +130,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.template_date,
         pairs=config.task == "dpo",
         labelled=config.task == "kto",
+        split_turns=config.split_turns,
     )
     _check_names_of_parts(config)
     stream = _stream(config, tokenizer, options) if config.streaming else None
@@ -186,6 +187,8 @@ def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
             told.append(f"--prompt-template {plain}")
     elif config.train_on not in ("assistant", "all") and all(origin.is_plain for origin in training.origins):
         told.append(f"--train-on {config.train_on} has no effect without a chat template: each answer is trained on")
+    if config.split_turns and all(origin.rows == origin.split for origin in training.origins):
+        told.append("--split-turns has no effect: no record has several answers that are trained on")
     if config.template_date and not date:
         told.append(f"--template-date {config.template_date} has no effect: no chat template reads the clock")
     if config.sample_by != "line" and not any(path.is_dir() or path.suffix == ".txt" for path in names):

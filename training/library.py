@@ -34,6 +34,7 @@ OF_THE_LOOP = frozenset(
             "template_date",
             "prompt_template",
             "train_on",
+            "split_turns",
         ),
         *(
             "max_seq_length",

@@ -866,6 +866,39 @@ def test_what_no_record_wrote_has_no_loss(tmp_path: Path, name: str, turns: int)
             assert not SPECIAL_TOKENS.sub("", behind).strip(), run
 
 
+THINKING = ["chatml", "Qwen3", "Qwen3-Thinking", "GLM-4.5", "GPT-OSS", "Gemma 4"]
+OF_TRL = ["glm4moe", "gptoss", "qwen3", "qwen3_5_think", "nemotron_3_nano", "lfm2_2_5"]
+
+
+@pytest.mark.parametrize("name", [*THINKING, *by_tier(OF_TRL)])
+@pytest.mark.parametrize("train_on", ["assistant", "final"])
+def test_every_thought_has_a_sample(tmp_path: Path, name: str, train_on: Any) -> None:
+    """With --split-turns: each sample is what the template writes of a conversation that ends there, trained on that
+    answer and, unless --train-on final says otherwise, on its thought, behind what asks for it."""
+    tokenizer, numbers = tokenizer_of(tmp_path, name), range(4)
+    pairs = [[user(f"asked{at}"), assistant(f"said{at}", f"wise{at}")] for at in numbers]
+    pairs[2][1]["train"] = False
+    row = {"messages": [*itertools.chain(*pairs), user("thanks")]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    options = DataOptions(4096, train_on=train_on, split_turns=True)
+    samples = load_samples("--dataset", [str(tmp_path / "data.jsonl")], tokenizer, options, 0)
+    assert len(samples) == 3
+    for sample, at in zip(samples, (0, 1, 3), strict=True):
+        turns = [{key: value for key, value in turn.items() if value} for turn in itertools.chain(*pairs[: at + 1])]
+        text = tokenizer.apply_chat_template(
+            [{**turn, "thinking": turn.get("reasoning_content")} for turn in turns], tokenize=False
+        )
+        assert tokenizer.decode(sample.tokens) == text
+        trained = [token for token, inside in zip(sample.tokens, sample.is_trained, strict=True) if inside]
+        found = tokenizer.decode(trained)
+        assert re.findall(r"said\d", found) == [f"said{at}"]
+        assert re.findall(r"wise\d", found) == ([f"wise{at}"] if train_on == "assistant" else [])
+        if train_on == "assistant" and name != "GPT-OSS":
+            asking = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+            context = tokenizer.decode(sample.tokens[: sample.is_trained.index(True)])
+            assert context == asking
+
+
 def test_what_only_the_template_may_have_written_is_told(tmp_path: Path) -> None:
     """Text before an answer that is there without a thought alone may be a form of the answer, or not."""
     empty = "(m.reasoning_content or '(none)') + m.content if m.role == 'assistant' else m.content"

@@ -21,9 +21,11 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
+from expertmesh.training.data.preview import describe
 from expertmesh.training.data.samples import (
     DataOptions,
     Samples,
+    _column,
     hold_out,
     load_samples,
 )
@@ -1180,6 +1182,32 @@ def test_a_path_that_ends_like_a_weight(tmp_path: Path, tokenizer: Any) -> None:
     specs = parse_datasets("--dataset", [f"{tmp_path / 'run:2'}:0.5", f"{colon}:2", f"{other}:1"])
     assert specs == [DatasetSpec(str(tmp_path / "run:2"), 0.5), DatasetSpec(str(colon), 2.0), DatasetSpec(other, 1.0)]
     assert parse_datasets("--dataset", [str(colon)]) == [DatasetSpec(str(colon), None)]
+
+
+def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
+    """As the same conversations written out by hand, with weights and what is trained on; those of one record are held
+    out together, and the cache keeps them apart from others."""
+    talk: list[dict[str, Any]] = [*map(say, ("user: a", "assistant: b", "user: c", "assistant: d", "user: e"))]
+    talk = [talk[0], talk[1] | {"weight": 0.5}, talk[2] | {"train": True}, *talk[3:], say("assistant: f")]
+    talk[-1]["train"] = False
+    by_hand = [talk[:2], [talk[0], talk[1] | {"weight": 0}, *talk[2:4]], talk[:2]]
+    rows, written = ([{"messages": m, "by": 2} for m in them] for them in ([talk, talk[:2], talk[-2:]], by_hand))
+    file, columns = write(tmp_path / "data.jsonl", rows), Columns(weight="by")
+    split = load(tokenizer, file, split_turns=True, columns=columns)
+    assert [*split] == [*load(tokenizer, write(tmp_path / "by_hand.jsonl", written), columns=columns)]
+    assert split.records.tolist() == [0, 0, 1]
+    (origin,) = split.origins
+    assert (origin.split, origin.rows, origin.without_target) == (3, 4, 1)
+    assert "3 rows split into 4 samples" in describe(origin)
+    assert len(load(tokenizer, file)) == 2
+    many = load(tokenizer, write(tmp_path / "many.jsonl", [{"messages": talk[:4]}] * 10), split_turns=True)
+    train, held_out = hold_out(many, 0.2, seed=3)
+    assert (len(train), len(held_out)) == (16, 4)
+    assert not {*_column(train.dataset, "record").tolist()} & {*_column(held_out.dataset, "record").tolist()}
+    plain = load(tokenizer, write(tmp_path / "plain.jsonl", [{"text": "a"}]), split_turns=True)
+    config = TrainConfig(model="m", dataset=["d"], split_turns=True)
+    assert _without_effect(config, many, "") == ""
+    assert "--split-turns has no effect: no record has several answers" in _without_effect(config, plain, "")
 
 
 def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:

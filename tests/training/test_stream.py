@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import RowSource, open_files
-from expertmesh.training.data.samples import DataOptions, Sample
+from expertmesh.training.data.samples import DataOptions, Sample, load_samples
 from expertmesh.training.data.stream import Place, Stream, place_in
 from expertmesh.training.inputs import _read_samples
 
@@ -72,6 +73,33 @@ def test_every_record_once_an_epoch_and_from_any_step_on(tmp_path: Path, tokeniz
         assert [names_of(tokenizer, later.batch(at, 4)) for at in range(step, 24)] == steps[step:]
     other = stream_of(tmp_path / "data", tokenizer, packing=packing, seed=4)
     assert [names_of(tokenizer, other.batch(step, 4)) for step in range(24)] != steps
+
+
+def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
+    """With --split-turns: each answer once an epoch, as from the cache, and from any step on."""
+    set_chat_template(tokenizer, "mistral")
+    files, options = lay_out(tmp_path / "data"), DataOptions(512, split_turns=True)
+    for number, file in enumerate(files):
+        turns = [{"role": role, "content": f"{number}{at}"} for at in range(4) for role in ("user", "assistant")]
+        Path(file.name).write_text("".join(json.dumps({"messages": turns[: 2 * n]}) + "\n" for n in (1, 4, 2)))
+
+    def batches(begin: Place, step: int, last: int) -> tuple[list[Any], list[Place]]:
+        opened = open_files("--dataset", str(tmp_path / "data"), "", "train")
+        stream = Stream("--dataset", opened, tokenizer, options, packing=False, size=5, seed=3)
+        stream.begin, found, places = begin, [], [begin]
+        for at in range(step, last):
+            found.append([rows[number][0].tokens for rows, number in stream.batch(at, 7)])
+            places.append(stream.place(at + 1))
+        return found, places
+
+    steps, places = batches(Place(), 0, 9)
+    kept = load_samples("--dataset", [str(tmp_path / "data")], tokenizer, options, 0)
+    assert len(kept) == 21
+    for epoch in range(3):
+        seen = itertools.chain(*steps[3 * epoch : 3 * epoch + 3])
+        assert sorted(seen) == sorted(sample.tokens for sample in kept)
+    for step, place in enumerate(places[:-1]):
+        assert batches(place, step, step + 1)[0] == [steps[step]]
 
 
 def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:

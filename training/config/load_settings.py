@@ -58,6 +58,7 @@ class LoadSettings(TypedDict, total=False):
     template_date: str
     prompt_template: str
     train_on: TrainOn
+    split_turns: bool
     max_seq_length: int
     packing: bool
     group_by_length: bool

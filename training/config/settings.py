@@ -232,6 +232,11 @@ class DataSettings:
     train_on: TrainOn = _flag(
         "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
     )
+    split_turns: bool = _flag(
+        False,
+        "Make a sample of each trained answer of a conversation, which ends with it: so templates that leave reasoning "
+        "out of earlier turns leave none out",
+    )
     max_seq_length: int = _flag(1024, "Truncate samples to this many tokens; length of packed sequences", least=2)
     packing: bool = _flag(False, "Pack several samples into one sequence, each with its own positions and attention")
     group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing")
@@ -267,6 +272,12 @@ class DataSettings:
             raise ExpertMeshError(f"--template-date {self.template_date}: {error}") from error
         if self.template_date and self.prompt_template:
             raise ExpertMeshError("--template-date: --prompt-template writes no date; leave out one of them")
+        if self.split_turns and self.train_on not in ("assistant", "final"):
+            raise ExpertMeshError(
+                f"--split-turns: samples have one answer; give --train-on assistant or final, not {self.train_on}"
+            )
+        if self.split_turns and self.prompt_template:
+            raise ExpertMeshError("--split-turns: --prompt-template takes single answers; leave out one of them")
         if self.preview and self.prepare_only:
             raise ExpertMeshError("--preview and --prepare-only: give one of them; --preview fills the cache, too")
         if self.packing and self.group_by_length:

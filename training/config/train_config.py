@@ -195,6 +195,8 @@ class TrainConfig(
                 f"--task {self.task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
                 "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column"
             )
+        if self.task != "sft" and self.split_turns:
+            raise ExpertMeshError(f"--split-turns is for supervised fine-tuning; leave it out with --task {self.task}")
         if self.task != "sft" and self.prompt_template:
             raise ExpertMeshError(
                 f"--prompt-template is for supervised fine-tuning; leave it out with --task {self.task}"

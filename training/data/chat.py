@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -167,6 +167,21 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
     else:
         default = set(assistants[-1:] if train_on == "last" else assistants)
     return [i in default if own is None else bool(own) for i, own in enumerate(conversation.is_trained)]
+
+
+def split_turns(conversation: Conversation, train_on: TrainOn) -> list[Conversation]:
+    """A conversation for each answer that is trained on, which ends with it and in which no earlier answer is: so it is
+    written, with its thought, as when the model is used. Another message that is trained on is so before the next such
+    answer."""
+    wanted = trained_messages(conversation, train_on)
+    messages, is_trained = conversation.messages, conversation.is_trained
+    ends = [i + 1 for i, message in enumerate(messages) if wanted[i] and message["role"] == "assistant"]
+    if not ends or any(wanted[ends[-1] :]):
+        ends.append(len(messages))
+    return [
+        replace(conversation, messages=messages[:end], is_trained=[False] * begin + is_trained[begin:end])
+        for begin, end in itertools.pairwise([0, *ends])
+    ]
 
 
 def beginning(tokenizer: Any, text: str, max_length: int) -> str:

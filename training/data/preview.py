@@ -86,7 +86,8 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
 def describe(origin: Origin) -> str:
     """One data set in words."""
     without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
-    parts = [f"{origin.format}{without}, {_count(origin.rows, 'row')}"]
+    split = f"{_count(origin.split, 'row')} split into " if origin.split else ""
+    parts = [f"{origin.format}{without}, {split}{_count(origin.rows, 'sample' if split else 'row')}"]
     if origin.without_target:
         parts.append(f"{origin.without_target:,} left out without a trained token")
     if origin.used < origin.rows - origin.without_target:
@@ -99,7 +100,7 @@ def describe(origin: Origin) -> str:
 def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
     """What of a data set is perhaps not as it was meant, in lines."""
     said = [
-        f"{of.number:,} of {_count(origin.rows, 'record')} {what}; the first: {of.first}"
+        f"{of.number:,} of {_count(origin.rows, 'sample' if origin.split else 'record')} {what}; the first: {of.first}"
         for of, what in (
             (
                 origin.too_long,

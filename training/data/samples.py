@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
-from .chat import Tokens, TrainOn, beginning, render, tokenize, trained_messages
+from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
 from .labels import find_label_format, read_labelled
@@ -54,7 +54,7 @@ class DataOptions:
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
     .txt. template_date: see `Written`. pairs, labelled: whether records are preference pairs, or answers that are
-    labelled as desirable or not.
+    labelled as desirable or not. split_turns: whether each trained answer of a conversation is a sample of its own.
     """
 
     max_seq_length: int
@@ -68,6 +68,7 @@ class DataOptions:
     template_date: str = ""
     pairs: bool = False
     labelled: bool = False
+    split_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Origin:
     on. empty: those with an answer that says nothing, which are trained on. unread: files beside those that were read.
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
-    weighted: samples in which some losses have another weight than 1.
+    weighted: samples in which some losses have another weight than 1. split: records that `rows` were made of by
+    --split-turns; 0 without it.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Origin:
     used: int
     ends: tuple[int, ...] = ()
     weighted: int = 0
+    split: int = 0
     too_long: Noted | None = None
     untrained: Noted | None = None
     empty: Noted | None = None
@@ -139,6 +142,13 @@ class Samples(Sequence[Sample]):
     def ends(self) -> list[int]:
         """Tokens with which answers end in them."""
         return sorted({token for origin in self.origins for token in origin.ends})
+
+    @property
+    def records(self) -> Tensor:
+        """A number for each, the same for those that were one record, int64."""
+        if "record" not in self.dataset.column_names:
+            return torch.arange(len(self))
+        return torch.unique_consecutive(_column(self.dataset, "record"), return_inverse=True)[1]
 
     def select(self, indices: Sequence[int], origins: list[Origin] | None = None) -> "Samples":
         """Those at `indices`, in that order."""
@@ -263,16 +273,20 @@ def check_fast(flag: str, tokenizer: Any) -> None:
 
 
 def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Samples]:
-    """(to train on, to evaluate on): a random `ratio` of the samples, at least one, is held out.
+    """(to train on, to evaluate on): a random `ratio` of the samples, at least one, is held out. Those that were one
+    record stay together.
 
     Raises:
         ExpertMeshError: nothing would be left to train on.
     """
-    number = max(round(len(samples) * ratio), 1)
-    if number >= len(samples):
+    records = samples.records
+    total = int(records[-1]) + 1
+    number = max(round(total * ratio), 1)
+    if number >= total:
         raise ExpertMeshError(f"--eval-ratio {ratio} takes all {len(samples)} samples and leaves none to train on")
-    order = _shuffled(len(samples), seed)
-    return samples.select(sorted(order[number:])), samples.select(sorted(order[:number]))
+    is_held_out = torch.isin(records, torch.tensor(_shuffled(total, seed)[:number]))
+    parts = (samples.select(which.nonzero().flatten().tolist()) for which in (~is_held_out, is_held_out))
+    return next(parts), next(parts)
 
 
 def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -> Samples:
@@ -322,7 +336,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     """One data set, without the samples that have nothing to learn."""
     from datasets import Dataset
 
-    kind = "labelled" if options.labelled else options.pairs
+    kind = "labelled" if options.labelled else "split" if options.split_turns else options.pairs
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
@@ -360,6 +374,8 @@ def _features(options: DataOptions) -> Any:
     if options.labelled:
         numbers |= {"first": Value("int32"), "prompt_hash": Value("int64")}
         flags["is_desirable"] = Value("bool")
+    if options.split_turns:
+        numbers["record"] = Value("int64")
     return Features(lists | numbers | flags)
 
 
@@ -392,6 +408,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         used=len(learnable),
         ends=tuple(sorted(ends)),
         weighted=sum(bool(n) for chunk in tokens.data.column("weights").chunks for n in chunk.value_lengths().tolist()),
+        split=len({*rows["record"]}) if options.split_turns else 0,
         too_long=noted((targets == 0) & (is_cut == 1)),
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
@@ -449,11 +466,11 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
 
 def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dict[str, Any]]:
     """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a list of one,
-    or of the two of a pair; with labels a record for each answer."""
+    or of the two of a pair; with labels, or split by turns, a record for each answer."""
     found: Any = None
-    columns, labels = options.columns, (True,)
+    columns, labels = options.columns, ()
     is_plain: bool | None = None
-    for place, row in _read(source, flag):
+    for number, (place, row) in enumerate(_read(source, flag)):
         try:
             if found is None:
                 found = _find_format(row, options)
@@ -461,12 +478,15 @@ def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dic
                 said, labels = zip(*read_labelled(row, found, columns), strict=True)
             else:
                 said = read_pair(row, found, columns) if options.pairs else (read_row(row, found, columns),)
+            if options.split_turns and isinstance(said[0], Conversation):
+                said = tuple(split_turns(said[0], options.train_on))
             is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
             if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
                 raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
             together = [vars(each) for each in said]
-            contents = list(map(json.dumps, [[each] for each in together] if options.labelled else [together]))
+            is_apart = options.labelled or options.split_turns
+            contents = list(map(json.dumps, [[each] for each in together] if is_apart else [together]))
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
@@ -474,9 +494,10 @@ def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dic
         # JSON can write half of a surrogate pair, which is no character and has no token
         if any(_SURROGATE.search(content) and not _is_text(json.loads(content)) for content in contents):
             raise ExpertMeshError(f"{place} has a lone surrogate, so its text was cut or damaged")
-        for content, is_desirable in zip(contents, labels, strict=True):
-            label = {"is_desirable": is_desirable} if options.labelled else {}
-            yield {"place": place, "format": found.name, "is_plain": is_plain, **label, "content": content}
+        for at, content in enumerate(contents):
+            more: dict[str, Any] = {"is_desirable": labels[at]} if options.labelled else {}
+            more |= {"record": number} if options.split_turns else {}
+            yield {"place": place, "format": found.name, "is_plain": is_plain, **more, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
 
@@ -531,6 +552,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
         table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
         if options.labelled:
             _add_labels(table, batch["is_desirable"])
+        if options.split_turns:
+            table["record"] = batch["record"]
         return paired(table) if options.pairs else table
 
     return tokenize_batch

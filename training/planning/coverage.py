@@ -41,7 +41,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "sequences are taken to be full, whatever is in them": (
         *("tokenizer", "dataset", "dataset_config", "dataset_split", "dataset_num_proc", "sample_by"),
         *("messages_column", "prompt_column", "response_column", "system_column", "text_column"),
-        *("chat_template", "template_date", "prompt_template", "group_by_length", "shuffle_buffer"),
+        *("chat_template", "template_date", "prompt_template", "split_turns", "group_by_length", "shuffle_buffer"),
     ),
     "all tokens are taken to be trained on, the most that there can be": ("train_on",),
     "one step is forecast, of however many": ("num_train_epochs", "max_steps"),
