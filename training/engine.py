@@ -82,6 +82,7 @@ from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from .model_setup.new_tokens import train_new_tokens
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
+from .planning.rates import experts_apart
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary
@@ -118,7 +119,9 @@ def kernel_of(config: TrainConfig, model: Any, device_type: str, name: str | Non
         ExpertMeshError: the kernel that was asked for is not installed or cannot compute these experts.
     """
     needs = kernel_needs(model, device_type, compute_dtype(config))
-    return choose_kernel(name or config.expert_kernel, needs, config.expert_precision)
+    choice = choose_kernel(name or config.expert_kernel, needs, config.expert_precision)
+    is_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return replace(choice, most_apart=experts_apart(torch.cuda.get_device_name())) if is_gpu else choice
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:
@@ -180,7 +183,7 @@ def assemble(
         quantized = to_quantize(model).values() if config.quantizes_linear else ()
         trained.append(model.tensor_parallel.overlapped_line(set(quantized)))
     kernel = choose(config, model, device_type)
-    use_kernel(model, kernel.kernel)
+    use_kernel(model, kernel.kernel, kernel.most_apart)
     if compiles and config.compile:
         trained.append(compile_layers(model))
     if device_type == "cuda":

@@ -7,8 +7,8 @@ routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R ro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,7 @@ class _ExchangedPart:
 
     exchange: Exchange
     number: int
+    told: "Told"
     counts_e: Tensor
     by_expert_R: Tensor | None
     by_source_R: Tensor | None
@@ -96,6 +97,9 @@ class _ExchangedPart:
     @property
     def num_rows(self) -> int:
         return sum(self.exchange.received[self.number])
+
+    def host_counts(self) -> list[int]:
+        return self.told.by_expert[self.number]
 
     def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
         rows_RD = Arrive.apply(sent_RD, self.exchange, self.number)
@@ -151,31 +155,30 @@ class AllToAllDispatcher:
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
         """As `Dispatcher.send`."""
-        receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
+        receive_counts_E, told = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
         order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
         with for_backward_alone(is_replaying()):
             rows_ND = TokensToRows.apply(x_TD, order)
 
         wait_for_counts(counts_E.device)
-        sent_PS, received_PS = splits_2PS.tolist()
         if has_padding:
             # the rows' own gradient goes by the order of all of them: `Send` knows how many it sends
-            order = first_rows(order, sum(map(sum, sent_PS)))
-        exchange = Exchange(self.group, sent_PS, received_PS)
+            order = first_rows(order, sum(map(sum, told.sent_PS)))
+        exchange = Exchange(self.group, told.sent_PS, told.received_PS)
         rows = Send.apply(rows_ND, exchange)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)
-        parts: list[Part] = [self._part(exchange, number, counts_Se) for number, counts_Se in enumerate(counts)]
+        parts: list[Part] = [self._part(exchange, told, number, counts_Se) for number, counts_Se in enumerate(counts)]
         return _ExchangedRows(rows, parts, exchange, order, weights_TK)
 
-    def _part(self, exchange: Exchange, number: int, counts_Se: Tensor) -> Part:
+    def _part(self, exchange: Exchange, told: "Told", number: int, counts_Se: Tensor) -> Part:
         by_expert_R, by_source_R = None, None
         if counts_Se.shape[1] > 1:
             num_rows = sum(exchange.received[number])
             by_expert_R = _transpose_blocks(counts_Se, num_rows)
             by_source_R = _transpose_blocks(counts_Se.t(), num_rows)
-        return _ExchangedPart(exchange, number, counts_Se.sum(dim=0), by_expert_R, by_source_R)
+        return _ExchangedPart(exchange, number, told, counts_Se.sum(dim=0), by_expert_R, by_source_R)
 
     def _places(self, experts_TK: Tensor) -> Tensor:
         """The place of each choice's row among those that are sent."""
@@ -219,7 +222,51 @@ def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
     return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
 
 
-def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+class Told(Protocol):
+    """What ranks have told one another of their rows, in host memory.
+
+    sent_PS, received_PS: for each part, rows to each rank, and rows from each rank. by_expert: for each part, the rows
+    of each of this rank's experts.
+    """
+
+    @property
+    def sent_PS(self) -> list[list[int]]: ...
+
+    @property
+    def received_PS(self) -> list[list[int]]: ...
+
+    @property
+    def by_expert(self) -> list[list[int]]: ...
+
+
+class _Counts:
+    """Of sent and received counts (2, S, e) in host memory, which may still be on their way there: what is asked of
+    them is computed then."""
+
+    def __init__(self, both_2Se: Tensor, sizes: Sequence[int]):
+        self._both_2Se = both_2Se
+        self._sizes = list(sizes)
+
+    @cached_property
+    def _splits_2PS(self) -> list[list[list[int]]]:
+        parts = self._both_2Se.split(self._sizes, dim=2)
+        splits: list[list[list[int]]] = torch.stack([part_2Se.sum(dim=2) for part_2Se in parts], dim=1).tolist()
+        return splits
+
+    @property
+    def sent_PS(self) -> list[list[int]]:
+        return self._splits_2PS[0]
+
+    @property
+    def received_PS(self) -> list[list[int]]:
+        return self._splits_2PS[1]
+
+    @cached_property
+    def by_expert(self) -> list[list[int]]:
+        return [counts_e.tolist() for counts_e in self._both_2Se[1].sum(dim=0).split(self._sizes)]
+
+
+def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Told]:
     """Tell every ep rank how many rows its experts will get from here. Neither result may be read before
     `wait_for_counts` has returned.
 
@@ -230,7 +277,7 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
 
     Returns:
         receive_counts_E, int64: row by row of (S, e), how many rows each rank sends to each expert on this rank.
-        splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
+        What the host is told.
     """
     if _answer is not None:
         return _answer(counts_E, group, sizes)
@@ -238,13 +285,12 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
     with on_counts_stream(counts_E, receive_counts_E):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
         both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
-        splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
-        splits_2PS = splits_2PS.to("cpu", non_blocking=True)
-    return receive_counts_E, splits_2PS
+        both_2Se = both_2Se.to("cpu", non_blocking=True)
+    return receive_counts_E, _Counts(both_2Se, sizes)
 
 
 @contextmanager
-def answering_counts(answer: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+def answering_counts(answer: Callable[..., tuple[Tensor, Told]]) -> Iterator[None]:
     """Within it, `exchange_counts` asks no other ranks, and nothing is waited for: a dry run's `answer` gives what it
     returns."""
     global _answer
@@ -255,7 +301,7 @@ def answering_counts(answer: Callable[..., tuple[Tensor, Any]]) -> Iterator[None
         _answer = before
 
 
-_answer: Callable[..., tuple[Tensor, Any]] | None = None
+_answer: Callable[..., tuple[Tensor, Told]] | None = None
 
 
 @contextmanager

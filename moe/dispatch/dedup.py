@@ -35,14 +35,14 @@ class Rows:
     """How many rows are sent, as the host knows it.
 
     sent_PN, received_PN: to and from each destination of the first hop, by part. onward_PL, arriving_PL: inside the
-    node, to and from each of its ranks. computed_P: by this rank's experts.
+    node, to and from each of its ranks. computed_Pe: by each of this rank's experts.
     """
 
     sent_PN: list[list[int]]
     received_PN: list[list[int]]
     onward_PL: list[list[int]]
     arriving_PL: list[list[int]]
-    computed_P: list[int]
+    computed_Pe: list[list[int]]
 
 
 class OnceDispatcher:
@@ -135,14 +135,14 @@ class OnceDispatcher:
         to_nodes_SPN = counts_SC[:, self.num_experts :][:, : num_parts * N].view(-1, num_parts, N)
         sent_PN = to_nodes_SPN[self.ep_rank]
         received_PN = to_nodes_SPN[place::L, :, node].t()
-        computed_P = [int(part_Se.sum()) for part_Se in self._own(counts_SC).split(self.sizes, dim=1)]
+        computed_Pe = [counts_e.tolist() for counts_e in self._own(counts_SC).sum(dim=0).split(self.sizes)]
         if self.nodes is None:
-            return Rows(sent_PN.tolist(), received_PN.tolist(), [], [], computed_P)
+            return Rows(sent_PN.tolist(), received_PN.tolist(), [], [], computed_Pe)
         to_ranks_SPS = counts_SC[:, self.num_experts + num_parts * N :].view(-1, num_parts, N * L)
         # what comes from all nodes to rank l of this one, and goes on to its rank j
         inside_LPL = to_ranks_SPS.view(N, L, num_parts, N, L)[:, :, :, node].sum(dim=0)
         onward_PL, arriving_PL = inside_LPL[place], inside_LPL[:, :, place].t()
-        return Rows(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_P)
+        return Rows(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_Pe)
 
 
 def _once(options: DispatchOptions) -> OnceDispatcher:
@@ -214,7 +214,10 @@ class _Part:
 
     @property
     def num_rows(self) -> int:
-        return self._rows.computed_P[self.number]
+        return sum(self.host_counts())
+
+    def host_counts(self) -> list[int]:
+        return self._rows.computed_Pe[self.number]
 
     def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
         weights_UK, expert_UK = ArriveChoices.apply(self._sent_choices, self._of_choices, self.number)

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from ..dispatch.dispatcher_registry import Part
 from ..kernels.carve_out import beside_all_to_alls
-from ..kernels.expert_products import AddBias
+from ..kernels.expert_products import AddBias, counts_on_host
 from ..kernels.kernel_registry import ExpertKernel
 from ..kernels.loop import LOOP
+from ..kernels.torch_grouped import few_apart
 from ..kernels.weight_gradients import ExpertsCall, deferrable
 from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
@@ -38,6 +39,7 @@ class ExpertMLP(nn.Module):
         kernel: how it computes.
         low_rank: of its adapters, one per matrix; None without adapters.
         working: weights in the rows' dtype, where they are stored in another.
+        most_apart: how many experts the kernel may multiply one after the other (see `few_apart`).
         keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `recompute_cache`).
     """
 
@@ -49,6 +51,7 @@ class ExpertMLP(nn.Module):
         self.low_rank: LowRank | None = None
         self.working = WorkingWeights()
         self.keeps_products = False
+        self.most_apart = 1
         for parameter in layout.parameters:
             size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
@@ -80,9 +83,13 @@ class ExpertMLP(nn.Module):
         call = self._deferrable_call()
         sizes = [part.num_experts for part in parts]
         by_part = self._weights(sent[0].dtype, sizes, call is not None, self._joins_gate_and_up(sent[0]))
-        with deferrable(call), beside_all_to_alls(len(parts) > 1 and sent[0].is_cuda):
+        is_beside = len(parts) > 1 and sent[0].is_cuda
+        with deferrable(call), beside_all_to_alls(is_beside), few_apart(self.most_apart):
             for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
-                out_RD = self._compute(*part.arrive(rows_RD), weights, needs_output)
+                arrived = part.arrive(rows_RD)
+                # a dispatcher from outside may know less
+                with counts_on_host(getattr(part, "host_counts", None)):
+                    out_RD = self._compute(*arrived, weights, needs_output)
                 returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
         return returned
 

@@ -407,10 +407,11 @@ class _LogitsTo:
             forward.logits_TE[self.experts] = output[0].reshape(-1, self.experts.shape.num_experts)
 
 
-def use_kernel(model: nn.Module, kernel: ExpertKernel) -> None:
-    """Have all experts computed by `kernel`."""
+def use_kernel(model: nn.Module, kernel: ExpertKernel, most_apart: int = 1) -> None:
+    """Have all experts computed by `kernel`, `most_apart` or fewer of them one after the other (see `ExpertMLP`)."""
     for layer in moe_layers(model):
         layer.mlp.kernel = kernel
+        layer.mlp.most_apart = most_apart
 
 
 def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Needs:

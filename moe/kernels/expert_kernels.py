@@ -16,8 +16,11 @@ for _kernel in (LOOP, TORCH_GROUPED, MEGABLOCKS_SPARSE):
 
 @dataclass(frozen=True)
 class KernelChoice:
+    """most_apart: how many experts it may multiply one after the other (see `torch_grouped.few_apart`)."""
+
     kernel: ExpertKernel
     why: str
+    most_apart: int = 1
 
     @property
     def name(self) -> str:

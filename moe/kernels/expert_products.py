@@ -11,6 +11,7 @@ Shape suffixes: R rows, e experts on this rank, I and O the widths of a product'
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
 from ..util.recompute_cache import result_of
 from .grouped import GroupedMatmul, for_any_rows
@@ -130,11 +132,31 @@ def _sums_by_product(x_RO: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
-    """Each expert's number of rows, for which the host waits; as even as possible in a dry run, where they are
-    unknown."""
+    """Each expert's number of rows, for which the host waits, unless it knows them; as even as possible in a dry run,
+    where they are unknown."""
     if is_rehearsing_gpu() or _assumes_even:
         return even(num_rows, counts_e.numel())
-    return counts_e.tolist()
+    known = known_counts()
+    return counts_e.tolist() if known is None else known
+
+
+_ON_HOST: ContextVar[Callable[[], list[int]] | None] = ContextVar("_ON_HOST", default=None)
+
+
+@contextmanager
+def counts_on_host(counts: Callable[[], list[int]] | None) -> Iterator[None]:
+    """Within it, the counts that experts are computed with are in host memory too, by `counts`; None: they are not."""
+    token = _ON_HOST.set(counts)
+    try:
+        yield
+    finally:
+        _ON_HOST.reset(token)
+
+
+def known_counts() -> list[int] | None:
+    """Each expert's number of rows, where the host knows them without waiting."""
+    counts = _ON_HOST.get()
+    return None if counts is None else counts()
 
 
 @contextmanager
@@ -169,3 +191,28 @@ def compute_dtype(rows: Tensor) -> torch.dtype:
     """The dtype to multiply in: fp32 for half precision on a CPU without it, where torch's own matmuls are slow."""
     emulated = computes_on_cpu(rows) and rows.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype
+
+
+def looped(counts: list[int]) -> GroupedMatmul:
+    """Expert by expert, in the dtype of `compute_dtype`."""
+
+    def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        dtype, places = compute_dtype(a), runs(counts)
+        if trans_a:
+            out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
+            for rows, out_KN in zip(places, out_eKN, strict=True):
+                if rows.stop > rows.start:
+                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
+                    matmul(a_rows.t(), b_rows, out_KN)
+                else:
+                    out_KN.zero_()
+            return out_eKN
+        out_RN = a.new_empty(a.shape[0], b.shape[1 if trans_b else 2])
+        for rows, matrix in zip(places, b, strict=True):
+            if rows.stop > rows.start:
+                b_KN = matrix.to(dtype)
+                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
+                out_RN[rows] = out[: rows.stop - rows.start]
+        return out_RN
+
+    return GroupedMatmul(multiply)

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows
 from ..util.recompute_cache import kept_product, placeholder
-from .expert_products import compute_dtype, grouped_product, host_counts, runs
-from .grouped import GroupedMatmul
+from .expert_products import compute_dtype, grouped_product, host_counts, looped, runs
 from .kernel_entries import LOOP_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, Needs
 from .weight_gradients import deferral_of, now_or_later
@@ -117,32 +116,7 @@ def _empty_as(weight: Tensor) -> Callable[[], Tensor]:
 
 def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
     """A single product."""
-    return grouped_product(x_RI, weight_eOI, _looped(host_counts(counts_e, x_RI.shape[0])))
-
-
-def _looped(counts: list[int]) -> GroupedMatmul:
-    """Expert by expert, in the dtype of `compute_dtype`."""
-
-    def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        dtype, places = compute_dtype(a), runs(counts)
-        if trans_a:
-            out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
-            for rows, out_KN in zip(places, out_eKN, strict=True):
-                if rows.stop > rows.start:
-                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
-                    matmul(a_rows.t(), b_rows, out_KN)
-                else:
-                    out_KN.zero_()
-            return out_eKN
-        out_RN = a.new_empty(a.shape[0], b.shape[1 if trans_b else 2])
-        for rows, matrix in zip(places, b, strict=True):
-            if rows.stop > rows.start:
-                b_KN = matrix.to(dtype)
-                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
-                out_RN[rows] = out[: rows.stop - rows.start]
-        return out_RN
-
-    return GroupedMatmul(multiply)
+    return grouped_product(x_RI, weight_eOI, looped(host_counts(counts_e, x_RI.shape[0])))
 
 
 def _auto_loop(needs: Needs) -> AutoPlace:

@@ -1,11 +1,16 @@
 """The expert kernel `torch-grouped`: `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
 The GEMMs of a single expert are ordinary ones: all rows are its own, and a dense GEMM attains more of a GPU's rate than
-a grouped one (see `training/planning/rates.json`).
+a grouped one (see `training/planning/rates.json`). So are those of few experts, one after the other, where the host
+knows how many rows each has (`few_apart`).
 
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank, I and O the widths of a
 product's input and output.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from ..util.errors import ExpertMeshError
 from .carve_out import leaving_room
-from .expert_products import grouped_product, padded
+from .expert_products import grouped_product, known_counts, looped, padded
 from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import TORCH_GROUPED_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, Needs
@@ -57,6 +62,8 @@ def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
 def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
     if counts_e.numel() == 1:
         return GroupedMatmul(leaving_room(_plain_mm))
+    if counts_e.numel() <= _MOST_APART.get() and (counts := known_counts()) is not None:
+        return GroupedMatmul(leaving_room(looped(counts).multiply))
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
@@ -66,6 +73,21 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
         return product
 
     return GroupedMatmul(leaving_room(gmm))
+
+
+_MOST_APART: ContextVar[int] = ContextVar("_MOST_APART", default=1)
+
+
+@contextmanager
+def few_apart(most: int) -> Iterator[None]:
+    """Within it, `torch-grouped` multiplies so many experts or fewer one after the other, in forward and backward, if
+    the host knows their rows (see `expert_products.counts_on_host`): it waits for nothing more, and launches as many
+    kernels as there are experts."""
+    token = _MOST_APART.set(most)
+    try:
+        yield
+    finally:
+        _MOST_APART.reset(token)
 
 
 def _plain_mm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:

@@ -2,7 +2,7 @@
 each choice, no more rows are sent than the routing implies, and bits do not depend on what is recomputed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe.dispatch import exchange
@@ -20,8 +21,10 @@ from expertmesh.moe.dispatch.dedup import OnceDispatcher, Tables
 from expertmesh.moe.dispatch.dedup_routes import first_choices
 from expertmesh.moe.dispatch.dispatcher_entries import resolve_dispatch
 from expertmesh.moe.dispatch.dispatcher_registry import NodeGroups
+from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
+from expertmesh.moe.kernels.expert_products import known_counts
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import Keeper
 from expertmesh.sharding.collectives.node_groups import make_node_groups
@@ -122,6 +125,45 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
         grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss.detach(), **grads})
     return found
+
+
+@pytest.mark.parametrize("once", [{"dispatch": "plain"}, RANK, node(2)], ids=["plain", "rank", "node"])
+def test_few_experts_are_multiplied_one_after_the_other(ranks: RankPool, tmp_path: Path, once: dict[str, Any]) -> None:
+    """By counts that the host has been told for the exchange, chunk by chunk, and without another wait for them."""
+    case = Case(SAMPLES, kernel="torch-grouped", settings={**once, "overlap_chunks": 2})
+    hf_model(replace(case, changes={"num_local_experts": 12}), seed=1).save_pretrained(tmp_path)
+    for grouped, apart in ranks.run(_apart, 4, tmp_path, case):
+        assert (grouped.pop("grouped"), apart.pop("grouped")) == (2 * 9, 0), "of two layers, but for chunks of one"
+        compare(apart, grouped, str(once))
+
+
+def _apart(path: Path, case: Case) -> list[dict[str, Any]]:
+    """Loss and this rank's gradients, with the number of grouped GEMMs: three experts in two chunks are one of two and
+    one of one, of which only the former has a choice."""
+    found = []
+    for most in (1, 2):
+        model, mesh, _ = sharded_model(path, ON_4, case)
+        for layer in moe_layers(model):
+            layer.mlp.most_apart = most
+        (batch,) = my_batches(case, ON_4, dist.get_rank(), mesh.cp_group)
+
+        with (
+            mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped_mm,
+            mock.patch.object(expert_mlp.ExpertMLP, "_compute", _checking_counts(expert_mlp.ExpertMLP._compute)),
+        ):
+            loss = token_loss_sum(model.train(), batch)
+            loss.backward()
+        grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), **grads, "grouped": grouped_mm.call_count})
+    return found
+
+
+def _checking_counts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def checked(mlp: Any, rows_RD: Tensor, counts_e: Tensor, *rest: Any) -> Tensor:
+        assert known_counts() == counts_e.tolist()
+        return compute(mlp, rows_RD, counts_e, *rest)
+
+    return checked
 
 
 @pytest.mark.slow

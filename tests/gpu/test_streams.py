@@ -34,12 +34,13 @@ def test_counts_do_not_wait_for_what_is_queued_after_them() -> None:
         exchange_counts(counts_E, group, [8])  # communicators are made when first used
         wait_for_counts(device)
         queued = torch.cuda.Event()
-        received_E, splits_2S = exchange_counts(counts_E, group, [3, 5])
+        received_E, told = exchange_counts(counts_E, group, [3, 5])
         torch.cuda._sleep(10**10)
         queued.record()
         wait_for_counts(device)
         assert not queued.query(), "the wait was for the counts alone"
-        assert splits_2S.tolist() == [[[3], [25]], [[3], [25]]]
+        assert (told.sent_PS, told.received_PS) == ([[3], [25]], [[3], [25]])
+        assert told.by_expert == [[0, 1, 2], [3, 4, 5, 6, 7]]
         assert received_E.tolist() == counts_E.tolist()
     finally:
         dist.destroy_process_group()

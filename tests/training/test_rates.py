@@ -11,12 +11,14 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.planning.planner.cost import kernel_seconds, seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, load_measured, preset, save_measured
 from expertmesh.training.planning.rates import (
+    AT_BEST,
     Attained,
     Exchange,
     Operator,
     Rates,
     Work,
     busiest_of,
+    experts_apart,
     natural_imbalance,
     published,
     rank_imbalance,
@@ -28,12 +30,19 @@ from expertmesh.training.planning.rates import (
 def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
     rates = published(gpu)
     assert {each.operator for each in rates.attained} >= {*get_args(Operator), *get_args(Exchange)}
-    constants = {"compute beside", "collective beside", "launch", "call", "wait"}
+    constants = {"compute beside", "collective beside", "launch", "call", "wait", "experts apart"}
     assert {each.name for each in rates.constants} == constants
     for each in rates.attained:
         assert 0 < each.share <= 1, each
         assert each.source
     assert all(each.source for each in rates.constants)
+
+
+def test_few_experts_are_multiplied_apart_by_a_figure_and_not_by_name() -> None:
+    """Of what torch calls a GPU; of one that nobody has measured, and of a CPU, none are."""
+    assert experts_apart("NVIDIA H100 80GB HBM3") == published("H100").experts_apart == 4
+    assert experts_apart("NVIDIA B200") == 4, "as the card that it is like"
+    assert experts_apart("NVIDIA GeForce RTX 4090") == experts_apart("") == AT_BEST.experts_apart == 1
 
 
 def test_between_sizes_by_their_logarithm() -> None:

@@ -192,6 +192,18 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
     assert flops["4"]["expert GEMMs"] == flops["1"]["expert GEMMs"]
 
 
+@pytest.mark.parametrize("ep_size", ["8", "4", "1"])
+def test_what_a_step_needs_is_the_same_by_every_kernel(
+    model: str, capsys: pytest.CaptureFixture[str], ep_size: str
+) -> None:
+    """FLOPs of one expert, of few one after the other, and of many at once: of GEMMs that are written into place too."""
+    needed = [
+        accounts(model, capsys, "--ep-size", ep_size, "--expert-kernel", kernel)[0]["needed"]
+        for kernel in ("loop", "torch-grouped")
+    ]
+    assert needed[0] == pytest.approx(needed[1], rel=1e-9)
+
+
 @pytest.mark.slow
 def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys, "--offload")

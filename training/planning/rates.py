@@ -5,6 +5,7 @@ with its source; `python -m benchmarks.rates --write FILE` measures a device's o
 """
 
 import json
+import re
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,12 @@ class Rates:
         """Seconds from the end of a kernel until the host, having waited for it, has launched the next one."""
         return self._constant("wait", 0.0)
 
+    @cached_property
+    def experts_apart(self) -> int:
+        """So many experts, or fewer, are multiplied faster one after the other than by a grouped matmul, where the host
+        knows their rows."""
+        return int(self._constant("experts apart", 1))
+
     def _constant(self, name: str, default: float) -> float:
         return next((each.value for each in self.constants if each.name == name), default)
 
@@ -165,6 +172,14 @@ def published(gpu: str) -> Rates:
     return rates.with_classes_of(published(told["like"])) if "like" in told else rates
 
 
+def experts_apart(device_name: str) -> int:
+    """`Rates.experts_apart` of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"; 1 of one of which nothing
+    was published."""
+    names = json.loads((Path(__file__).parent / "rates.json").read_text(encoding="utf-8"))
+    known = [name for name in names if re.search(rf"\b{name}\b", device_name)]
+    return published(known[0]).experts_apart if known else 1
+
+
 def rates_from(told: Any) -> Rates:
     """What `dataclasses.asdict` made of `Rates`.
 
@@ -173,7 +188,7 @@ def rates_from(told: Any) -> Rates:
     """
     attained = tuple(Attained(**each) for each in told["attained"])
     constants = tuple(Constant(**each) for each in told["constants"])
-    names = ("compute beside", "collective beside", "launch", "call", "wait")
+    names = ("compute beside", "collective beside", "launch", "call", "wait", "experts apart")
     for each in attained:
         if each.operator.removesuffix(FA3) not in CLASSES:
             raise ValueError(f"there is no class of operators {each.operator!r}")

@@ -13,6 +13,7 @@ from ...config.settings import CrossEntropy
 from ...config.train_config import TrainConfig
 from ...engine import assemble, compute_dtype, kernel_of
 from ...loss.head import choose_cross_entropy
+from ..rates import published
 from .liger_stand_in import computed_by_torch
 
 HOPPER = (9, 0)
@@ -65,4 +66,5 @@ def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
     if name == "auto" and device_type == "cuda":
         needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
         name = choose_kernel(name, needs).kernel.entry.recorded_as
-    return kernel_of(config, model, "cpu", name)
+    choice = kernel_of(config, model, "cpu", name)
+    return replace(choice, most_apart=published("H100").experts_apart) if device_type == "cuda" else choice

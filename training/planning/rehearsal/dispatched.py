@@ -17,6 +17,7 @@ from ....moe.dispatch import dedup as once
 from ....moe.dispatch.alltoall import answering_counts
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from ....moe.kernels.expert_products import even
 from ....moe.util.errors import ExpertMeshError
 
 
@@ -52,7 +53,7 @@ def expected_rows(
         [[rows(part * of_nodes[node])] * nodes for part in of_parts],
         [[nodes * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
         [[nodes * rows(part * shares[dispatcher.ep_rank])] * on_node for part in of_parts],
-        split(computed, sizes),
+        [even(number, size) for number, size in zip(split(computed, sizes), sizes, strict=True)],
     )
 
 

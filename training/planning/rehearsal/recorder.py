@@ -522,6 +522,8 @@ def _attention_in_segments(query_NHA: Tensor, segments: list[int], window: int, 
 
 _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::mm": _product,
+    # written to where it goes, as a looped expert's weight gradients are
+    "aten::mm.out": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::addmm": _product,
     "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::bmm": _product,

@@ -21,6 +21,7 @@ from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_shape
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
+from ....moe.kernels.expert_products import even
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
@@ -368,15 +369,14 @@ def batch_of(
 
 
 class Splits:
-    """Rows to and from each ep rank, by chunk."""
+    """Rows to and from each ep rank, by chunk, and those of this rank's experts, as even as possible (see
+    `moe.dispatch.alltoall.Told`)."""
 
     def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
-        self.rows = [
+        self.sent_PS, self.received_PS = (
             [list(part) for part in zip(*(split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
-        ]
-
-    def tolist(self) -> list[list[list[int]]]:
-        return self.rows
+        )
+        self.by_expert = [even(sum(rows_S), size) for rows_S, size in zip(self.received_PS, sizes, strict=True)]
 
 
 @contextmanager
