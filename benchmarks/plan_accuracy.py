@@ -54,6 +54,7 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.planner.check import check_groups, measured_hardware
 from expertmesh.training.planning.planner.cost import step_time
@@ -61,7 +62,6 @@ from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.peak_memory import peak
 from expertmesh.training.planning.planner.step_order import PlannedRun
 from expertmesh.training.planning.planner.traffic import step_traffic
-from expertmesh.training.planning.rates import rates_from
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.run_setting import planned
 from expertmesh.training.step import train_step

@@ -26,6 +26,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.config.optimizers import EIGEN_FLOPS
+from expertmesh.training.model_setup.rates import FA3, Attained, Constant, Rates, published
 from expertmesh.training.planning.planner.check import measure_device, median_seconds
 from expertmesh.training.planning.planner.cost import best_rate
 from expertmesh.training.planning.planner.hardware import (
@@ -37,7 +38,6 @@ from expertmesh.training.planning.planner.hardware import (
     preset,
     save_measured,
 )
-from expertmesh.training.planning.rates import FA3, Attained, Constant, Rates, published
 
 SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}
 GROUPS = {

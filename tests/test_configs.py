@@ -23,6 +23,7 @@ from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
+from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning import plan_flags
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import NEAR
@@ -32,7 +33,6 @@ from expertmesh.training.planning.planner.search import Cluster, Plan, forecast
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import PlannedRun, planned_run
 from expertmesh.training.planning.rank_memory import choose_pipeline
-from expertmesh.training.planning.rates import natural_imbalance
 from expertmesh.training.planning.rehearsal import rehearse_command
 from expertmesh.training.planning.rehearsal.cached import CachedMeasure
 from expertmesh.training.planning.rehearsal.run_setting import setting_of

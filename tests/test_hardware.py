@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning.planner.model_config import find_config
 from expertmesh.training.planning.planner.search import Cluster, forecast
-from expertmesh.training.planning.rates import natural_imbalance
 from expertmesh.training.planning.rehearsal.cached import CachedMeasure
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, published

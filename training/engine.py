@@ -80,9 +80,9 @@ from .model_setup.dense_precision import multiply_in_fp8
 from .model_setup.freezing import check_experts_frozen, freeze
 from .model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from .model_setup.new_tokens import train_new_tokens
+from .model_setup.rates import experts_apart
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from .planning.rates import experts_apart
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary

@@ -1,7 +1,7 @@
 """The expert kernel `torch-grouped`: `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
 The GEMMs of a single expert are ordinary ones: all rows are its own, and a dense GEMM attains more of a GPU's rate than
-a grouped one (see `training/planning/rates.json`). So are those of few experts, one after the other, where the host
+a grouped one (see `training/model_setup/rates.json`). So are those of few experts, one after the other, where the host
 knows how many rows each has (`few_apart`).
 
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank, I and O the widths of a

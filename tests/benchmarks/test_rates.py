@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from benchmarks.rates import FACTORS, GROUPS, HEADS, LENGTHS, PARAMETERS, SQUARES, main
+from expertmesh.training.model_setup.rates import Operator
 from expertmesh.training.planning.planner.hardware import LINKS, load_measured
-from expertmesh.training.planning.rates import Operator
 
 
 def test_the_rates_of_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.model_setup.rates import AT_BEST
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.mesh_command import print_speeds
@@ -37,7 +38,6 @@ from expertmesh.training.planning.planner.hardware import (
 )
 from expertmesh.training.planning.planner.mesh_picture import picture
 from expertmesh.training.planning.rank_memory import _plan_line
-from expertmesh.training.planning.rates import AT_BEST
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS

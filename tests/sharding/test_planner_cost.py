@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from expertmesh.moe.hf_model.counts import training_flops
+from expertmesh.training.model_setup.rates import Constant, Rates
 from expertmesh.training.planning.planner.clock import Clock
 from expertmesh.training.planning.planner.cost import StepTime, model_flops, seconds_among, step_time
 from expertmesh.training.planning.planner.hardware import DEVICES, Device, Hardware, Link, products_in
 from expertmesh.training.planning.planner.setting import Setting
 from expertmesh.training.planning.planner.step_order import PlannedRun
 from expertmesh.training.planning.planner.traffic import Traffic, between_nodes, by_link, step_traffic
-from expertmesh.training.planning.rates import Constant, Rates
 from tests.sharding.planned import tiny_run
 from tests.tiny import tiny_config
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning.imbalance import imbalance_of, read_imbalance
-from expertmesh.training.planning.rates import natural_imbalance
 
 
 def metrics(folder: Path, *records: dict[str, object]) -> str:

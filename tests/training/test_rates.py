@@ -8,9 +8,7 @@ from typing import get_args
 import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.planning.planner.cost import kernel_seconds, seconds_among
-from expertmesh.training.planning.planner.hardware import DEVICES, load_measured, preset, save_measured
-from expertmesh.training.planning.rates import (
+from expertmesh.training.model_setup.rates import (
     AT_BEST,
     Attained,
     Exchange,
@@ -24,6 +22,8 @@ from expertmesh.training.planning.rates import (
     rank_imbalance,
     rates_from,
 )
+from expertmesh.training.planning.planner.cost import kernel_seconds, seconds_among
+from expertmesh.training.planning.planner.hardware import DEVICES, load_measured, preset, save_measured
 
 
 @pytest.mark.parametrize("gpu", DEVICES)

@@ -11,10 +11,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.imbalance import GivenRouting, skewed
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
-from expertmesh.training.planning.rates import natural_imbalance
 from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
 
 LAYERS = 7
@@ -196,7 +196,7 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
 def test_what_a_step_needs_is_the_same_by_every_kernel(
     model: str, capsys: pytest.CaptureFixture[str], ep_size: str
 ) -> None:
-    """FLOPs of one expert, of few one after the other, and of many at once: of GEMMs that are written into place too."""
+    """FLOPs of one expert, of few one after the other, and of many at once; also of GEMMs that are written in place."""
     needed = [
         accounts(model, capsys, "--ep-size", ep_size, "--expert-kernel", kernel)[0]["needed"]
         for kernel in ("loop", "torch-grouped")

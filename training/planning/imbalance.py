@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...moe.util.errors import ExpertMeshError
 from ..metrics import METRICS
-from .rates import natural_imbalance, rank_imbalance
+from ..model_setup.rates import natural_imbalance, rank_imbalance
 
 MOST_LINE = 64 * 2**20
 """Bytes of a line of metrics.jsonl."""

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ..rates import Rates
+from ...model_setup.rates import Rates
 
 SHARDING = "FSDP"
 """The stream of FSDP's collectives."""

@@ -19,7 +19,7 @@ from functools import cached_property
 from ....sharding.pipeline.timeline import Costs
 from ....sharding.topology import Axis
 from ...config.optimizers import OPTIMIZERS
-from ..rates import MEMORY, Work
+from ...model_setup.rates import MEMORY, Work
 from .clock import Clock, StepTime, Transfer
 from .hardware import Device, Hardware
 from .measured import MeasuredRange, MeasuredSpan

@@ -14,7 +14,7 @@ from ....moe.util.errors import ExpertMeshError
 from ....moe.util.parser import flag_of
 from ....moe.util.sizes import parse_size
 from ....sharding.topology import divisors, either, ranks_per_equal_node
-from ..rates import AT_BEST, Exchange, Rates, published, rates_from
+from ...model_setup.rates import AT_BEST, Exchange, Rates, published, rates_from
 
 _GPU, _NETWORK, _GPUS_PER_NODE = "H100", "infiniband-ndr", 8
 """What a run is planned for where no flag says it."""

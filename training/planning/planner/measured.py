@@ -11,7 +11,7 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....sharding.parallelize.choices import Checkpointing
 from ....sharding.pipeline.balance import crossing
 from ....sharding.topology import Axis, Topology
-from ..rates import Work
+from ...model_setup.rates import Work
 
 Mark = Literal["start", "use experts", "leave experts", "reduce experts", "use region", "leave region", "reduce region"]
 """What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called, or on a region of tensor

@@ -9,7 +9,7 @@ from ....sharding.parallelize.choices import Checkpointing, ranks_of_equal_nodes
 from ....sharding.pipeline.schedule import ScheduleName
 from ....sharding.topology import Axis, DenseShard, Topology
 from ...config.optimizers import ADAMW_FUSED
-from ..rates import rank_imbalance
+from ...model_setup.rates import rank_imbalance
 from .measured import ModelParameters, Workload
 
 

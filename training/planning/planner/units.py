@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...config.optimizers import num_elements, stack_size
-from ..rates import Work
+from ...model_setup.rates import Work
 from .measured import BlockUpdate, Parameter
 
 

@@ -13,7 +13,7 @@ from ...config.settings import CrossEntropy
 from ...config.train_config import TrainConfig
 from ...engine import assemble, compute_dtype, kernel_of
 from ...loss.head import choose_cross_entropy
-from ..rates import published
+from ...model_setup.rates import published
 from .liger_stand_in import computed_by_torch
 
 HOPPER = (9, 0)

@@ -27,6 +27,7 @@ from ....moe.util.user_cache import cache_directory
 from ....moe.util.versions import installed_version
 from ...config.optimizers import OUR_OPTIMIZERS
 from ...config.train_config import TrainConfig
+from ...model_setup.rates import Work
 from ..planner.measured import (
     BlockUpdate,
     LayerParameters,
@@ -39,7 +40,6 @@ from ..planner.measured import (
     Parameter,
     Workload,
 )
-from ..rates import Work
 from ..step_parts import has_modules_from_outside
 
 PACKAGES = ("torch", "transformers", "triton")

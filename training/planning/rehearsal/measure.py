@@ -53,6 +53,7 @@ from ...data.batch import Batch
 from ...engine import compute_dtype
 from ...loss.balance import LossWeights
 from ...micro_batch import forward_of, token_loss_sum
+from ...model_setup.rates import Work
 from ...optim.optimizer import matrix_parts, state_bytes
 from ...tensor_parallel import regions
 from ..planner.measured import (
@@ -66,7 +67,6 @@ from ..planner.measured import (
     Parameter,
     Workload,
 )
-from ..rates import Work
 from .attribution import Parts
 from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors

@@ -30,8 +30,8 @@ from ....moe.util.gpu import is_rehearsing_gpu
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
 from ...config.optimizers import EIGEN_FLOPS
+from ...model_setup.rates import MEMORY, Operator, Work
 from ...pipelined import PipelinedStep
-from ..rates import MEMORY, Operator, Work
 from ..step_parts import written_by
 from .attribution import FSDP, LASTING, Parts, StepPlace
 from .liger_stand_in import recorded

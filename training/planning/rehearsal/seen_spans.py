@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....sharding.topology import Axis
+from ...model_setup.rates import Work
 from ..planner.measured import Measured, MeasuredRange, MeasuredSpan
-from ..rates import Work
 from .recorder import Event
 
 Numbers = tuple[float, ...]
