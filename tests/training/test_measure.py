@@ -8,11 +8,11 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.planner.cost import step_time, update_kernels
+from expertmesh.training.planning.planner.cost import step_time, update_kernels, update_moved
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.measured import MeasuredModel, Workload
 from expertmesh.training.planning.planner.model_config import read_config
-from expertmesh.training.planning.planner.peak_memory import communicators, peak
+from expertmesh.training.planning.planner.peak_memory import communicators, peak, peaks
 from expertmesh.training.planning.planner.step_order import PlannedRun
 from expertmesh.training.planning.planner.traffic import step_traffic
 from expertmesh.training.planning.rehearsal import cached
@@ -93,6 +93,40 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     assert rehearsed.memory.state - steps <= state <= rehearsed.memory.state
     recorded = account.communicators(rehearsed.recorder.events, rehearsed.groups)
     assert sum(each.size for each in communicators(run)) == sum(each.size for each in recorded)
+
+
+@pytest.mark.parametrize("flags", [{}, {"adapter": "lora"}], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bf16", "adamw_torch_8bit"])
+def test_bytes_moved_by_an_update(monkeypatch: pytest.MonkeyPatch, optim: str, flags: dict[str, Any]) -> None:
+    """Where parameters are updated one by one, as large ones are: those of all kernels that are recorded, of the norm
+    and of clipping too. The first clips in its own kernel."""
+    monkeypatch.setattr("expertmesh.training.config.optimizers.LARGEST_ALIKE", 0)
+    rehearsed, run = both(tiny_mixtral(num_hidden_layers=1), 4, ep_size=2, optim=optim, max_seq_length=32, **flags)
+    events = [event for event in rehearsed.recorder.events if event.phase == "optimizer step"]
+    assert update_moved(run) == pytest.approx(sum(e.moved for e in events if e.collective is None), rel=0.02)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_offloading_brings_back(bf16: bool) -> None:
+    """To gather a layer, its shard is copied to the GPU first: here this is when most is held there."""
+    sizes = tiny_mixtral(hidden_size=256, intermediate_size=8)
+    few: dict[str, Any] = {"adapter": "lora", "lora_rank": 1, "max_seq_length": 4, "gradient_checkpointing": "full"}
+    rehearsed, run = both(sizes, 2, ep_size=2, offload=True, bf16=bf16, **few)
+    held = peak(run)
+    assert held.when.startswith("gathering of layer")
+    assert held.tensors == pytest.approx(rehearsed.memory.peak - rehearsed.memory.kinds.lasting, rel=0.005)
+
+
+def test_what_a_stage_receives_ahead() -> None:
+    """Two buffers of the last stage's input are a thirtieth of what it holds."""
+    config = flags_of(
+        ep_size=2, pp_size=2, gradient_accumulation_steps=4, max_seq_length=512, gradient_checkpointing="full"
+    )
+    sizes = tiny_mixtral(hidden_size=64, intermediate_size=8, num_hidden_layers=2)
+    run = planned(config, sizes, 4, is_kept=False, trained=1 - 1 / 512)
+    _, (pp_rank, held) = peaks(run)
+    assert pp_rank == 1
+    assert held.tensors == pytest.approx(rehearse(config, sizes, 4, 2).memory.peak, rel=0.005)
 
 
 @pytest.mark.slow

@@ -364,15 +364,20 @@ def model_flops(run: PlannedRun) -> float:
     return needed / s.pp_size
 
 
-def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> float:
-    """The norm reads gradients, clipping reads and writes them, by itself or in the optimizer's kernel; the optimizer
-    reads them, and reads and writes parameters and state; optimizers of matrices compute with these besides."""
+def update_moved(run: PlannedRun) -> float:
+    """Bytes that an update reads and writes: the norm reads gradients, clipping reads and writes them, by itself or in
+    the optimizer's kernel; the optimizer reads them, and reads and writes parameters and state."""
     units = run.units.values()
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
     s = run.setting
     clips = OPTIMIZERS.get(s.optimizer).clips and s.device == "cuda" and not s.offload
     # a trained parameter has its gradient's dtype
-    moved = (3 if clips else 4) * gradients + 2 * gradients + 2 * state
+    return (3 if clips else 4) * gradients + 2 * gradients + 2 * state
+
+
+def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> float:
+    """Optimizers of matrices compute with these besides."""
+    moved = update_moved(run)
     bandwidth = hardware.device.memory_bandwidth * hardware.rates.share("update", moved)
     products = sum(
         times * flops / (best_rate(work.operator, hardware.device) * hardware.rates.share(*work))

@@ -393,8 +393,9 @@ _FILLED = frozenset(
     {f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
 )
 """Operators that make a tensor like another one, of which they read no number."""
-_ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
-"""Arguments that an operator says it changes, and does not in the way it is called here."""
+_WRITTEN_WITH = {("aten::_fused_adamw_", "grads"): "grad_scale"}
+"""Arguments that an operator says it changes, and does so only where it is given another one, too: gradients that are
+scaled are written back."""
 _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
 """Operators that write as much as they read, of their first argument, to a part of what they give."""
 
@@ -414,7 +415,7 @@ def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[T
             continue
         tensors = [leaf for leaf in tree_leaves(by_name[argument.name]) if isinstance(leaf, Tensor)]
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        is_written &= (operator.name(), argument.name) not in _ONLY_READ
+        is_written &= by_name.get(_WRITTEN_WITH.get((operator.name(), argument.name), ""), True) is not None
         (changed if is_written else read).extend(tensors)
     return read, changed
 

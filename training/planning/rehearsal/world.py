@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from traceback import walk_tb
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ....moe.kernels.expert_products import even
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
+    FSDPParam,
     _current_autograd_node,
     _resolve_process_group,
     around_shapes_found_out,
@@ -183,6 +185,7 @@ def _rehearse(
         with (
             _telling(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, recorder),
             _leaving_out_shapes(live, recorder),
+            _bringing_back(config, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
             sharing_occasional(recorder, occasional(config)),
@@ -421,6 +424,32 @@ def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]
             yield
 
     with around_shapes_found_out(paused):
+        yield
+
+
+@contextmanager
+def _bringing_back(config: TrainConfig, recorder: Recorder) -> Iterator[None]:
+    """Within it, what FSDP gathers from host memory has memory on the GPU besides: in a dry run there is one device."""
+    if not (config.offload or config.offload_experts):
+        yield
+        return
+    gathered: Any = FSDPParam.all_gather_inputs
+    inputs = gathered.fget
+
+    def brought(param: Any) -> Any:
+        # a lone rank's frozen experts have come already (see `offload_frozen`)
+        is_here = config.offload_experts and param.mesh_info.shard_mesh_size == 1
+        if is_here or not param.offload_to_cpu:
+            return inputs(param)
+        in_host = param._sharded_param_data
+        with recorder.paused():
+            param._sharded_param_data = in_host.clone()
+        try:
+            return inputs(param)
+        finally:
+            param._sharded_param_data = in_host
+
+    with mock.patch.object(FSDPParam, "all_gather_inputs", property(brought)):
         yield
 
 
