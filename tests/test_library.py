@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -296,6 +297,35 @@ def test_a_step_in_three_pieces_follows_the_schedule(engine: Any) -> None:
     assert len(set(rates)) == 4
 
 
+def test_a_step_beyond_the_schedule_is_warned_of_once(engine: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """With its rate of 0 nothing would be learned. The warning is at the line that makes the step."""
+    warnings.simplefilter("always")
+    engine.schedule(2)
+    told = []
+    for _ in range(4):
+        engine.step(batch_of_text())
+        told.append([str(each.message) for each in recwarn])
+    assert told[1] == []
+    assert told[2] == told[3]
+    (warning,) = recwarn
+    assert str(warning.message).startswith("the learning rate of a step is 0, as the schedule is over after 2 steps")
+    assert "engine.step(batch_of_text())" in Path(warning.filename).read_text().splitlines()[warning.lineno - 1]
+    engine.schedule(0)
+    with pytest.warns(UserWarning, match="over after 0 steps"):
+        engine.update(engine.forward_backward(batch_of_text()))
+
+
+def test_a_step_of_no_batch_is_refused(engine: Any) -> None:
+    """It would count a token, and warn of labels that there are not; beside another one, None is nothing."""
+    tokens, steps = engine.tokens, engine.step_number
+    for given in (None, [None, None]):
+        for call in (engine.step, engine.forward_backward):
+            with pytest.raises(expertmesh.ExpertMeshError, match="every batch of a step is None on all ranks"):
+                call(given)
+    assert (engine.tokens, engine.step_number) == (tokens, steps)
+    assert engine.step([batch_of_text(), None]).tokens == 24
+
+
 def test_a_checkpoint_of_another_run_is_not_resumed(engine: Any, tiny_model: Path, tmp_path: Path) -> None:
     saved = engine.save(tmp_path)
     same, other = load(tiny_model), load(tiny_model, optim="adamw_bf16")
@@ -374,8 +404,9 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
     engine.step(batch)  # so that the optimizer has momentum by which weights would move
     nothing = batch | without_targets(batch["labels"])
     before = weights_of(engine)
-    with pytest.warns(UserWarning, match="every label is -100"):
+    with pytest.warns(UserWarning, match="every label is -100") as warned:
         result = engine.step(nothing)
+    assert {warning.filename for warning in warned} == {__file__}, "the user's line, not one of ours"
     assert math.isnan(result.loss)
     assert result.targets == 0
     assert not result.is_finite

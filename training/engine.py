@@ -8,7 +8,6 @@ model that was made so, for a training loop: ours in `training.loop`, a user's o
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -43,7 +42,7 @@ from ..moe.hf_model.counts import ParameterCounts
 from ..moe.hf_model.mtp import mtp_of
 from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
-from ..moe.util.errors import ExpertMeshError
+from ..moe.util.errors import ExpertMeshError, warn_user
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.collectives.node_groups import check_tp_groups
 from ..sharding.mesh import Mesh, build_mesh
@@ -293,7 +292,7 @@ class Engine:
     mesh: Mesh
     checkpoint: Checkpoint
 
-    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks, tell: Tell = warnings.warn):
+    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks, tell: Tell = warn_user):
         self.source, self.ranks = source, ranks
         self.tell: Tell = tell if ranks.rank == 0 else lambda line: None
         config = config.settled()
@@ -321,6 +320,7 @@ class Engine:
         self.untrained: str | None = None
         self.encoding: str | None = None
         self.scheduler: Schedule | None = None
+        self._end_of_schedule = math.inf
         self.step_number, self.tokens, self.is_resumed = 0, 0, False
         self._grad_norm = 0.0
         self._are_ends_given = False
@@ -395,6 +395,7 @@ class Engine:
         if not isinstance(num_steps, int) or num_steps < 0:
             raise ExpertMeshError(f"num_steps is {num_steps!r}; it must be an integer, 0 or more")
         self.scheduler = build_scheduler(self.optimizer, self.config, num_steps)
+        self._end_of_schedule = num_steps
         return self.scheduler
 
     @property
@@ -565,9 +566,17 @@ class Engine:
             self.saver.wait_for_copies()
 
     def _advance(self) -> None:
-        """The learning rate."""
-        if self.scheduler is not None:
-            step_scheduler(self.scheduler, None)
+        """The learning rate; warned of once where the schedule has left none."""
+        if self.scheduler is None:
+            return
+        is_over = self.scheduler.last_epoch >= self._end_of_schedule and self.config.learning_rate > 0
+        if is_over and not any(self.scheduler.get_last_lr()):
+            self.tell(
+                f"warning: the learning rate of a step is 0, as the schedule is over after {self._end_of_schedule} "
+                "steps, and stays 0; give more max_steps, or call engine.schedule"
+            )
+            self._end_of_schedule = math.inf
+        step_scheduler(self.scheduler, None)
 
     def batches(
         self, given: MicroBatch | Sequence[MicroBatch], for_loss: bool = False, figures: Sequence[str] = ()
@@ -588,8 +597,9 @@ class Engine:
         except ExpertMeshError as error:
             problem = str(error)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (problem, len(batches), self._digests(batches), (for_loss, *figures)))
-        problems, numbers, digests, losses = zip(*told, strict=True)
+        has_any = any(batch is not None for batch in batches)
+        dist.all_gather_object(told, (problem, len(batches), self._digests(batches), (for_loss, *figures), has_any))
+        problems, numbers, digests, losses, have_any = zip(*told, strict=True)
         if said := next(filter(None, problems), None):
             raise ExpertMeshError(said)
         _check_losses(losses)
@@ -599,6 +609,8 @@ class Engine:
                 f"ranks have {min(numbers)} to {max(numbers)} micro-batches in one step; give every rank "
                 "the same number, with None for batches that a rank lacks"
             )
+        if not any(have_any):
+            raise ExpertMeshError("every batch of a step is None on all ranks; leave the step out")
         return made
 
     def _digests(self, batches: Sequence[MicroBatch]) -> list[str]:

@@ -8,7 +8,6 @@ gradients, clipping, update and files.
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +33,7 @@ from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.experts.router_stats import Routing
 from ..moe.transformers_private import in_place_of_trainers
 from ..moe.util.atomic_write import PARTIAL, whole
-from ..moe.util.errors import ExpertMeshError
+from ..moe.util.errors import ExpertMeshError, warn_user
 from ..sharding.runtime.process import raise_together
 from .config.train_config import TrainConfig
 from .data.batch import IGNORED, Batch
@@ -203,7 +202,7 @@ class TrainerMixin(_Base):
         """Warn, once for all ranks."""
         if self.engine.ranks.rank == 0:
             for line in lines:
-                warnings.warn(line, stacklevel=3)
+                warn_user(line)
 
     # ---- what is asked for ----
 

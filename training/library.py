@@ -1,13 +1,12 @@
 """`expertmesh.load`: a model on its ranks, for a training loop of one's own or transformers' Trainer."""
 
 import inspect
-import warnings
 from collections.abc import Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..moe.util.errors import ExpertMeshError
+from ..moe.util.errors import ExpertMeshError, warn_user
 from ..moe.util.parser import flag_of
 from ..moe.util.terminal import folded_to
 from ..sharding.runtime.agreement import check_alike
@@ -92,7 +91,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
             "from its data; use it, or give engine.step a loss of your own"
         )
     for line in _without_effect(config, settings):
-        warnings.warn(line, stacklevel=2)
+        warn_user(line)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
         raise ExpertMeshError("warmup_steps needs max_steps; give both")
     prepare_process(config)
@@ -100,7 +99,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     check_alike(
         ranks, "settings or software", start_facts(config), "load with the same settings and software on all ranks"
     )
-    engine, _ = start_engine(config, ranks, _warn)
+    engine, _ = start_engine(config, ranks, warn_user)
     if config.tokenizer:
         with raise_together():
             _ = engine.tokenizer  # one that is not there is better told of now than at the export
@@ -136,10 +135,6 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
     flags = tuple(map(flag_of, OF_THE_LOOP))
     others = [line for line in config.without_effect if not line.replace("--no-", "--").startswith(flags)]
     return of_loop + others
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line.removeprefix("warning: "), stacklevel=2)
 
 
 def _signature() -> inspect.Signature:

@@ -83,7 +83,7 @@ def _without_experts(model: nn.Module) -> str:
                 "A later release of transformers may mark it; `python -m expertmesh.moe families` lists "
                 "what can be trained"
             )
-    return f"{name} has no mixture-of-experts layer with this config: nothing to shard over ep"
+    return f"{name} has no mixture-of-experts layer with this config; a model to train, and a teacher, must have some"
 
 
 def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -95,24 +95,36 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
         text_config.output_router_logits = False
     with torch.device("meta"):
         attn_implementation = settled_attention(config, attn_implementation)
-        auto, _ = _classes(config)
         try:
-            model = auto.from_config(
-                config,
-                attn_implementation=_of_text(config, attn_implementation),
-                dtype=dtype,
-                trust_remote_code=False,
-            )
+            model = _made(config, attn_implementation, dtype)
         except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if _is_made(config, "eager", dtype):
+                # of its answers the first sentence is about this model
+                raise ExpertMeshError(
+                    f"--attn-implementation {attn_implementation}: transformers does not run "
+                    f"{config.model_type} with it ({said.partition('. ')[0].rstrip('.')}); leave it out, or give eager"
+                ) from error
             raise ExpertMeshError(
-                f"transformers cannot build a model of type {config.model_type} from this config.json "
-                f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
+                f"transformers cannot build a model of type {config.model_type} from this config.json: {said}"
             ) from error
     if not any(True for _ in expert_modules(model)):
         raise ExpertMeshError(_without_experts(model))
     _run_on_text(model)
     _give_head(model)
     return model
+
+
+def _made(config: Any, attn_implementation: str, dtype: torch.dtype) -> Any:
+    auto, attention = _classes(config)[0], _of_text(config, attn_implementation)
+    return auto.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=False)
+
+
+def _is_made(config: Any, attn_implementation: str, dtype: torch.dtype) -> bool:
+    try:
+        return _made(config, attn_implementation, dtype) is not None
+    except Exception:  # whatever transformers says of it, it says of another attention
+        return False
 
 
 def _forget_plans(config: Any) -> None:

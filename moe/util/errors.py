@@ -1,4 +1,10 @@
-"""The one exception for mistakes that a user can fix: a bad flag, file or tensor."""
+"""The one exception for mistakes that a user can fix, a bad flag, file or tensor; and warnings of others."""
+
+import sys
+import warnings
+
+_NOT_THE_USERS = {__name__.partition(".")[0], "accelerate", "contextlib", "torch", "transformers", "trl"}
+"""Packages through which a call of the user's own code comes here."""
 
 
 class ExpertMeshError(ValueError):
@@ -10,3 +16,11 @@ class ExpertMeshError(ValueError):
         except expertmesh.ExpertMeshError as error:
             print(error)
     """
+
+
+def warn_user(line: str) -> None:
+    """Warn at the line of the user's own code that has led here, in a notebook at that of the cell."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(line.removeprefix("warning: "), stacklevel=level)

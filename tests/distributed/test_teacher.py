@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits
@@ -167,7 +167,16 @@ def test_what_is_refused(runs: Runs, models: dict[str, Path], tmp_path: Path) ->
     one, two = list(entries)[-2:]
     entries[one], entries[two] = entries[two], entries[one]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    dense, tokenizer = tmp_path / "dense", AutoTokenizer.from_pretrained(models["teacher"])
+    widths: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=2, **widths)
+    LlamaForCausalLM(config).save_pretrained(dense)
+    tokenizer.save_pretrained(dense)
     for given, said in (
+        (
+            f"--teacher {dense}",
+            "LlamaForCausalLM has no mixture-of-experts layer with this config; a model to train, and a teacher, must",
+        ),
         (f"--teacher {tmp_path / 'nowhere'}", "--teacher"),
         (f"--teacher {other}", "4 tokens differ in its tokenizer and the student's"),
         (f"--teacher {models['teacher']} --teacher-top-k 100000", "--teacher-top-k 100000"),

@@ -132,8 +132,11 @@ def test_sdpa_would_leave_out_sinks() -> None:
     """auto is our own attention there; asking for sdpa is an error, packed or not."""
     for config in map(tiny_config, SINKS):
         assert choose_attention("auto", True, config) == choose_attention("auto", False, config) == OWN
-        with pytest.raises(ExpertMeshError, match="with --attn-implementation sdpa"):
+        with pytest.raises(ExpertMeshError) as refused:
             build_model(config, "sdpa")
+        said = str(refused.value)
+        assert said.startswith(f"--attn-implementation sdpa: transformers does not run {config.model_type} with it (")
+        assert said.endswith("yet); leave it out, or give eager"), "no more than the sentence about this model"
 
 
 @pytest.mark.sample(3)
