@@ -1,5 +1,6 @@
 """The memory forecast of a run: told, held against the memory there is, and set beside what was measured."""
 
+import json
 import math
 import os
 import re
@@ -8,21 +9,26 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
+from expertmesh.training.data.samples import DataOptions, load_samples
+from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.planning import rank_memory as memory
 from expertmesh.training.planning.cluster_commands import main as plan
 from expertmesh.training.planning.host_memory import free_of_process, free_on_host
 from expertmesh.training.planning.memory import Memory
-from expertmesh.training.planning.rank_memory import Forecast, available_memory, resident
+from expertmesh.training.planning.rank_memory import Forecast, available_memory, longest_sequence, resident
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
 from tests.sharding.planned import launched
+from tests.training.test_pairs import tokenizer_in
 
 GIB = 2**30
 
@@ -185,6 +191,25 @@ print(free_of_process())
     assert held == pytest.approx(GIB, rel=0.01)
     # the process's own code is no data
     assert 0.5 * GIB < after < GIB
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_sequences_are_forecast_as_long_as_batches_have_them(tmp_path: Path, task: Any, packing: bool) -> None:
+    """However far --max-seq-length is above the data."""
+    tokenizer, data = tokenizer_in(tmp_path), tmp_path / "data.jsonl"
+    rows = [{"prompt": "q" * n, "chosen": "12345", "rejected": "1" * n, "completion": "1" * n} for n in (1, 5, 9)]
+    names = ("prompt", "chosen", "rejected") if task == "dpo" else ("prompt", "completion")
+    data.write_text("".join(json.dumps({name: row[name] for name in names}) + "\n" for row in rows))
+    samples = load_samples("--dataset", [str(data)], tokenizer, DataOptions(4096, pairs=task == "dpo"), seed=0)
+    entries = make_rows(samples, packing, 4096, seed=0)
+    config = TrainConfig(model="m", dataset=["d"], task=task, packing=packing, max_seq_length=4096)
+    batches = [collate_rows(entries, [number], None, AS_LONG_AS_LONGEST) for number in range(len(entries))]
+    most = max(batch.tokens_BS.numel() for batch in batches)
+    # an odd number of tokens of packed pairs has no half
+    assert most <= longest_sequence(entries, config) * config.sequences_per_row <= most + 1
+    streamed = TrainConfig(model="m", dataset=["d"], streaming=True, max_steps=1, packing=packing, max_seq_length=4096)
+    assert longest_sequence(entries, streamed) == 4096
 
 
 def run_with_little_memory(argv: list[str]) -> tuple[int, str]:

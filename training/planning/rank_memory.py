@@ -22,6 +22,7 @@ from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology, ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
+from ..data.sequences import Rows
 from ..inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
 from .host_memory import free_of_process, free_on_host
@@ -166,8 +167,8 @@ def forecast(
     ranks: Ranks,
     padding: Padding,
 ) -> Forecast | NoForecast:
-    """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (packed ones:
-    --max-seq-length). Rank 0 measures the model for all; all ranks call it together.
+    """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
+    that are streamed: --max-seq-length). Rank 0 measures the model for all; all ranks call it together.
 
     A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
     """
@@ -208,10 +209,7 @@ def _planned(
     padding: Padding,
 ) -> PlannedRun:
     rows = inputs.training
-    longest = (
-        2 if rows is None else config.max_seq_length if config.packing or config.streaming else int(rows.lengths.max())
-    )
-    longest = padding.within(config.max_seq_length).length(longest)
+    longest = padding.within(config.max_seq_length).length(longest_sequence(rows, config))
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # fp8 is what --expert-precision says
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
@@ -221,6 +219,15 @@ def _planned(
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
     sizes: dict[str, Any] = dict(seq_length=longest, micro_batch=most * config.sequences_per_row)
     return planned(flags, source.config, topology.world_size, device, **sizes, trained=trained)
+
+
+def longest_sequence(rows: Rows | None, config: TrainConfig) -> int:
+    """Tokens of the longest sequence, as long as the data are known: of packed pairs, half of what is one sequence."""
+    if rows is None:
+        return 2
+    if config.streaming:
+        return config.max_seq_length
+    return -(-int(rows.lengths.max()) // (config.sequences_per_row if config.packing else 1))
 
 
 def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
