@@ -87,8 +87,8 @@ def build_parser() -> Parser:
     verify.add_argument(
         "--rtol",
         type=float,
-        help="allow this relative difference per value; for quantized tensors and adapters, relative "
-        "to the largest value of the dim-0 slice (default: bitwise equal)",
+        help="allow this difference per value, relative to the larger of the two; for quantized tensors and "
+        "adapters, to the largest value of the dim-0 slice (default: bitwise equal)",
     )
     verify.add_argument("--ignore-config", action="store_true", help="compare only tensors, not configs")
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import xxhash
 from tqdm import tqdm
 
-from ..moe.util.atomic_write import PARTIAL, whole
+from ..moe.util.atomic_write import PARTIAL, sync, sync_tree, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.topology import divisors, either
 from .ep_shards.manifest import MANIFEST, carried_files, check_all_bytes, make_manifest, shard_files
@@ -104,7 +104,9 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         origin = source.path if made.encodings else None
         copy_side_files(source, place, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
         written = {record.name for record in records}
-        for file in sorted({path for path in place.rglob("*") if path.is_file()} - {*traces(place)}):
+        # a process that was ended here may have left the manifest, or what was to become it
+        beside = {path for path in place.rglob("*") if path.is_file() and path.suffix != PARTIAL}
+        for file in sorted(beside - {*traces(place), place / MANIFEST}):
             name = file.relative_to(place).as_posix()
             if name not in written:
                 records.append(FileRecord(name, file.stat().st_size, file_checksum(file)))
@@ -243,11 +245,14 @@ def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
 
 def _finish(place: Path, out: Path, last: str, content: str | None) -> None:
     """Put the file that makes what was written complete in its place, atomically, and let it take that of `out`."""
+    sync_tree(place)
     if content is not None:
-        with whole(place / last) as partial:
+        with whole(place / last, durable=True) as partial:
             partial.write_text(content)
     forget_progress(place)
-    if place != out:
+    if place == out:
+        sync(out.parent)
+    else:
         replace_directory(place, out.resolve())
 
 
@@ -314,7 +319,8 @@ def _write_or_skip(
         advance(file.num_bytes)
         return noted[1]
     reader = make_reader()
-    with whole(out / file.name) as partial, open(partial, "wb") as stream:
+    # else the note could survive a crash of the machine and the file not
+    with whole(out / file.name, durable=True) as partial, open(partial, "wb") as stream:
         record = _write_file(file, stream, reader, advance)
     reader.close()
     with whole(note) as partial:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..checkpoints.files.directories import write_errors
 from ..checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ..checkpoints.training_state.saving import checkpoint_name
-from ..moe.util.atomic_write import whole
+from ..moe.util.atomic_write import sync, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
 from .config.train_config import TrainConfig
@@ -51,6 +51,7 @@ class Finished:
         """Record it, now that all exports are there."""
         if (output_dir / ANNOUNCED).exists():
             (output_dir / ANNOUNCED).replace(output_dir / FILE)
+            sync(output_dir)
         else:
             self._write(output_dir / FILE)
 

@@ -137,7 +137,7 @@ class ReferencePass:
             found = {name: self._of_both(part, estimates) for name, part in parts.items()}
             with raise_together(), write_errors(directory):
                 if self.ranks.rank == 0:
-                    with whole(directory / FILE) as partial:
+                    with whole(directory / FILE, durable=True) as partial:
                         save_file(found, partial, {"fingerprint": self.fingerprint})
         inputs = {name: _inputs(part.samples, found[name], estimates) for name, part in parts.items()}
         return References(inputs["training"], inputs.get("evaluation")), was_kept

@@ -160,7 +160,7 @@ def be_taught(
             torch.cuda.empty_cache()
         with raise_together(), write_errors(directory):
             if ranks.rank == 0:
-                with whole(directory / _FACTS) as partial:
+                with whole(directory / _FACTS, durable=True) as partial:
                     partial.write_text(json.dumps({"facts": digest}))
     with raise_together():
         found = {name: TeacherInputs(_read(directory, name), _firsts(part)) for name, part in rows.items()}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...moe.util.atomic_write import PARTIAL
+from ...moe.util.atomic_write import PARTIAL, sync, sync_tree
 from ...moe.util.errors import ExpertMeshError
 
 
@@ -81,8 +81,9 @@ def sweep_beside(out: Path) -> None:
 
 
 def replace_directory(new: Path, out: Path) -> None:
-    """Give the directory `new`, which is complete, the name `out`; what stood there is deleted only after. Killed at
-    any instant, it leaves one of the two under its name, or both where `finish_replacement` finds them.
+    """Give the directory `new`, which is complete, the name `out`; what stood there is deleted only after. If the
+    process is killed or the machine crashes, one of the two is left under its name, or both where
+    `finish_replacement` finds them. Once this returns, `out` survives a crash.
 
     Raises:
         OSError: it cannot be done; `out` and `new` are then as they were, unless only what was replaced could not be
@@ -90,6 +91,7 @@ def replace_directory(new: Path, out: Path) -> None:
     """
     new.chmod(stat.S_IMODE(out.stat().st_mode) if out.is_dir() else 0o755)  # mkdtemp lets only the user in
     finish_replacement(out)
+    sync_tree(new)
     ready, old = _replacing(out)
     new.rename(ready)
     try:
@@ -105,13 +107,16 @@ def replace_directory(new: Path, out: Path) -> None:
 def finish_replacement(out: Path) -> None:
     """Do what is left of a replacement of `out`, be it all of it; nothing where none was begun."""
     ready, old = _replacing(out)
+    if not ready.exists() and not os.path.lexists(old):
+        return
     if ready.exists():
         if os.path.lexists(out):
             delete(old)
             out.rename(old)
         ready.rename(out)
-    elif os.path.lexists(old) and not os.path.lexists(out):
+    elif not os.path.lexists(out):
         old.rename(out)
+    sync(out.parent)  # a crash of the machine could keep the deletions and undo the renames
     delete(old)
 
 

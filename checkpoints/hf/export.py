@@ -4,7 +4,6 @@ Tensor names and dtypes are those of the checkpoint the model came from; config,
 copied from it. The directory appears under its own name only when it is complete.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -136,7 +135,6 @@ def write_sharded(files: Sequence[OutputFile], shards: dict[str, ShardedParamete
             with attempt():
                 if stream is not None and not failures:
                     stream.flush()
-                    os.fsync(stream.fileno())
     if failures:
         raise failures[0]
 

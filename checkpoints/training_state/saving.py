@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ...moe.util.atomic_write import PARTIAL, place_link, whole
+from ...moe.util.atomic_write import PARTIAL, place_link, sync, whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
 from ...sharding.runtime.watchdog import NO_LIMIT_SECONDS, SAVERS
@@ -111,8 +111,9 @@ class Saver:
             return
         self.transposed = sorted(name for name, part in changing_state(model).items() if part.transposed)
         state = {**training_state(model, optimizer), **_rng_state()}
-        # Copying ahead, the thread that writes would ask for its current GPU: the node's first, not this rank's, in any
-        # thread that does not set it; and so make a context of gigabytes there.
+        # Each rank syncs what it writes, which rank 0, on another node, cannot. Copying ahead, the thread that writes
+        # would ask for its current GPU: the node's first, not this rank's, in any thread that does not set it; and so
+        # make a context of gigabytes there.
         writer = FileSystemWriter(partial / "state", sync_files=True, per_thread_copy_ahead=0)
         if copies:
             response: Any = dcp.async_save(
@@ -261,7 +262,7 @@ class Saver:
             "facts": self.facts,
             "files": dict(sorted(files.items())),
         }
-        with whole(partial / MARKER, durable=True) as marker:
+        with whole(partial / MARKER) as marker:
             marker.write_text(json.dumps(seal(table), indent=1), encoding="utf-8")
         final = self.directory / checkpoint_name(progress.step)
         replace_directory(partial, final)  # of an earlier attempt at the same step, or a damaged one, if there is one
@@ -356,9 +357,11 @@ def _room(directory: Path) -> str:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint, taking its name away first: killed half-way, it must not look like a damaged one."""
+    """Delete a checkpoint, taking its name away first: killed half-way, or after a crash of the machine, it must not
+    look like a damaged one."""
     away = temporary_beside(path)
     path.rename(away / path.name)
+    sync(path.parent)
     shutil.rmtree(away)
 
 

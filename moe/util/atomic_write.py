@@ -33,9 +33,9 @@ def whole(path: Path, durable: bool = False, writer: str = "") -> Iterator[Path]
         if path.exists() and (mode := _mode(path)) != _mode(partial):
             partial.chmod(mode)
         if durable:
-            _sync(partial)
+            sync(partial)
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def place_link(link: Path, target: Path) -> None:
@@ -61,10 +61,18 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def _sync(path: Path) -> None:
-    """Flush a file's bytes, or a directory's names, to disk."""
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or a directory's names, to disk: what a crash of the machine is not to undo."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush all that a directory holds to disk, and the names of it."""
+    for folder, _, names in os.walk(directory):
+        for path in (*(Path(folder, name) for name in names), Path(folder)):
+            if not path.is_symlink():
+                sync(path)

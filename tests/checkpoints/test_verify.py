@@ -1,6 +1,7 @@
 """`verify` on checkpoints of different models: none may be called equal to another, in whichever form and order."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from expertmesh.checkpoints.files.checksums import file_checksum
 from expertmesh.checkpoints.files.tensors import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
-from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed
+from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed, _difference
 from tests.checkpoints.commands import Tensors, change_manifest, change_tensors, lines, run
 from tests.tiny import save_model, tiny_config, tiny_mixtral
 
@@ -129,6 +131,19 @@ def test_a_different_model_is_never_equal(forms: list[Path], tmp_path: Path, cas
     run("verify", forms[0], other, "--ignore-config", code=0 if is_config_alone else 1)
     # a tolerance for values is none for what only one side has
     run("verify", forms[0], other, "--rtol", 0.1, code=0 if case in ("one value", "one bit") else 1)
+
+
+@pytest.mark.parametrize("rtol", [0.08, 0.095, 0.105])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_tolerance_is_the_same_both_ways_round(rtol: float, by_row: bool) -> None:
+    """Relative to the larger of two values, as in math.isclose: numpy's and torch's allclose take the second."""
+    a, b = np.float32([[1.0, 0.5], [-3.0, 2.0]]), np.float32([[1.1, 0.5], [-3.0, 2.0]])
+    found = {_difference(*pair, rtol, by_row) for pair in ((a, "F32", b, "F32"), (b, "F32", a, "F32"))}
+    assert len(found) == 1
+    if not by_row:
+        close = [math.isclose(one, other, rel_tol=rtol) for one, other in zip(a.flat, b.flat, strict=True)]
+        assert (found == {None}) == all(close)
+    assert (found == {None}) == (rtol > 0.1 / 1.1)
 
 
 def test_each_tensor_of_one_side_alone_is_named(forms: list[Path], tmp_path: Path) -> None:

@@ -130,9 +130,11 @@ def test_quitting_the_debugger_ends_the_run_in_a_line(
     """So does the end of what is typed, as where there is no terminal; the other ranks learn of it."""
     ranks: Any = SimpleNamespace(rank=1, world_size=2, store=dist.HashStore())
     dog = watchdog.Watchdog(ranks, None)
-    monkeypatch.setattr(watchdog, "end_at_once", Mock(side_effect=SystemExit))
+    end = Mock(side_effect=SystemExit)
+    monkeypatch.setattr(watchdog, "end_at_once", end)
     with pytest.raises(SystemExit), dog.ending_clearly():
         raise BdbQuit
+    end.assert_called_once_with(1)
     assert capsys.readouterr().err == "rank 1: the run was ended from the debugger\n"
     assert dog.notices.read() == Notice(1, "error", "ended from the debugger")
 

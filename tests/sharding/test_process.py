@@ -164,7 +164,13 @@ def test_who_waits_ends_once_another_rank_has_failed(is_told: bool, monkeypatch:
     ended = threading.Event()
     for name in ("NOTICE_SECONDS", "FAREWELL_SECONDS", *(() if is_told else ("SILENT_SECONDS",))):
         monkeypatch.setattr(watchdog, name, 0.05)
-    monkeypatch.setattr(watchdog, "end_at_once", lambda code: ended.set())
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "end_at_once", end)
     failing, waiting = ranks_at_one_store(2)
     if not is_told:
         Watchdog(failing, 1800).notices.give_sign("its last")
@@ -172,8 +178,9 @@ def test_who_waits_ends_once_another_rank_has_failed(is_told: bool, monkeypatch:
     with Watchdog(waiting, 1800).watching():
         if is_told:
             Watchdog(failing, 1800).notices.post(Notice(0, "error", "OSError, while it read the data"))
-        assert ended.wait(60)
+        ended.wait(60)
     wait_for_all(failing)  # lets the thread go
+    assert codes[:1] == [1]
 
 
 def test_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
