@@ -137,8 +137,8 @@ def test_a_different_model_is_never_equal(forms: list[Path], tmp_path: Path, cas
 @pytest.mark.parametrize("by_row", [False, True])
 def test_a_tolerance_is_the_same_both_ways_round(rtol: float, by_row: bool) -> None:
     """Relative to the larger of two values, as in math.isclose: numpy's and torch's allclose take the second."""
-    a, b = np.float32([[1.0, 0.5], [-3.0, 2.0]]), np.float32([[1.1, 0.5], [-3.0, 2.0]])
-    found = {_difference(*pair, rtol, by_row) for pair in ((a, "F32", b, "F32"), (b, "F32", a, "F32"))}
+    a, b = (np.array([[first, 0.5], [-3.0, 2.0]], np.float32) for first in (1.0, 1.1))
+    found = {_difference(one, "F32", other, "F32", rtol, by_row) for one, other in ((a, b), (b, a))}
     assert len(found) == 1
     if not by_row:
         close = [math.isclose(one, other, rel_tol=rtol) for one, other in zip(a.flat, b.flat, strict=True)]
