@@ -24,6 +24,8 @@ from .data.stream import Stream
 from .data.templates import at_date, reads_clock
 
 _NUM_PROMPTS = 3
+_NAMED = 10
+"""Of many tokens so many are named."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool) -> I
         template, tokenizer.chat_template, date = "none", own_template, ""
     if tells and (unused := _without_effect(config, training, date)):
         print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
+    if tells and (unseen := _unseen(config, tokenizer, training, evaluation)):
+        print(folded(f"warning: {unseen}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     if config.estimates_divergence:
         _check_prompts(training, evaluation)
@@ -196,6 +200,23 @@ def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
     return "; ".join(told)
 
 
+def _unseen(config: TrainConfig, tokenizer: Any, training: Samples, evaluation: Samples | None) -> str:
+    """The tokens of --add-tokens that no record contains, in words; empty: none."""
+    added = {
+        token: tokenizer.convert_tokens_to_ids(token) for entry in config.add_tokens for token in _tokens_in(entry)
+    }
+    seen = set[int]()
+    for samples in (training, evaluation) if added else ():
+        if samples is not None:
+            seen |= samples.token_ids
+    unseen = [token for token, number in added.items() if number not in seen]
+    if not unseen:
+        return ""
+    names = ", ".join(unseen[:_NAMED]) + (", ..." if len(unseen) > _NAMED else "")
+    where = f"of the first {config.shuffle_buffer:,} " if config.streaming else ""
+    return f"--add-tokens: no record {where}contains {names} ({len(unseen):,} of {len(added):,} tokens)"
+
+
 def _check_names_of_parts(config: TrainConfig) -> None:
     """
     Raises:
@@ -282,15 +303,22 @@ def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
             raise
         raise ExpertMeshError(f"{where}: has no tokenizer; give one with --tokenizer ({error})") from error
     for entry in added:
-        if Path(entry).is_file():
-            try:
-                tokens = [line for line in Path(entry).read_text(encoding="utf-8").splitlines() if line]
-            except (OSError, UnicodeDecodeError) as error:
-                raise ExpertMeshError(f"--add-tokens {entry}: cannot be read: {error}") from error
-        else:
-            tokens = list(filter(None, entry.split(",")))
-        tokenizer.add_tokens(tokens)
+        tokenizer.add_tokens(_tokens_in(entry))
     return tokenizer
+
+
+def _tokens_in(entry: str) -> list[str]:
+    """Those of an entry of --add-tokens: a file, or their names.
+
+    Raises:
+        ExpertMeshError: the file cannot be read.
+    """
+    if not Path(entry).is_file():
+        return list(filter(None, entry.split(",")))
+    try:
+        return [line for line in Path(entry).read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExpertMeshError(f"--add-tokens {entry}: cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -451,7 +451,7 @@ def _saves_at(done: int, run: Run) -> bool:
 
 def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
     stream = run.inputs.stream
-    epoch = round(done / run.order.steps_per_epoch, 4) if stream is None else float(stream.place(done).epoch)
+    epoch = round(done / run.order.steps_per_epoch, 4) if stream is None else float(stream.epoch(done))
     metrics = {"step": done} | meter.metrics(run.engine.balance.weights, epoch, learning_rate)
     run.log.step(metrics)
 

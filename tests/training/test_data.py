@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from expertmesh.training.data.samples import (
     load_samples,
 )
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.inputs import Inputs, _read_samples, _without_effect
+from expertmesh.training.inputs import Inputs, _read_samples, _tokens_in, _unseen, _without_effect
 
 
 @pytest.fixture
@@ -1182,6 +1183,22 @@ def test_a_path_that_ends_like_a_weight(tmp_path: Path, tokenizer: Any) -> None:
     specs = parse_datasets("--dataset", [f"{tmp_path / 'run:2'}:0.5", f"{colon}:2", f"{other}:1"])
     assert specs == [DatasetSpec(str(tmp_path / "run:2"), 0.5), DatasetSpec(str(colon), 2.0), DatasetSpec(other, 1.0)]
     assert parse_datasets("--dataset", [str(colon)]) == [DatasetSpec(str(colon), None)]
+
+
+def test_new_tokens_that_no_record_contains(tmp_path: Path, tokenizer: Any) -> None:
+    """Named, of names and of a file, where none of what is trained or evaluated on has them."""
+    (tmp_path / "tokens.txt").write_text("<three>\n<four>\n")
+    data = [write(tmp_path / f"{name}.jsonl", [{"text": f"a <{name}>"}]) for name in ("one", "three")]
+    given = {"add_tokens": ["<one>,<two>", str(tmp_path / "tokens.txt")], "dataset": [str(data[0])]}
+    for entry in given["add_tokens"]:
+        tokenizer.add_tokens(_tokens_in(entry))
+    training, evaluation = (load(tokenizer, file) for file in data)
+    config = TrainConfig(model="m", **given)  # type: ignore[arg-type]
+    said = "--add-tokens: no record contains {} of 4 tokens)"
+    assert _unseen(config, tokenizer, training, None) == said.format("<two>, <three>, <four> (3")
+    assert _unseen(config, tokenizer, training, evaluation) == said.format("<two>, <four> (2")
+    assert _unseen(replace(config, add_tokens=["<one>"]), tokenizer, training, None) == ""
+    assert _unseen(replace(config, add_tokens=[]), tokenizer, training, None) == ""
 
 
 def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:

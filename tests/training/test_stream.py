@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import RowSource, open_files
 from expertmesh.training.data.samples import DataOptions, Sample, load_samples
+from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.data.stream import Place, Stream, place_in
 from expertmesh.training.inputs import _read_samples
 
@@ -115,6 +117,20 @@ def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:
         later = stream_of(tmp_path / "data", tokenizer, size=5)
         later.begin = place
         assert names_of(tokenizer, later.batch(step, 5)) == steps[step], step
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 21, 100])
+def test_epochs_are_those_of_samples_in_the_cache(tmp_path: Path, tokenizer: Any, size: int) -> None:
+    """Complete passes, step by step, also from a checkpoint on."""
+    stream = stream_of(tmp_path / "data", tokenizer, size=size)
+    order = DataOrder(num_rows=len(ALL) - 1, num_readers=1, per_device=5, accumulation=1, seed=0)
+    for step in range(1, 13):
+        stream.batch(step - 1, 5)
+        assert stream.epoch(step) == math.floor(step / order.steps_per_epoch)
+        later = Stream("--dataset", stream.files, tokenizer, stream.options, packing=False, size=size, seed=3)
+        later.begin = stream.place(step)
+        later.batch(step, 5)
+        assert later.epoch(step + 1) == math.floor((step + 1) / order.steps_per_epoch)
 
 
 def test_what_cannot_be_streamed(tmp_path: Path, tokenizer: Any) -> None:

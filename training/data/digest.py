@@ -6,9 +6,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .samples import Labelled, Samples
+from .samples import SAMPLES_AT_ONCE, Labelled, Samples
 
-_SAMPLES_AT_ONCE = 1000
 _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples in any order"
 
 
@@ -47,7 +46,7 @@ def _hashes(samples: Samples) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     of_targets: list[int] = []
     columns = ["tokens", "is_trained", *["weights"] * samples.is_weighted]
     table = samples.dataset.select_columns(columns).with_format("arrow")
-    for batch in table.iter(batch_size=_SAMPLES_AT_ONCE):
+    for batch in table.iter(batch_size=SAMPLES_AT_ONCE):
         column = batch["tokens"].combine_chunks()
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
         tokens = column.flatten().to_numpy(zero_copy_only=False).astype(np.int64)

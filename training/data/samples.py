@@ -28,6 +28,7 @@ _VERSION = 18
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
+SAMPLES_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,15 @@ class Samples(Sequence[Sample]):
     def ends(self) -> list[int]:
         """Tokens with which answers end in them."""
         return sorted({token for origin in self.origins for token in origin.ends})
+
+    @property
+    def token_ids(self) -> set[int]:
+        """All that occur in them."""
+        table = self.dataset.select_columns(["tokens"]).with_format("arrow")
+        found: set[int] = set()
+        for batch in table.iter(batch_size=SAMPLES_AT_ONCE):
+            found.update(batch["tokens"].combine_chunks().flatten().unique().to_pylist())
+        return found
 
     @property
     def records(self) -> Tensor:

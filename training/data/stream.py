@@ -6,6 +6,7 @@ that a checkpoint records. Every rank reads everything and takes its part, which
 global batch are the same on any number of ranks.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -58,11 +59,13 @@ def place_in(state: Mapping[str, int]) -> Place:
 
 @dataclass(frozen=True)
 class Window:
-    """rows: its sequences. order: in which they are taken. begin: where it begins."""
+    """rows: its sequences. order: in which they are taken. begin: where it begins. ends_epoch: whether the last record
+    of all files is in it."""
 
     rows: Rows
     order: list[int]
     begin: Place
+    ends_epoch: bool
 
 
 class Stream:
@@ -97,6 +100,7 @@ class Stream:
         self.first = next(self.windows(Place()))
         self.begin = Place()
         self._places: dict[int, Place] = {}
+        self._epochs: dict[int, int] = {}
         self._batches: Iterator[list[Entry]] | None = None
 
     @property
@@ -112,6 +116,10 @@ class Stream:
         """Where the batch of a step begins, once the one before it was made."""
         return self._places[step]
 
+    def epoch(self, step: int) -> int:
+        """Complete passes over all files in the batches before that of a step, once the one before it was made."""
+        return self._epochs[step]
+
     def batch(self, step: int, size: int) -> list[Entry]:
         """The sequences of a global batch; those of steps one after the other, the first of which begins at `begin`."""
         if self._batches is None:
@@ -126,14 +134,16 @@ class Stream:
         """
         records: list[dict[str, Any]] = []
         since = begin
-        for place, record in self._records(begin):
+        for (place, record), (_, following) in itertools.pairwise(self._records(begin)):
             records += [] if record is None else [record]
             if len(records) == self.size or (record is None and records):
-                window = self._window(records, begin)
+                window = self._window(records, begin, ends_epoch=record is None or following is None)
                 if window is not None:
                     yield window
                     since = place
                 begin, records = replace(place, window=begin.window + 1), []
+            elif record is None:
+                begin = replace(place, window=begin.window)
             if record is None and place.epoch > since.epoch + 1:
                 raise ExpertMeshError(
                     f"{self.flag}: no record has a trained token within --max-seq-length {self.options.max_seq_length}"
@@ -152,7 +162,7 @@ class Stream:
             epoch, first = epoch + 1, 0
             yield Place(epoch), None
 
-    def _window(self, records: list[dict[str, Any]], begin: Place) -> Window | None:
+    def _window(self, records: list[dict[str, Any]], begin: Place, ends_epoch: bool) -> Window | None:
         """None where there is nothing to learn."""
         samples = samples_in_memory(records, self.flag, self.tokenizer, self.options)
         if samples is None:
@@ -160,7 +170,7 @@ class Stream:
         seed = self.seed + begin.window
         rows = make_rows(samples, self.packing, self.options.max_seq_length, seed)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        return Window(rows, order, begin)
+        return Window(rows, order, begin, ends_epoch)
 
     def _all_batches(self, step: int, size: int) -> Iterator[list[Entry]]:
         windows, taken = _ahead(self.windows(replace(self.begin, taken=0))), self.begin.taken
@@ -175,7 +185,9 @@ class Stream:
                 taken += len(numbers)
             step += 1
             self._places[step] = replace(window.begin, taken=taken)
-            self._places.pop(step - _STATES, None)
+            self._epochs[step] = window.begin.epoch + (window.ends_epoch and taken == len(window.order))
+            for kept in (self._places, self._epochs):
+                kept.pop(step - _STATES, None)
             yield entries
 
 
