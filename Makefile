@@ -12,6 +12,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdo
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # bytecode is kept also where an environment says not to: tests start hundreds of interpreters
 RUN    := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# what compares two orders of sums most
+OF_SUMS := tests/parity tests/distributed/test_own_loss.py tests/moe/test_kernels.py tests/checkpoints/test_merge.py
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
 # versions of the other packages; none: the newest
@@ -24,7 +26,7 @@ PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isol
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: install megablocks demo test test-rest test-all test-gpu test-floor check lint docs format clean
+.PHONY: install megablocks demo test test-rest test-orders test-all test-gpu test-floor check lint docs format clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +64,13 @@ test: lint
 
 test-rest: install
 	$(RUN) $(PYTEST) -m "slow and not release"
+	$(MAKE) --no-print-directory test-orders
+
+# as on other processors: torch and MKL add the same numbers up in other orders, each by a variable that changes most on
+# AMD and on Intel alike (without vector instructions; by the code for all processors); see tests/rounding.py
+test-orders: install
+	$(RUN) ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not slow and not release" $(OF_SUMS)
+	$(RUN) MKL_CBWR=COMPATIBLE $(PYTEST) -m "not slow and not release" $(OF_SUMS)
 
 test-all: lint
 	$(RUN) $(PYTEST)

@@ -28,6 +28,7 @@ from expertmesh.checkpoints.hf.names import Names
 from expertmesh.moe.experts.layout import ExpertLayout, expert_modules, read_layout
 from expertmesh.moe.hf_model.build import build_model
 from tests.families.configs import TEXT_IDS, skip_if_older, tiny_config, tiny_model
+from tests.rounding import assert_near
 
 peft = pytest.importorskip("peft")
 
@@ -199,7 +200,7 @@ def in_peft(model: Any, config: Config, tensors: Tensors, folder: Path) -> Any:
 
 
 def assert_same_logits(found: nn.Module, wanted: nn.Module) -> None:
-    torch.testing.assert_close(logits_of(found), logits_of(wanted), rtol=1e-5, atol=1e-5)
+    assert_near(logits_of(found), logits_of(wanted))
 
 
 @pytest.mark.sample(4)
@@ -361,7 +362,7 @@ def test_orientation_by_version(version: str | None, is_transposed: bool, order:
     whole = {"gate_up_proj": torch.cat([found[name].b @ found[name].a for name in ("w1", "v1")], 1)}
     whole["down_proj"] = found["w2"].b @ found["w2"].a
     for tensor, delta in deltas.items():
-        torch.testing.assert_close(whole[tensor], delta.mT if is_transposed else delta)
+        assert_near(whole[tensor], delta.mT if is_transposed else delta)
 
 
 def test_tensors_of_another_shape_are_refused() -> None:

@@ -21,6 +21,7 @@ from expertmesh.moe.registration import NAME, register_ep_implementation
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.families.configs import UNSHRINKABLE, is_older, tiny_model
+from tests.rounding import gradient_errors
 from tests.tiers import tiered
 from tests.tiny import relative_error
 
@@ -31,8 +32,6 @@ STEPS = 3
 TOLERANCE = 1e-5
 ROUNDING = 3e-2
 """In bf16, which has 8 bits."""
-CANCELLED = 1e-3
-"""Gradients below this share of the norm of all are held to the tolerance at that share."""
 RANKS = 4
 SIZES = {"fsdp_size": 4, "ep_size": 2}
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
@@ -140,9 +139,7 @@ def alone(path: Path, case: Case) -> Figures:
 def assert_same(found: Figures, expected: Figures, tolerance: float = TOLERANCE) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=tolerance)
     for ours, theirs in zip(found.grads, expected.grads, strict=True):
-        assert ours.keys() == theirs.keys()
-        norm = torch.stack([grad.float().norm() for grad in theirs.values()]).norm().item()
-        errors = {name: relative_error(ours[name], theirs[name], CANCELLED * norm) for name in theirs}
+        errors = gradient_errors(ours, theirs)
         assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda item: item[1])
 
 

@@ -21,6 +21,7 @@ from expertmesh.training.loop import data_order
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import FIXED_PRODUCTS, Ended, Runs, assert_same_bits, read
 from tests.families.configs import tiny_model
+from tests.rounding import near
 from tests.tiers import tiered
 from tests.tiny import save_tokenizer
 
@@ -264,9 +265,9 @@ def test_evaluations_of_trainer(ranks: RankPool, models: dict[str, Path], tmp_pa
     """Each sequence counts once, however many ranks there are and whatever is made of it."""
     rows = rows_of([5 + i for i in range(7)])
     (alone,) = ranks.run(evaluated, 1, models["mixtral"], rows, tmp_path / "alone")
-    assert alone[:4] == pytest.approx([alone[0]] * 4, rel=1e-6)
+    assert alone[:4] == near([alone[0]] * 4)
     for found in ranks.run(evaluated, 2, models["mixtral"], rows, tmp_path / "two"):
-        assert found[:4] == pytest.approx(alone[:4], rel=1e-6)
+        assert found[:4] == near(alone[:4])
 
 
 def trained(model: Path, rows: list[Row], out: Path, logging_steps: int) -> tuple[list[float], float]:
@@ -282,7 +283,7 @@ def test_the_loss_of_a_whole_run(ranks: RankPool, models: dict[str, Path], tmp_p
     rows = rows_of([5 + 5 * i for i in range(7)])
     (logged, _), _ = ranks.run(trained, 2, models["mixtral"], rows, tmp_path, 1)
     for _, loss in ranks.run(trained, 2, models["mixtral"], rows, tmp_path, 9):
-        assert loss == pytest.approx(sum(logged) / 2, rel=1e-6)
+        assert loss == near(sum(logged) / 2)
 
 
 def problems(calls: list[Callable[[], Any]]) -> list[str]:

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.pool import RankPool
-from tests.distributed.test_dpo import STEPS, by_trl, models, stop_after_two  # noqa: F401
+from tests.distributed.test_dpo import STEPS, added_up, by_trl, models, stop_after_two  # noqa: F401
 from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits
+from tests.rounding import OTHER_ORDER, near
 
 ANSWERS = 8
 FAMILIES = ("mixtral", "granitemoe", "qwen3_moe", "olmoe")
@@ -58,7 +59,7 @@ def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp
     ours = runs(2, f"{COMMON} --ep-size 2 {flags}").lines("loss")
     for one, other in zip(ours, theirs, strict=True):
         for name in FIGURES:
-            assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-5), (one["step"], name)
+            assert one[name] == near(other[name], added_up(other), 2 * OTHER_ORDER), (one["step"], name)
     assert (ours[-1]["kl"] > 1e-3) is (loss == "kto")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert_equal_weights({name: found[name] for name in weights}, weights)
@@ -93,11 +94,12 @@ def test_with_any_layout(layout: str, runs: Runs) -> None:
     for key in ("loss", "eval_loss"):
         for one, other in zip(found.lines(key), wanted.lines(key), strict=True):
             for name in [key, *(name for name in other if name.removeprefix("eval_") in FIGURES[2:])]:
-                close = pytest.approx(other[name], rel=1e-5, abs=1e-5) if other[name] is not None else None
+                close = near(other[name], added_up(other)) if other[name] is not None else None
                 assert one[name] == close, (key, one["step"], name)
     assert_equal_weights(found.weights, wanted.weights)
     # before a step the model is its own reference
-    assert wanted.lines("loss")[0]["kl"] == pytest.approx(0, abs=1e-6)
+    first = wanted.lines("loss")[0]
+    assert first["kl"] == near(0.0, added_up(first))
     # nor has a short step rejected answers
     assert is_in_one or None in [line["rewards/rejected"] for line in wanted.lines("loss")]
     assert wanted.lines("eval_kl")[-1]["eval_kl"] > 1e-3

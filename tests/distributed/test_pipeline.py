@@ -29,6 +29,7 @@ from tests.distributed.test_generate import ours as continuations
 from tests.parity.case import MAX_GRAD_NORM, SAMPLES, Case, hf_model
 from tests.parity.runner import Runner
 from tests.parity.table import stages
+from tests.rounding import near
 from tests.tiny import save_model
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
@@ -79,7 +80,7 @@ def test_an_evaluation_counts_each_target_once(ranks: RankPool, model: Path) -> 
     ((loss, targets),) = ranks.run(_evaluated, 1, model, {})
     assert targets == 5 + 6 + 6
     for found in ranks.run(_evaluated, 2, model, {"pp_size": 2}):
-        assert found == (pytest.approx(loss, rel=1e-6), targets)
+        assert found == (near(loss), targets)
 
 
 def test_nothing_is_held_after_a_step(ranks: RankPool, tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from expertmesh.training.step import Gradients, StepResult, _queue_step, squares
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
-from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.distributed.whole_runs import (
+    SIX_STEPS,
+    Runs,
+    Told,
+    assert_equal_weights,
+    assert_same_bits,
+    batch_of_12,
+    tell,
+)
 from tests.families.configs import tiny_config
 from tests.parity.case import Case, hf_model, random_samples
 from tests.tiers import tiered
@@ -139,8 +147,7 @@ def test_gradients_are_scaled_on_the_device(runs: Runs) -> None:
     expected, found = runs(2, COMMON, "waiting"), runs(2, COMMON, "queued", call=queueing)
     assert min(found.values("grad_norm")) > 1.0, "nothing was clipped"
     assert found.values("grad_norm") == pytest.approx(expected.values("grad_norm"), rel=1e-5)
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-5, atol=1e-7)
+    assert_equal_weights(found.weights, expected.weights)
 
 
 @pytest.mark.slow

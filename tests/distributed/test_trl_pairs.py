@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
-from tests.distributed.test_dpo import LOSSES, PAIRS, STEPS, by_trl, models, rows  # noqa: F401
+from tests.distributed.test_dpo import LOSSES, PAIRS, STEPS, added_up, by_trl, models, rows  # noqa: F401
 from tests.distributed.whole_runs import assert_equal_weights
+from tests.rounding import OTHER_ORDER, near
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -78,7 +79,7 @@ def test_as_trl(family: str, loss: str, on: str, ranks: RankPool, models: dict[s
         assert len(found) == len(wanted) > 0
         for one, other in zip(found, wanted, strict=True):
             for name in names:
-                assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-5), (one["step"], name)
+                assert one[name] == near(other[name], added_up(other), 2 * OTHER_ORDER), (one["step"], name)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "model").state_dict()
     assert_equal_weights({name: exported[name] for name in weights}, weights)
 

@@ -31,6 +31,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
 from tests.interpreter import interpreted
 from tests.parity.case import Case
+from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error, tiny_mixtral
 from tests.training.test_head import capped_logits, scaled_logits
 
@@ -166,7 +167,7 @@ def _compare(problems: Sequence[Problem], in_kernels: bool = False) -> None:
         expected = complete(problem, group)
         assert len(found) == (4 if problem.has_bias else 3)
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert relative_error(one, other) < 1e-6, (problem, number)
+            assert relative_error(one, other) < OTHER_ORDER, (problem, number)
         if not any(problem.shares):
             assert not any(tensor.any() for tensor in found)
 
@@ -243,11 +244,11 @@ def _without_gradients() -> None:
     with torch.no_grad(), mock.patch.object(loss_of_head, "add_product", side_effect=AssertionError):
         loss = loss_of(part, tensors.targets_BS, group)
     assert not loss.requires_grad
-    assert relative_error(loss, expected) < 1e-6
+    assert relative_error(loss, expected) < OTHER_ORDER
     # a frozen head
     part.weight_VD, part.bias_V = part.weight_VD.detach(), None if part.bias_V is None else part.bias_V.detach()
     (found,) = torch.autograd.grad(loss_of(part, tensors.targets_BS, group) * 0.3, part.x_BSD)
-    assert relative_error(found, grad_x) < 1e-6
+    assert relative_error(found, grad_x) < OTHER_ORDER
 
 
 def test_logits_that_are_ruled_out_or_no_number(ranks: RankPool) -> None:
@@ -266,7 +267,7 @@ def _ruled_out() -> None:
             found, expected = divided(problem, group), complete(problem, group)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.isnan(), other.isnan())
-            assert relative_error(one.nan_to_num(), other.nan_to_num()) < 1e-6
+            assert relative_error(one.nan_to_num(), other.nan_to_num()) < OTHER_ORDER
 
 
 def test_shapes_without_ranks() -> None:

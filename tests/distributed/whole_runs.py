@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from expertmesh import train_ep
 from tests.distributed.pool import RankPool
+from tests.rounding import AFTER_ADAMW
 from tests.tiny import relative_error, save_model, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +150,9 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def assert_equal_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float = 2e-5) -> None:
+def assert_equal_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float = AFTER_ADAMW
+) -> None:
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     assert max(errors.values()) <= most, {name: error for name, error in errors.items() if error > most}

@@ -26,12 +26,11 @@ from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config, tiny_model
 from tests.in_double import InDouble
 from tests.parity.case import random_samples
-from tests.tiny import loaded, relative_error
+from tests.rounding import error_beyond, norm_of
+from tests.tiny import loaded
 
 Rows = list[list[Sample]]
 
-CANCELLED = 1e-3
-"""Gradients below this share of the norm of all are held to the tolerance at that share."""
 IN_DOUBLE = 1e-10
 """What a result in double precision may differ by."""
 # windows are of 8 positions; the first row is padded, also where it has samples of its own
@@ -68,9 +67,9 @@ def test_shared_equals_whole(
     parts = ranks.run(_shared, ranks_of_group, family, rows, changes)
     loss, grads = _in_double(_build(family, False, changes), family, changes, collate(rows))
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=IN_DOUBLE)
-    floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
     summed = {name: torch.stack([part[1][name] for part in parts]).sum(dim=0) for name in grads}
-    errors = {name: relative_error(summed[name], grad, floor) for name, grad in grads.items()}
+    rounding = 2.0**-50 * norm_of(grads)
+    errors = {name: error_beyond(rounding, summed[name], grad) for name, grad in grads.items()}
     assert not {name: error for name, error in errors.items() if not error <= IN_DOUBLE}
 
 

@@ -23,6 +23,7 @@ from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
 from tests.parity.case import Case
 from tests.parity.compare import with_other_bits
+from tests.rounding import assert_near
 from tests.tiny import save_tokenizer
 
 SAVE: dict[str, Callable[[Any, Path], None]] = {"deepseek_v3": save_fp8, "gpt_oss": save_mxfp4}
@@ -52,7 +53,7 @@ def test_ranks_read_what_transformers_dequantizes(
     assert found[1].keys() == alone[1].keys()
     assert all(torch.equal(found[1][name], tensor) for name, tensor in alone[1].items())
     theirs = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.bfloat16).float().eval()
-    torch.testing.assert_close(found[0], theirs(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
+    assert_near(found[0], theirs(TOKENS_BS).logits)
 
 
 TOKENS_BS = torch.arange(3, 27).view(2, 12)
@@ -91,7 +92,7 @@ def test_trained_and_exported(
     assert "quantization_config" not in json.loads(resaved.read_text())
     sharded, _ = ranks.run(_logits, 4, hf, Topology(4, 4), family)[0]
     exported = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
-    torch.testing.assert_close(sharded, exported(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
+    assert_near(sharded, exported(TOKENS_BS).logits)
 
 
 @pytest.mark.slow
@@ -137,7 +138,7 @@ def test_exported_as_it_came(
     for name, parameter in theirs.named_parameters():
         assert (parameter - plain[name]).norm() <= most * plain[name].norm(), name
     sharded, _ = ranks.run(_logits, 4, hf, Topology(4, 4), family)[0]
-    torch.testing.assert_close(sharded, theirs(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
+    assert_near(sharded, theirs(TOKENS_BS).logits)
 
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"

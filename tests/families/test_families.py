@@ -46,8 +46,8 @@ from tests.families.lora import reference
 from tests.in_double import InDouble
 from tests.parity.case import Case, hf_model, random_samples
 from tests.parity.reference import loss_of
+from tests.rounding import OF_ADDED, error_beyond, gradient_errors, norm_of
 from tests.tiers import REPRESENTATIVES
-from tests.tiny import relative_error
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 PLANNED = [family for family in FAMILIES if family in families_with_plan()]
@@ -59,9 +59,6 @@ TOLERANCE = 1e-5
 NOISE, MOST_NOISE = 10.0, 50.0
 """Where transformers in fp32 is off from itself in fp64, ours may be off by so many times as much, but not by more than
 so many times the tolerance: gradients of scalars, say, which are one sum over all tokens."""
-CANCELLED = 1e-3
-"""Gradients below this share of the norm of all are held to the tolerance at that share: they are what is left of
-larger numbers that cancel."""
 # of one token, and longer than windows (8) and than what DeepSeek-V4 compresses, of text tokens alone
 SAMPLES = random_samples([9, 14, 27, 1, 17, 10, 4, 20], vocabulary=290)
 
@@ -203,12 +200,12 @@ def compare(
     # what no token reaches has no gradient in HF's class, and zeros in ours
     for name in found.keys() ^ expected.keys():
         assert not found.get(name, expected.get(name)).any(), (where, name)  # type: ignore[union-attr]
-    floor = CANCELLED * float(torch.stack([grad.norm() for grad in expected.values()]).norm())
-    errors = {name: relative_error(found[name], grad, floor) for name, grad in expected.items() if name in found}
+    rounding = OF_ADDED * norm_of(expected)
+    errors = {name: error_beyond(rounding, found[name], grad) for name, grad in expected.items() if name in found}
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     if wrong and in_double is not None:
         exact = in_double()
-        noise = {name: NOISE * relative_error(expected[name], exact[name], floor) for name in wrong}
+        noise = {name: NOISE * error_beyond(0.0, expected[name], exact[name]) for name in wrong}
         wrong = {n: error for n, error in wrong.items() if not error <= min(noise[n], MOST_NOISE * tolerance)}
     assert not wrong, (where, wrong)
 
@@ -247,8 +244,7 @@ def compare_adapters(ranks: RankPool, path: Path, case: Case) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     # what no rank's sequences reach has zeros, until the ranks agree that it has no gradient
     assert expected.grads.keys() == {name for name, grad in found.grads.items() if name in expected.grads or grad.any()}
-    floor = CANCELLED * expected.grad_norms[0]
-    errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in expected.grads.items()}
+    errors = gradient_errors({name: found.grads[name] for name in expected.grads}, expected.grads)
     assert not {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 

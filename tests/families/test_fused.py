@@ -14,7 +14,7 @@ from expertmesh.training.fused import liger_norm, liger_rotary
 from expertmesh.training.fused.liger import use_liger
 from expertmesh.training.planning.rehearsal.liger_stand_in import computed_by_torch
 from tests.families.configs import TEXT_IDS, UNSHRINKABLE, tiny_model
-from tests.tiny import relative_error
+from tests.rounding import OTHER_ORDER, gradient_errors
 from tests.training.test_fused import counted
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
@@ -55,9 +55,8 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     assert found.keys() == expected.keys()
     assert bool(norms) == (family not in NO_NORMS)
     assert bool(rotations) == (family not in NO_ROTATION)
-    floor = 1e-3 * torch.stack([x.norm() for x in expected.values()]).norm().item()
-    errors = {name: relative_error(x, expected[name], floor) for name, x in found.items()}
-    assert max(errors.values()) < 1e-5, errors
+    errors = gradient_errors(found, expected)
+    assert max(errors.values()) <= OTHER_ORDER, errors
 
 
 def figures(model: Any, tokens_BS: Tensor) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
+from tests.rounding import assert_near
 from tests.tiny import loaded
 
 BESIDE = [family for family in FAMILIES if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
@@ -76,7 +77,7 @@ def test_same_logits_as_the_complete_class() -> None:
     tokens_BS = torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
         want = theirs(input_ids=tokens_BS, use_cache=False).logits
-        torch.testing.assert_close(ours(input_ids=tokens_BS, use_cache=False).logits, want, rtol=1e-5, atol=1e-6)
+        assert_near(ours(input_ids=tokens_BS, use_cache=False).logits, want)
 
 
 def test_wrappers_of_any_language_model(tmp_path: Path) -> None:

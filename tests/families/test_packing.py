@@ -20,7 +20,8 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.families.configs import few_choices, tiny_config, tiny_model
 from tests.parity.case import random_samples
-from tests.tiny import loaded, relative_error
+from tests.rounding import assert_near, gradient_errors
+from tests.tiny import loaded
 
 TOLERANCE = 1e-5
 LEAK = 1e-4
@@ -29,8 +30,6 @@ LEAK = 1e-4
 LENGTHS = [13, 4, 27, 1, 9, 18, 3]
 A, B, C, D, E, F, G = random_samples(LENGTHS, vocabulary=290)
 ROWS = [[A, B, C], [D, E, F, G]]
-CANCELLED = 1e-3
-"""Gradients below this share of the norm of all are held to the tolerance at that share."""
 SOME_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 FEW_TOKENS = 64
@@ -68,7 +67,7 @@ def test_unusual_configs(name: str) -> None:
     model = packable(family, "auto", changes)
     (packed, packed_grads), (alone, grads) = (losses_and_gradients(model, collate(some)) for some in (rows, by_itself))
     assert packed == pytest.approx(alone, rel=TOLERANCE)
-    assert_near(packed_grads, grads)
+    assert_near_gradients(packed_grads, grads)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen4_exp", "minimax_m3_vl_text"])
@@ -87,7 +86,7 @@ def test_samples_stay_apart_where_layers_are_recomputed(family: str) -> None:
     checkpoint_layers(model, "full")
     again, recomputed = losses_and_gradients(model, collate(ROWS))
     assert again == loss
-    assert_near(recomputed, grads)
+    assert_near_gradients(recomputed, grads)
 
 
 @pytest.mark.parametrize("chosen", [2, 3])
@@ -116,10 +115,8 @@ def losses_and_gradients(model: Any, batch: Batch) -> tuple[float, dict[str, Ten
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    floor = CANCELLED * float(torch.stack([grad.norm() for grad in wanted.values()]).norm())
-    errors = {name: relative_error(found[name], grad, floor) for name, grad in wanted.items()}
+def assert_near_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    errors = gradient_errors(found, wanted)
     assert not {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 
@@ -153,7 +150,7 @@ def test_answers(family: str) -> None:
         results.append(model.generate(prompts_BS, attention_mask=is_token_BS, generation_config=settings))
     ours, eager = results
     assert torch.equal(ours.sequences, eager.sequences)
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), rtol=1e-4, atol=1e-5)
+    assert_near(torch.stack(ours.logits), torch.stack(eager.logits))
 
 
 @pytest.mark.parametrize(

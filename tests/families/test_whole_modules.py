@@ -20,6 +20,7 @@ from tests.families.configs import TEXT_IDS
 from tests.families.test_adapter_files import Runs, logits_by_peft, logits_of
 from tests.parity.case import MAX_GRAD_NORM, Case, Figures, hf_model, random_samples
 from tests.parity.reference import loss_of
+from tests.rounding import OTHER_ORDER, gradient_errors
 from tests.tiny import relative_error, save_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -102,9 +103,8 @@ def assert_same(found: Figures, want: Figures, frozen: dict[str, Tensor], moved:
     assert found.losses == pytest.approx(want.losses, rel=1e-5)
     assert found.grad_norms == pytest.approx(want.grad_norms, rel=1e-5)
     assert found.grads.keys() == want.grads.keys() == want.weights.keys()
-    floor = 1e-3 * want.grad_norms[0]
-    errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in want.grads.items()}
-    assert max(errors.values()) <= 1e-5, errors
+    errors = gradient_errors(found.grads, want.grads)
+    assert max(errors.values()) <= OTHER_ORDER, errors
     errors = {name: relative_error(found.weights[name], weight) for name, weight in want.weights.items()}
     print("largest", max(errors.values()))
     assert max(errors.values()) <= 1e-4, errors

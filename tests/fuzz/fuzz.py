@@ -27,7 +27,7 @@ from tests.in_double import InDouble
 from tests.parity.case import Figures
 from tests.parity.compare import Tolerance, first_difference, with_other_bits
 
-ALLOWED = Tolerance(figures=2e-5, after=2e-4, weights=2e-5, cancelled=1e-3)
+ALLOWED = Tolerance(figures=2e-5, after=2e-4, weights=2e-5)
 """What follows an update as large as the gradient has the differences of gradients in it."""
 BETWEEN_OURS = replace(ALLOWED, figures=4e-5, weights=4e-5)
 MOST_REFUSALS = 12

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.moe.kernels.expert_products import AddBias, Product
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel
 from expertmesh.moe.util.recompute_cache import for_backward_alone
+from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error
 
 COUNTS = {
@@ -124,7 +125,7 @@ def check_kernel(
     kernel: ExpertKernel,
     counts: Sequence[int],
     dtype: torch.dtype = torch.float32,
-    tolerance: float = 1e-6,
+    tolerance: float = OTHER_ORDER,
     device: str = "cpu",
     widths: tuple[int, int] = (16, 24),
     is_frugal: bool = True,

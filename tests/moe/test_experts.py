@@ -19,6 +19,7 @@ from expertmesh.moe.linear.low_rank import LowRank
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import skip_if_older
 from tests.moe.test_kernels import CPU_KERNELS
+from tests.rounding import OTHER_ORDER
 from tests.tiny import our_experts, our_rows, relative_error, tiny_config
 
 D, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
@@ -166,7 +167,7 @@ def test_norm_behind_each_expert() -> None:
     assert ours.post_expert_norm is not None
     x_TD, experts_TK, weights_TK = inputs()
     found, expected = ours(x_TD, experts_TK, weights_TK), theirs(x_TD, experts_TK, weights_TK)
-    assert relative_error(found.detach(), expected.detach()) < 1e-6
+    assert relative_error(found.detach(), expected.detach()) < OTHER_ORDER
     grads = [torch.autograd.grad(out.square().sum(), (x_TD, weights_TK)) for out in (found, expected)]
     for mine, other in zip(*grads, strict=True):
         assert relative_error(mine, other) < 1e-5

@@ -26,6 +26,7 @@ from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.gpu import computing_values, is_rehearsing_gpu, rehearsing_gpu
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
+from tests.rounding import assert_near
 
 MOE = Path(__file__).parents[2] / "moe"
 D, WIDTH = 16, 24
@@ -144,7 +145,7 @@ def test_the_smaller_operand_of_a_weights_gradient_is_copied(library: matmul.Lib
     grad_TM, x_TN, place_MN = torch.randn(40, m), torch.randn(40, n), torch.empty(m, n)
     with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
         matmul.matmul(grad_TM.t(), x_TN, place_MN)
-    torch.testing.assert_close(place_MN, grad_TM.t() @ x_TN, rtol=1e-5, atol=1e-5)
+    assert_near(place_MN, grad_TM.t() @ x_TN)
     copied = [call.args[0].numel() for call in product.call_args_list]
     assert copied == ([40 * min(m, n)] if library == "onednn" else [])
 
@@ -171,7 +172,7 @@ def test_linear(library: matmul.Library, shape: tuple[int, ...]) -> None:
         found = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
     assert product.call_count == (4 if library == "onednn" else 0)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert_near(a, b)
     with torch.no_grad():
         assert layer(x).shape == (*shape[:-1], WIDTH)
 

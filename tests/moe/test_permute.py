@@ -10,6 +10,7 @@ from expertmesh.moe.dispatch import permute
 from expertmesh.moe.dispatch.dedup_routes import sparse_rows
 from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
 from tests.interpreter import interpreted
+from tests.rounding import assert_near
 
 E = 5
 SHAPES = {
@@ -57,7 +58,7 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
     assert torch.equal(found[0], expected[0])
     for mine, plain in zip(found, expected, strict=True):
         assert (mine.dtype, mine.shape) == (plain.dtype, plain.shape)
-        torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+        assert_near(mine, plain, tolerance)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_sums_in_another_dtype(fused: pytest.MonkeyPatch) -> None:
     fused.undo()
     in_fp32 = permute.gather_sum(rows_nD, order, None, torch.float32)
     assert by_kernels.dtype == in_fp32.dtype == torch.float32
-    torch.testing.assert_close(by_kernels, in_fp32, rtol=1e-6, atol=1e-6)
+    assert_near(by_kernels, in_fp32)
     assert torch.equal(permute.gather_sum(rows_nD, order, None), in_fp32.to(torch.bfloat16))
     assert not torch.equal(in_fp32, in_fp32.to(torch.bfloat16).float())
 
@@ -159,4 +160,4 @@ def test_expanded_gradient() -> None:
     rows_nD, weights_TK = torch.randn(8, 16, requires_grad=True), torch.rand(4, 2, requires_grad=True)
     RowsToTokens.apply(rows_nD, weights_TK, order).sum().backward()
     assert weights_TK.grad is not None
-    torch.testing.assert_close(weights_TK.grad, rows_nD.detach().sum(dim=1)[order.position_TK])
+    assert_near(weights_TK.grad, rows_nD.detach().sum(dim=1)[order.position_TK])

@@ -32,6 +32,7 @@ from expertmesh.moe.linear.quantized import (
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from tests.interpreter import interpreted
+from tests.rounding import assert_near
 from tests.tiny import in_memory, tiny_config
 
 KINDS: list[Any] = ["fp8", "nf4"]
@@ -132,11 +133,11 @@ def test_products_are_those_of_the_dequantized_weight(kind: Any, is_transposed: 
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
     out = stored_linear(x_1, codes, scales, storage, is_transposed)
     want = torch.nn.functional.linear(x_2, wide.t() if is_transposed else wide)
-    torch.testing.assert_close(out, want)
+    assert_near(out, want)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)
     want.backward(grad)
-    torch.testing.assert_close(x_1.grad, x_2.grad)
+    assert_near(x_1.grad, x_2.grad)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +171,11 @@ def test_experts_a_few_at_a_time(
     assert bool(places) == (few < 5)
     out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed, places=places)
     want = looped_product(x_2, counts_e, weight_eOI)
-    torch.testing.assert_close(out, want)
+    assert_near(out, want)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)
     want.backward(grad)
-    torch.testing.assert_close(x_1.grad, x_2.grad)
+    assert_near(x_1.grad, x_2.grad)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.parity.case import Figures
+from tests.rounding import AFTER_ADAMW, OF_ADDED, OTHER_ORDER
 
 NOISE, MOST_NOISE = 10.0, 50.0
 """Where transformers in fp32 is off from itself in fp64, ours may be off by so many times as much, but not by more than
 so many times the tolerance: in fp64 another expert may be chosen."""
-ROUNDING = 2.0**-22
-"""Of a weight, which its change is the difference of."""
 Bits = Literal["", "gradients", "all"]
 
 
@@ -27,9 +26,8 @@ class Tolerance:
         figures: of the first step; norms: of its gradient norm, where it is another; infinite: of none.
         after: of what follows an update.
         grads, weights: of each tensor's norm, and of the weights' changes where what they were before is known;
-            infinite: not compared.
-        cancelled: gradients, and changes of weights, below this share of all of them are held to the tolerance at that
-            share: they are what is left of larger numbers that cancel.
+            infinite: not compared. Gradients and changes may beside that differ by OF_ADDED of all of them, and changes
+            by OF_ADDED of the weight that they are the difference of.
         noisy: a pattern of names of sums that cancel: gradients are held to twice the tolerance, and weights are not
             compared, as AdamW's first step follows the signs of such gradients.
         as_one: whether gradients are compared as one vector.
@@ -37,12 +35,11 @@ class Tolerance:
         moved: share of the tokens that may go to another expert, of what is rounded; infinite: routing is not compared.
     """
 
-    figures: float = 1e-5
-    after: float = 1e-5
+    figures: float = OTHER_ORDER
+    after: float = OTHER_ORDER
     norms: float | None = None
-    grads: float = 1e-5
-    weights: float = 1e-5
-    cancelled: float = 0.0
+    grads: float = OTHER_ORDER
+    weights: float = AFTER_ADAMW
     noisy: str = ""
     as_one: bool = False
     may_lack: bool = False
@@ -144,14 +141,14 @@ def _unlike(
     if what == "grads" and allowed.as_one:
         error = math.sqrt(sum(error**2 for error in errors.values()))
         return None if error <= tolerance * norm else f"grads: all are off by {error:.3g} of {norm:.3g}"
-    floor = allowed.cancelled * norm if what == "grads" or source else 0.0
+    rounding = OF_ADDED * norm if what == "grads" or source else 0.0
     for name, change in changes.items():
         is_noisy = bool(allowed.noisy) and re.search(allowed.noisy, name) is not None
         if is_noisy and what != "grads":
             continue
-        limit = tolerance * (2 if is_noisy else 1) * max(float(change.norm()), floor)
+        limit = tolerance * (2 if is_noisy else 1) * float(change.norm()) + rounding
         if source:
-            limit += ROUNDING * float(source[name].double().norm())
+            limit += OF_ADDED * float(source[name].double().norm())
         error = errors[name]
         if not error <= limit and (
             in_double is None

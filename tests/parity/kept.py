@@ -10,6 +10,7 @@ import io
 import json
 import os
 import platform
+import re
 import time
 from contextlib import suppress
 from functools import cache
@@ -52,7 +53,7 @@ def expected(case: Case, model: Any = None) -> Figures:
 
 
 def _key(model: Any, asked: dict[str, Any]) -> str:
-    hashed = hashlib.blake2b(_surroundings().encode(), digest_size=16)
+    hashed = hashlib.blake2b(f"{_surroundings()} {_order_of_sums()}".encode(), digest_size=16)
     hashed.update(f"{type(model)} {model.config.to_json_string(use_diff=False)} {json.dumps(asked)}".encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -66,6 +67,12 @@ def _surroundings() -> str:
     source = Path(reference.__file__).read_text(encoding="utf-8")
     versions = (torch.__version__, transformers.__version__, platform.python_version())
     return f"{source} {versions} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _order_of_sums() -> str:
+    """What the libraries are told of it."""
+    told = {name: value for name, value in os.environ.items() if re.match("ATEN_|ONEDNN_|DNNL_|MKL_|OPENBLAS_", name)}
+    return f"{sorted(told.items())} {torch.get_num_threads()}"
 
 
 def _keep(file: Path, found: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from tests.parity.case import Case
 from tests.parity.compare import Bits, Tolerance
 
 EXACT = Tolerance()
-OF_FAMILIES = Tolerance(weights=5e-5, cancelled=1e-3, may_lack=True)
-"""AdamW's first steps follow the signs of gradients, also of single numbers that cancel but for noise."""
+OF_FAMILIES = Tolerance(may_lack=True)
 OF_CASES = [field.name for field in fields(Case)]
 
 

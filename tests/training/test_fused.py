@@ -31,6 +31,7 @@ from expertmesh.training.model_setup.compiling import compile_layers
 from expertmesh.training.planning.rehearsal.liger_stand_in import computed_by_torch, plain_norm, plain_rotate
 from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpret_liger, with_liger
+from tests.rounding import OTHER_ORDER, assert_near
 from tests.tiny import relative_error
 
 EPS = 1e-3
@@ -105,7 +106,7 @@ def check_norm(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: to
         found, (d_x, *d_weight) = both(ours, x, grad)
     expected, _ = both(theirs, x, grad)
     assert found.dtype == expected.dtype
-    assert relative_error(found, expected) < (1e-6 if dtype == torch.float32 else 1e-3)
+    assert relative_error(found, expected) < (OTHER_ORDER if dtype == torch.float32 else 1e-3)
     _, (want_x, *want_weight) = both(theirs.float(), x.float(), grad.float())
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     for mine, want in zip((d_x, *d_weight), (want_x, *want_weight), strict=True):
@@ -228,7 +229,7 @@ def test_module_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         copied.weight.mul_(2)
     with counted(liger_norm, "norm_forward") as calls, rehearsing_gpu():
-        torch.testing.assert_close(copied(x), 2 * before(x))
+        assert_near(copied(x), 2 * before(x))
         assert len(calls) == 1
         ours(hidden_states=x)
         ours(x.double())
@@ -291,7 +292,7 @@ def check_rotation(
     for mine, exact in zip((*found, *gradients), (*expected, *want), strict=True):
         assert mine.dtype == dtype
         mine = mine if mine.shape == exact.shape else mine.transpose(1, 2)
-        assert relative_error(mine.detach(), exact.detach()) < (1e-6 if dtype == torch.float32 else 5e-3)
+        assert relative_error(mine.detach(), exact.detach()) < (OTHER_ORDER if dtype == torch.float32 else 5e-3)
 
 
 @with_liger
@@ -314,7 +315,7 @@ def test_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
         # as on a GPU, where tables are looked at
         monkeypatch.setattr("expertmesh.training.fused.trial.takes_triton", lambda x: not x.is_meta)
         for found, want in zip(ours(q_BHSA, k_BGSA, cos_BST, sin=sin_BST), expected, strict=True):
-            torch.testing.assert_close(found, want)
+            assert_near(found, want)
         assert len(calls) == 1
         ours(q_BHSA.double(), k_BGSA, cos_BST, sin_BST)
         ours(*(x.to("meta") for x in (q_BHSA, k_BGSA, cos_BST, sin_BST)))
@@ -338,13 +339,13 @@ def test_dry_runs_try_the_same_formulas(monkeypatch: pytest.MonkeyPatch, casting
     x, weight = torch.randn(4, 16), torch.randn(16)
     for given, offset in ((weight, 0.0), (weight, 1.0), (None, 0.0)):
         norm = Norm(EPS, offset, casting, "weight", torch.float32)
-        torch.testing.assert_close(plain_norm(x, given, norm), liger_norm.rms_norm(x, given, norm))
+        assert_near(plain_norm(x, given, norm), liger_norm.rms_norm(x, given, norm))
     q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
     for width, has_pairs in ((8, False), (16, True)):
         cos, sin = torch.randn(2, 1, 3, width // 2)
         rotating = (q, k, cos, sin, width, has_pairs)
         for found, want in zip(liger_rotary.rotate(*rotating), plain_rotate(*rotating), strict=True):
-            torch.testing.assert_close(found, want)
+            assert_near(found, want)
 
 
 def test_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

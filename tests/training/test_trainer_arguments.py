@@ -32,6 +32,7 @@ from expertmesh.training.trainer_arguments import (
     unknown_fields,
 )
 from tests.families.configs import tiny_model as model_of_family
+from tests.rounding import near
 from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
@@ -341,7 +342,7 @@ def test_checkpoints_as_asked_for(tiny_model: Path, rows: Any, tmp_path: Path) -
     assert Path(run.trainer.state.best_model_checkpoint).name == "checkpoint-3", "the one that was being written"
     run = train(tiny_model, rows, tmp_path / "c", saving | best | {"greater_is_better": True})
     assert run.trainer.state.best_metric == max(run.column("eval_loss"))
-    assert run.trainer.evaluate()["eval_loss"] == pytest.approx(max(run.column("eval_loss")), rel=1e-6)
+    assert run.trainer.evaluate()["eval_loss"] == near(max(run.column("eval_loss")))
 
 
 def test_what_is_pushed_to_the_hub(
@@ -460,7 +461,7 @@ def test_losses_of_steps_without_targets(tiny_model: Path, rows: Any, tmp_path: 
         single, both = (train(tiny_model, given, tmp_path, order | {"logging_steps": n}) for n in (1, 3))
     first, none, third = single.column("loss")
     assert none != none
-    expected = pytest.approx((first + third) / 2, rel=1e-6)
+    expected = near((first + third) / 2)
     assert both.column("loss") == [expected]
     assert single.column("train_loss") == both.column("train_loss") == [expected]
 
@@ -491,7 +492,7 @@ def test_an_evaluation_with_metrics_takes_what_others_take(tiny_model: Path, row
 
     for what, collator in COLLATORS.items():
         found, expected = evaluate(collator, lambda _: {}), evaluate(collator, None)
-        assert found == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-6)), what
+        assert found == (expected if isinstance(expected, str) else near(expected)), what
 
 
 def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEXTS, **settings: Any) -> Any:
