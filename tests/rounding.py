@@ -62,8 +62,9 @@ def gradient_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 def error_beyond(rounding: float, found: Tensor, expected: Tensor) -> float:
     """Relative, in the 2-norm; infinite where anything is no number, or nothing was expected."""
-    error = float((found.double() - expected.double()).norm()) - rounding
-    size = float(expected.double().norm())
+    found, expected = found.detach().double(), expected.detach().double()
+    error = float((found - expected).norm()) - rounding
+    size = float(expected.norm())
     return 0.0 if error <= 0 else error / size if size and error < torch.inf else torch.inf
 
 
