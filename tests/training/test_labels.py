@@ -34,8 +34,9 @@ WRITTEN: dict[str, tuple[dict[str, Any], list[tuple[str, bool]]]] = {
 }  # fmt: skip
 
 
-def load(path: Path, *rows: dict[str, Any], cells: bool = False, max_length: int = 200) -> Labelled:
+def load(path: Path, *rows: dict[str, Any], cells: bool = False, max_length: int = 200, template: str = "") -> Labelled:
     tokenizer, data = tokenizer_in(path), path / ("answers.csv" if cells else "answers.jsonl")
+    tokenizer.chat_template = template or tokenizer.chat_template
     if cells:
         with data.open("w", newline="") as file:
             values = ([v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in rows)
@@ -104,6 +105,22 @@ def test_answers_to_a_prompt_that_comes_again(tmp_path: Path) -> None:
     assert samples_facts(samples)["labels"] != samples_facts(load(tmp_path, *rows[1:], rows[0]))["labels"]
     one = load(tmp_path, *rows[:2])
     assert one.shift == len(one)
+
+
+def test_a_prompt_is_that_of_the_record(tmp_path: Path) -> None:
+    """Also where a template writes an empty thought before the answer that has none, which is context then."""
+    rows = [{"prompt": ASKED, "completion": [YES[0] | {"reasoning_content": text}]} for text in ("hm", "", "so")]
+    rows += [{"prompt": [user("other")], "completion": YES}] * 2
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[u]{% else %}"
+        "[a]<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    samples = load(tmp_path, *({**row, "label": True} for row in rows), template=template)
+    texts = [told(tmp_path, sample) for sample in samples]
+    assert texts[:2] == ["[u]q[a]{<think>hm</think>yes}", "[u]q[a]<think></think>{yes}"]
+    assert samples.shift == 3
+    assert {0, 1, 2}.isdisjoint(samples.partners[:3].tolist())
 
 
 def test_no_sequence_is_longer_than_asked_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ of `datasets`."""
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 18
+_VERSION = 19
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -561,7 +562,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
         table = _table(found, options.max_seq_length, ends)
         table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
         if options.labelled:
-            _add_labels(table, batch["is_desirable"])
+            prompts = [_prompt_in(each) for each in map(json.loads, batch["content"])]
+            _add_labels(table, batch["is_desirable"], prompts)
         if options.split_turns:
             table["record"] = batch["record"]
         return paired(table) if options.pairs else table
@@ -569,14 +571,23 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
     return tokenize_batch
 
 
-def _add_labels(table: dict[str, list[Any]], is_desirable: list[bool]) -> None:
+def _prompt_in(content: list[dict[str, Any]]) -> str:
+    """What stands before a labelled answer, as the record has it: what a template writes before the answer may depend
+    on whether that has a thought."""
+    (said,) = content
+    if "text" in said:
+        return said["prompt"] or ""
+    before = itertools.takewhile(lambda both: both[1] is False, zip(said["messages"], said["is_trained"], strict=True))
+    return json.dumps([[message for message, _ in before], said["tools"], said["arguments"]])
+
+
+def _add_labels(table: dict[str, list[Any]], is_desirable: list[bool], prompts: list[str]) -> None:
     table["is_desirable"] = is_desirable
     # an empty answer that is not desirable teaches nothing wrong
     table["is_empty"] = [a and b for a, b in zip(table["is_empty"], is_desirable, strict=True)]
     # of an answer that is cut off completely, which is left out, all is prompt
     trained = [[False, *each[1:]] for each in table["is_trained"]]
     table["first"] = [each.index(True) if any(each) else len(each) for each in trained]
-    prompts = [str(tokens[:first]) for tokens, first in zip(table["tokens"], table["first"], strict=True)]
     table["prompt_hash"] = [int(hashlib.sha256(prompt.encode()).hexdigest()[:15], 16) for prompt in prompts]
 
 
