@@ -428,6 +428,31 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
     assert engine.step([batch, nothing]).loss == pytest.approx(engine.evaluate([batch]).loss, rel=0.2)
 
 
+def test_a_best_model_by_a_figure_that_there_is_not(engine: Any, tmp_path: Path) -> None:
+    """It is refused before anything is trained, but for what may add figures of its own."""
+
+    class OwnCallback(transformers.TrainerCallback):
+        pass
+
+    def made(metric: str, **more: Any) -> Any:
+        arguments = trainer_arguments(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model=metric)
+        stopping = transformers.EarlyStoppingCallback()
+        given = {"train_dataset": rows_of_text(), "eval_dataset": rows_of_text(), "callbacks": [stopping], **more}
+        return expertmesh.Trainer(engine, arguments, transformers.default_data_collator, **given)
+
+    with pytest.raises(
+        expertmesh.ExpertMeshError, match=r"metric_for_best_model='eval_mean_token_accuracy': .* eval_loss"
+    ):
+        made("eval_mean_token_accuracy")
+    several = {"a": rows_of_text(), "b": rows_of_text()}
+    with pytest.raises(expertmesh.ExpertMeshError, match=r"='loss': .*give eval_a_loss or eval_b_loss, or compute"):
+        made("loss", eval_dataset=several)
+    made("b_loss", eval_dataset=several)
+    made("eval_loss")
+    made("accuracy", compute_metrics=lambda found: {"accuracy": 1.0})
+    made("accuracy", callbacks=[OwnCallback])
+
+
 def test_a_trainers_best_is_no_evaluation_of_nothing(engine: Any, tmp_path: Path) -> None:
     rows = rows_of_text()
     nothing = [row | without_targets(row["labels"]) for row in rows]

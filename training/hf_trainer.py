@@ -155,6 +155,7 @@ class TrainerMixin(_Base):
             self._objective = preference_objective(replace(model.config, task="dpo", **asked))
             # of which trl takes a hash, to name what it keeps
             vars(model.model)["state_dict"] = dict
+        self._check_best(args, given)
         held = {name: value for name, value in vars(model.model).items() if name == "forward"}
         text_config = model.model.config.get_text_config()
         routing = {name: getattr(text_config, name) for name in _OF_ROUTING if hasattr(text_config, name)}
@@ -279,6 +280,28 @@ class TrainerMixin(_Base):
                 "pp_size: Trainer gives each rank other sequences, one micro-batch at a time, but the "
                 "ranks of a pipeline need all micro-batches of a step; use the engine's step in your own "
                 "loop, or train_ep.py"
+            )
+
+    def _check_best(self, args: Any, given: dict[str, Any]) -> None:
+        """
+        Raises:
+            ExpertMeshError: the best model would be told by a figure that evaluations do not have, such as trl's
+                accuracies; Trainer would end at the first one.
+        """
+        asked, data = args.metric_for_best_model, given.get("eval_dataset")
+        callbacks = [each if isinstance(each, type) else type(each) for each in given.get("callbacks") or ()]
+        evaluate = next(kind for kind in type(self).__mro__ if "evaluate" in vars(kind))
+        # these may add figures of their own
+        own = [kind.__module__.partition(".")[0] not in ("transformers", "trl") for kind in (evaluate, *callbacks)]
+        if asked is None or args.eval_strategy == "no" or given.get("compute_metrics") is not None or any(own):
+            return
+        figures = ["loss", *(() if self._objective is None else self._objective.figures)]
+        prefixes = [f"{name}_" for name in data] if isinstance(data, dict) else [""]
+        known = [f"eval_{prefix}{figure}" for prefix in prefixes for figure in figures]
+        if f"eval_{asked.removeprefix('eval_')}" not in known:
+            raise ExpertMeshError(
+                f"metric_for_best_model={asked!r}: evaluations on an engine do not have it; give {' or '.join(known)}, "
+                "or compute_metrics"
             )
 
     def _balance(self, args: Any) -> None:
