@@ -1,10 +1,12 @@
 """`python -m expertmesh.sharding`: plans, pictures of the mesh, and mistakes."""
 
 import contextlib
+import inspect
 import io
 import json
 import re
 import shlex
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.run import config_from_args, get_args_parser
+from transformers import AutoModelForCausalLM
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
@@ -562,6 +565,29 @@ def test_names_of_presets_in_any_case() -> None:
         chosen("a10", "pcie4")
     with pytest.raises(ExpertMeshError, match="--flash-attention 3: is for H100 and H200, not for --gpu b200"):
         chosen_hardware(Namespace(gpu="b200", gpu_memory="", network=None, calibrate=None, flash_attention=3))
+
+
+@pytest.mark.parametrize("command", ["plan", pytest.param("rehearse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next", pytest.param("jamba", marks=pytest.mark.slow)])
+def test_whose_code_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, family: str, command: str
+) -> None:
+    """Of functions for which the family's file names a package with kernels; also as read from the cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model_config = tiny_config(family)
+    model_config.save_pretrained(tmp_path)
+    arguments = [command, "--model", str(tmp_path), "--gpus", "2", "--max-seq-length", "16"]
+    arguments += ["--per-device-train-batch-size", "1", "--tp-size", "1"]
+    source = inspect.getsource(sys.modules[type(AutoModelForCausalLM.from_config(model_config)).__module__])
+    has_packages = re.search(r"\b(mamba_ssm|fla)\b", source) is not None
+    assert has_packages == (family != "mixtral")
+    for _ in range(2):
+        assert main(arguments) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        named = re.search(r"assumed: transformers' Python code computes ([\w, ]+), token by token", said)
+        assert (named is not None) == has_packages
+        assert all(f"def {name}(" in source for name in (named[1].split(", ") if named else ()))
+        assert "assumed: liger-kernel is installed, and computes norms" in said
 
 
 def started(line: str) -> tuple[int, TrainConfig]:

@@ -59,6 +59,12 @@ def use_liger_norm(
     return norm is not None
 
 
+def is_by_liger(module: nn.Module) -> bool:
+    """Whether `use_liger_norm` has had it compute so."""
+    forward = getattr(vars(module).get("forward"), "__func__", None)
+    return isinstance(forward, partial) and forward.func is _forward
+
+
 def may_be_norm(module: nn.Module) -> bool:
     """Whether it is a norm that has a number for its epsilon, and a vector of weights or none."""
     parameters = list(module.parameters())

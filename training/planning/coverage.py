@@ -1,7 +1,7 @@
 """Which flags of a run its forecasts do not cover: refused, where the run would be another one than was forecast, or
 said beside the figures. All others are read by a forecast, or are in `NO_EFFECT` with the reason."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
@@ -90,6 +90,23 @@ def check_covered(config: TrainConfig) -> None:
         raise ExpertMeshError(
             "--elastic: would choose another --ep-size at the start than was forecast; leave it out, and give --ep-size"
         )
+
+
+def assumed_code(looped: Sequence[str], by_liger: bool) -> list[str]:
+    """Whose code is taken to compute what depends on the packages of the machine with the GPUs, a line each.
+
+    Args:
+        looped, by_liger: of `ModelParameters`.
+    """
+    lines = []
+    if looped:
+        lines.append(
+            f"assumed: transformers' Python code computes {', '.join(looped)}, token by token or in chunks; where the "
+            "GPUs' machine has a package with kernels for it, such as flash-linear-attention or mamba-ssm, it is faster"
+        )
+    if by_liger:
+        lines.append("assumed: liger-kernel is installed, and computes norms and rotary positions; without it slower")
+    return lines
 
 
 def not_modelled(config: TrainConfig, rehearsed: bool) -> list[str]:

@@ -23,7 +23,7 @@ from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes
 from ..config.optimizers import OPTIMIZERS
 from ..config.train_config import TrainConfig
 from .columns import open_console
-from .coverage import not_modelled
+from .coverage import assumed_code, not_modelled
 from .imbalance import imbalance_of, read_imbalance
 from .plan_flags import Asked
 from .planner.hardware import chosen_hardware, products_in
@@ -64,8 +64,9 @@ def plan(asked: Asked) -> int:
         return launch_line(run, plan.setting.world_size, cluster.gpus_per_node, given.file, given.config)
 
     notes = _notes(config_of(best.setting, config), best.setting)
+    model = found[0].measure.parameters
     if arguments.json:
-        for line in notes:
+        for line in [*notes, *assumed_code(model.looped, by_liger=False)]:
             print(folded(line), file=sys.stderr)
         reckon(plans)
         if to_set := to_be_set(launch(best)):
@@ -73,9 +74,9 @@ def plan(asked: Asked) -> int:
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
-    searched = Searched(found[0].measure.parameters, config, plans, cluster, _batch_in_words(asked, config), seconds)
+    searched = Searched(model, config, plans, cluster, _batch_in_words(asked, config), seconds)
     print_plans(console, searched, arguments.top, arguments.verbose)
-    for line in notes:
+    for line in [*notes, *assumed_code(model.looped, model.by_liger)]:
         console.print(Text(folded(line)))
     if asked.tried().pp_size == 1 and "pp_size" not in asked.given.all and asked.world_size > cluster.gpus_per_node:
         console.print(Text(folded("to try pipelines, give --global-batch-size or --pp-size")))

@@ -12,7 +12,7 @@ from ...moe.util.terminal import folded
 from ...sharding.topology import ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
 from .columns import Column, open_console, print_table
-from .coverage import not_modelled
+from .coverage import assumed_code, not_modelled
 from .imbalance import GivenRouting
 from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
 from .plan_flags import DATASET, OUTPUT_DIR
@@ -346,7 +346,9 @@ def print_account(account: "Account", plan: Plan, config: TrainConfig, where: st
     _say(console, f"\nparts of a step: {account.needed / 1e12:,.1f} TFLOP without recomputation")
     print_table(console, _parts(account))
     _say(console, "")
-    for line in [_step(plan.time, digits=3), *_assumptions(account, config, hardware, given)]:
+    model = plan.run.model
+    assumed = assumed_code(model.looped, model.by_liger)
+    for line in [_step(plan.time, digits=3), *assumed, *_assumptions(account, config, hardware, given)]:
         _say(console, line)
 
 

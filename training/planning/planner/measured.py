@@ -87,6 +87,7 @@ class ModelParameters:
         buffers: bytes of them, on every rank.
         num_experts, top_k: of its MoE layers.
         counts: of parameters.
+        looped: names of its functions that loop over tokens in Python. by_liger: whether liger-kernel computes norms.
     """
 
     kinds: tuple[LayerParameters, ...]
@@ -98,6 +99,8 @@ class ModelParameters:
     counts: ParameterCounts
     root_names: tuple[str, ...]
     root_regions: tuple[int, ...]
+    looped: tuple[str, ...] = ()
+    by_liger: bool = False
 
     def all(self) -> Iterable[Parameter]:
         """Every parameter of every layer."""

@@ -247,8 +247,8 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
     )
     attention = tuple(Attention(**kind) for kind in told["counts"]["attention"])
     counts = ParameterCounts(**{**told["counts"], "attention": attention})
-    rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
-    rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions")}
+    rest = {name: told[name] for name in ("buffers", "num_experts", "top_k", "by_liger")}
+    rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions", "looped")}
     return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
 
 

@@ -51,6 +51,7 @@ from ....sharding.topology import Axis, rows_of
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch
 from ...engine import compute_dtype
+from ...fused.liger_norm import is_by_liger
 from ...loss.balance import LossWeights
 from ...micro_batch import forward_of, token_loss_sum
 from ...model_setup.rates import Work
@@ -125,7 +126,11 @@ class Measurer:
             self.tp = TPGroup(config.tp_size, 0, ranks)
             model.tensor_parallel.place(self.tp, set(model.divided.values()))
         # read before the model's parameters are exchanged for those of a rank
-        self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
+        self.parameters = replace(
+            _parameters(model, self.layers, self.kinds, config, counts),
+            looped=tuple(sorted(name for functions in self.looping.values() for name in functions)),
+            by_liger=any(map(is_by_liger, model.modules())),
+        )
         self.kept = set(fp32_parameters(model).values())
         self.whole = [
             (module, name, parameter)
