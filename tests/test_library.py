@@ -23,6 +23,7 @@ import torch.distributed as dist
 import transformers
 
 import expertmesh
+from expertmesh import train_ep
 from expertmesh.training import evaluate as evaluation
 from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.data.batch import Batch
@@ -332,8 +333,27 @@ def test_a_checkpoint_of_another_run_is_not_resumed(engine: Any, tiny_model: Pat
     assert same.resume(saved) == saved
     with pytest.raises(expertmesh.ExpertMeshError, match="that run had --optim"):
         other.resume(saved)
-    with pytest.raises(expertmesh.ExpertMeshError, match="no training checkpoint there"):
-        same.resume(tmp_path.parent)
+
+
+def test_a_directory_of_checkpoints_is_its_newest_at_every_door(
+    engine: Any, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that holds none is refused alike."""
+    engine.save(tmp_path / "saved")
+    engine.step(batch_of_text())
+    newest = engine.save(tmp_path / "saved")
+    directory, empty = newest.parent, tmp_path / "empty"
+    empty.mkdir()
+    assert len(list(directory.glob("step-*"))) == 2
+    assert load(tiny_model).resume(directory) == newest
+    assert load(tiny_model, resume=str(directory)).step_number == engine.step_number
+    said = f"--resume {empty}: has no checkpoint.json: not a complete training checkpoint"
+    for resume in (lambda: engine.resume(empty), lambda: load(tiny_model, resume=str(empty))):
+        with pytest.raises(expertmesh.ExpertMeshError) as caught:
+            resume()
+        assert said in str(caught.value).replace(f"{empty}: {empty}: ", f"{empty}: ")
+    assert train_ep.main(["--model", str(tiny_model), "--dataset", str(tiny_data), "--resume", str(empty)]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_trainers_heed_is_not_said_to_be_without_effect(engine: Any, tiny_model: Path) -> None:

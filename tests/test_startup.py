@@ -7,12 +7,16 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.training.start import TRACKERS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("moe", "sharding", "checkpoints", "training")
@@ -103,19 +107,45 @@ def test_idle_threads_sleep_unless_told_otherwise(given: str | None, monkeypatch
     assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")
 
 
+def test_trackers_are_known_without_accelerate() -> None:
+    """Which there are, and which are installed."""
+    assert {"all", *TRACKERS} == {str(kind) for kind in LoggerType}
+    installed = {name for name, packages in TRACKERS.items() if any(map(find_spec, packages))}
+    assert installed == {str(kind) for kind in get_available_trackers()}
+
+
+def test_a_model_of_the_hub_is_looked_for_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ((code, said, modules),) = run("train_ep.py --model no/where --dataset README.md")
+    assert (code, "--model no/where: no such directory, and not available from the hub" in said) == (2, True), said
+    assert not modules & {"torch", "transformers", "datasets", "accelerate"}
+
+
 def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     """Mistakes, a picture of a mesh, and heads of checkpoints; by the folders' names, as in a checkout."""
-    shards = str(tmp_path / "ep4")
+    shards, data = str(tmp_path / "ep4"), tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    good = f"train_ep.py --model {tiny_model} --dataset {data} --output-dir {tmp_path / 'run'}"
+    gone = next(name for name, packages in TRACKERS.items() if not any(map(find_spec, packages)))
     assert checkpoints_main(["convert", str(tiny_model), shards, "--ep-size", "4"]) == 0
     expected = (
         ("train_ep.py --model m --learning-rat 1", 2, "unknown flag --learning-rat"),
         ("train_ep.py --model m", 2, "--dataset is missing"),
         ("train_ep.py --model /no --dataset d", 2, "--model /no: no such directory"),
-        ("train_ep.py --model configs --dataset d", 2, "--dataset d: no such file or directory"),
-        ("train_ep.py --model configs --dataset README.md", 2, "README.md: unknown file type '.md'; known"),
-        ("train_ep.py --model configs --dataset docs --eval-dataset e", 2, "--eval-dataset e: no such file or"),
-        ("train_ep.py --model configs --dataset d --resume /no", 2, "--resume /no: no such directory"),
-        ("train_ep.py --model configs --dataset d --resume tests", 2, "tests: has no checkpoint.json: not a complete"),
+        (f"train_ep.py --model {tiny_model} --dataset d", 2, "--dataset d: no such file or directory"),
+        (f"train_ep.py --model {tiny_model} --dataset README.md", 2, "README.md: unknown file type '.md'; known"),
+        (f"train_ep.py --model {tiny_model} --dataset docs --eval-dataset e", 2, "--eval-dataset e: no such file or"),
+        (f"train_ep.py --model {tiny_model} --dataset d --resume /no", 2, "--resume /no: no such directory"),
+        (
+            f"train_ep.py --model {tiny_model} --dataset d --resume tests",
+            2,
+            "tests: has no checkpoint.json: not a complete",
+        ),
+        ("train_ep.py --model configs --dataset README.md", 2, "configs/config.json: no such file"),
+        (f"{good} --report-to no", 2, "--report-to no: unknown tracker; use one of all"),
+        (f"{good} --report-to {gone}", 2, f"--report-to {gone}: not installed; pip install it first"),
+        (f"{good} --teacher /no", 2, "--teacher /no: no such directory"),
+        (f"{good} --chat-template no", 2, "--chat-template no: neither a built-in template"),
         ("-m checkpoints convert /no OUT --ep-size 2", 2, "/no: no such directory"),
         ("-m checkpoints export /no OUT", 2, "/no: no such directory"),
         ("-m checkpoints verify /no /no", 2, "/no: no such directory"),

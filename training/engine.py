@@ -27,7 +27,7 @@ from ..checkpoints.hf.side_files import side_files
 from ..checkpoints.hf.source import Checkpoint, ModelSource
 from ..checkpoints.load import load_model, shard_and_load
 from ..checkpoints.new_rows import fill_new_rows, fill_token_rows
-from ..checkpoints.training_state.marker import check_carried, is_complete
+from ..checkpoints.training_state.marker import check_carried
 from ..checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ..checkpoints.training_state.saving import Progress, Saver, checkpoint_name
 from ..moe.experts.lora import store_frozen, to_quantize
@@ -850,10 +850,7 @@ class Engine:
             ExpertMeshError: on all ranks, when it is damaged, or of another model or optimizer, or of an adapter beside
                 other weights.
         """
-        path = Path(checkpoint)
-        is_one = is_complete(path) or not path.is_dir()
-        named, directory = (str(path), path.parent) if is_one else ("auto", path)
-        found = find_resume(named, directory, self.tell, self.ranks)
+        found = find_resume(str(checkpoint), Path(checkpoint), self.tell, self.ranks)
         if found is None:
             raise ExpertMeshError(f"{checkpoint}: no training checkpoint there")
         check_resume(found, self.config, self.facts, self.ranks, self.tell)

@@ -40,12 +40,15 @@ def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path 
     """The checkpoint to resume from, complete and undamaged; None where there is none yet. All ranks call it together.
 
     Args:
-        resume: the path of one, or "auto" for the newest one in `directory` that is undamaged.
+        resume: the path of one; or that of a directory of them, or "auto" for `directory`: the newest undamaged one
+            there.
         tell: is told of those that are skipped.
 
     Raises:
         ExpertMeshError: on all ranks, when the one named is incomplete or damaged, or all that "auto" could take are.
     """
+    if resume != "auto" and whole_checkpoints(Path(resume)):
+        resume, directory = "auto", Path(resume)
     found, skipped = find_checkpoint(resume, directory, ranks)
     for line in skipped:
         tell(f"warning: {line}")

@@ -29,7 +29,6 @@ from .loss.distillation import distillation_objective
 from .loss.preference import preference_objective
 from .monitoring.log import NOTABLE, RunLog
 from .monitoring.profiling import check_profile
-from .monitoring.trackers import check_trackers
 from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
 from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
@@ -86,7 +85,6 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
             print(folded(f"note: {kind} in one process ignores {' '.join(without)}: {alone}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with raise_together(patient=ranks):
-        check_trackers(config)
         check_debug_ranks(config.debug_ranks, ranks.world_size)
     if config.prepare_only:
         prepare(config, ranks, watchdog)

@@ -6,11 +6,13 @@ What needs torch is imported where it is used: a model that is not there is told
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from .config.train_config import TrainConfig
+from .data.chat import read_template
 from .data.data_files import check_places, places_read
 
 
@@ -18,21 +20,27 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     """Settle what the settings ask of this process, before it joins a process group.
 
     Args:
-        reads_data: whether it will read the data sets.
+        reads_data: whether it is a run of train_ep.py, which will read the data sets and have trackers.
 
     Raises:
-        ExpertMeshError: there is no such model, data set or training checkpoint, or a setting does not work here.
+        ExpertMeshError: there is no such model, data set, training checkpoint, chat template or tracker, or a setting
+            does not work here.
     """
     # these need numpy, which --help does without
-    from ..checkpoints.hf.source import check_model
+    from ..checkpoints.hf.source import open_source, resolve_model
     from ..checkpoints.training_state.marker import check_resumable
 
-    check_model(config.model)
+    for flag, model in (("--model", config.model), ("--teacher", config.teacher)):
+        if model:
+            open_source(resolve_model(model, flag, weights=False))
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
     if reads_data:
         check_places("--dataset", config.dataset)
         check_places("--eval-dataset", config.eval_dataset)
+        check_trackers(config)
+        if config.chat_template:
+            read_template(config.chat_template)
     from ..sharding.runtime.process import device_type
     from .model_setup.determinism import set_determinism
     from .model_setup.tf32 import set_tf32
@@ -63,3 +71,30 @@ def check_apart(config: TrainConfig) -> None:
                     f"{'is' if output_dir == Path(name).resolve() else 'lies in'} {flag} {name}, which this "
                     "run reads; choose a directory outside"
                 )
+
+
+TRACKERS = {
+    **{name: (name,) for name in ("aim", "wandb", "trackio", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab")},
+    "tensorboard": ("tensorboard", "tensorboardX"),
+}
+"""Those that accelerate knows, each with the packages of which one is to be installed: accelerate itself imports torch
+before it tells."""
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: --report-to names a tracker that accelerate does not know, or that is not installed, or
+            --run-name leads out of the directory that trackers write to.
+    """
+    asked_for = [name for name in config.report_to if name != "none"]
+    for name in asked_for:
+        if name not in ("all", *TRACKERS):
+            known = ", ".join(("all", *TRACKERS))
+            raise ExpertMeshError(f"--report-to {name}: unknown tracker; use one of {known}, or none")
+        if name != "all" and not any(map(find_spec, TRACKERS[name])):
+            raise ExpertMeshError(f"--report-to {name}: not installed; pip install it first")
+    if asked_for and (Path(config.run_name).is_absolute() or ".." in Path(config.run_name).parts):
+        raise ExpertMeshError(
+            f"--run-name {config.run_name}: must be a relative path, because trackers make a directory of that name"
+        )

@@ -50,7 +50,7 @@ def check_resumable(path: Path, named: str) -> None:
     Raises:
         ExpertMeshError: there is no training checkpoint there, or none that was written to its end.
     """
-    if is_complete(path) or (not path.exists() and is_there(path)):
+    if is_complete(path) or (not path.exists() and is_there(path)) or whole_checkpoints(path):
         return
     missing = "no such directory" if not path.exists() else "is a file" if path.is_file() else _INCOMPLETE
     raise ExpertMeshError(f"{named}{path}: {missing}")

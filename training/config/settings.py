@@ -853,8 +853,8 @@ class CheckpointSettings:
     resume: str = _flag(
         "",
         (
-            "Resume from a training checkpoint: its path, or auto for the newest complete one in "
-            "--output-dir (auto starts anew without one)"
+            "Resume from a training checkpoint: its path, a directory of several for the newest complete one, or auto "
+            "for that of --output-dir (auto starts anew without one)"
         ),
         aliases=["resume_from_checkpoint"],
         type=_resume,

@@ -36,6 +36,31 @@ _FEW = 3
 _SMALL_TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
+def read_template(wanted: str) -> str:
+    """The template of --chat-template: a built-in one, or a file's.
+
+    Raises:
+        ExpertMeshError: there is no such template.
+    """
+    if wanted in BUILT_IN:
+        return built_in_template(wanted)
+    if wanted in NO_LONGER:
+        raise ExpertMeshError(
+            f"--chat-template {wanted}: is no longer built in; leave it out if the tokenizer has a template, else "
+            "give a file. An earlier run has its own in OUTPUT_DIR/hf and in OUTPUT_DIR/checkpoints/step-*/model: "
+            "chat_template.jinja"
+        )
+    try:
+        if not Path(wanted).is_file():
+            raise FileNotFoundError("no such file")
+        return Path(wanted).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ExpertMeshError(
+            f"--chat-template {wanted}: neither a built-in template ({', '.join(BUILT_IN)}) nor a "
+            f"readable file: {error}"
+        ) from error
+
+
 def set_chat_template(tokenizer: Any, wanted: str) -> str:
     """Give the tokenizer the template asked for; without a wish, its own, else a built-in one.
 
@@ -55,24 +80,9 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         name = "chatml" if CHATML_TOKEN in tokenizer.get_vocab() else "mistral"
         tokenizer.chat_template = built_in_template(name)
         return f"built-in {name} (the tokenizer has none)"
+    tokenizer.chat_template = read_template(wanted)
     if wanted in BUILT_IN:
-        tokenizer.chat_template = built_in_template(wanted)
         return f"built-in {wanted}"
-    if wanted in NO_LONGER:
-        raise ExpertMeshError(
-            f"--chat-template {wanted}: is no longer built in; leave it out if the tokenizer has a template, else "
-            "give a file. An earlier run has its own in OUTPUT_DIR/hf and in OUTPUT_DIR/checkpoints/step-*/model: "
-            "chat_template.jinja"
-        )
-    try:
-        if not Path(wanted).is_file():
-            raise FileNotFoundError("no such file")
-        tokenizer.chat_template = Path(wanted).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ExpertMeshError(
-            f"--chat-template {wanted}: neither a built-in template ({', '.join(BUILT_IN)}) nor a "
-            f"readable file: {error}"
-        ) from error
     try:
         text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
     except Exception as error:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
 
 from ...checkpoints.files.directories import write_errors
 from ...moe.util.errors import ExpertMeshError
@@ -20,24 +18,6 @@ TRACKERS = "trackers"
 
 _WANDB_RUN = "wandb-run"
 """The file there with the id of the run that Weights & Biases knows."""
-
-
-def check_trackers(config: TrainConfig) -> None:
-    """
-    Raises:
-        ExpertMeshError: --report-to names a tracker that accelerate does not know, or that is not installed, or
-            --run-name leads out of the directory that trackers write to.
-    """
-    known = [str(kind) for kind in LoggerType]
-    for name in _asked_for(config):
-        if name not in known:
-            raise ExpertMeshError(f"--report-to {name}: unknown tracker; use one of {', '.join(known)}, or none")
-        if name != "all" and name not in map(str, get_available_trackers()):
-            raise ExpertMeshError(f"--report-to {name}: not installed; pip install it first")
-    if _asked_for(config) and (Path(config.run_name).is_absolute() or ".." in Path(config.run_name).parts):
-        raise ExpertMeshError(
-            f"--run-name {config.run_name}: must be a relative path, because trackers make a directory of that name"
-        )
 
 
 class Trackers:
@@ -53,7 +33,7 @@ class Trackers:
         self.directory = directory
         self.is_main = ranks.rank == 0
         self.say = say
-        names: list[Any] = _asked_for(config)
+        names: list[Any] = [name for name in config.report_to if name != "none"]
         self.accelerator = Accelerator(
             cpu=ranks.device.type == "cpu", log_with=names or None, project_dir=str(directory)
         )
@@ -110,7 +90,3 @@ class Trackers:
                 tracker.finish()
             except Exception as error:
                 self.say(f"warning: --report-to {tracker.name}: {error}")
-
-
-def _asked_for(config: TrainConfig) -> list[str]:
-    return [name for name in config.report_to if name != "none"]
