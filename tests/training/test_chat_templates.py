@@ -728,6 +728,11 @@ def tokenizer_of(directory: Path, which: str) -> Any:
         ("Qwen3", [user("a"), assistant("<think>\n\n</think>\n\nb")], "last", "«<think>\n\n</think>\n\nb<|im_end|>»\n"),
         ("Qwen3", [user("a"), assistant("b", " ")], "last", "assistant\n<think>\n \n</think>\n\n«b<|im_end|>»\n"),
         ("glm4moe", [user("a"), INLINE, user("b")], "last", "<|assistant|>\n<think></think>\n«yo<|user|>»\nb"),
+        # words of the template's own in the place of a thought
+        (
+            MOVED.replace(" if m.reasoning_content else ''", " if m.reasoning_content else '<think>no</think>'"),
+            [user("a"), assistant("b")], "last", "[user]a</s>[assistant](says)<think>no</think>«b</s>»",
+        ),
         # a template that knows no thoughts, and always writes that there is none
         (
             PLAIN.replace("m.content", "('<think>\\n</think>' if m.role == 'assistant' else '') + m.content"),

@@ -164,7 +164,8 @@ class Written:
     def own_span(self, index: int) -> tuple[int, int]:
         """The part of an assistant's `span` that the record asks for: without the empty thought that some templates put
         before an answer that has none, or whose thought they leave out. It is empty if there is nothing between the
-        texts that the template writes before and behind thoughts.
+        texts that the template writes before and behind thoughts; where the record has no thought, any is the
+        template's own.
 
         Raises:
             ValueError: as `span`.
@@ -175,11 +176,13 @@ class Written:
         if not lead or writes_empty_thought(self.messages[index]):
             return begin, end
         before, after = _thought_frame(self._tokenizer, self._tokenizer.chat_template, json.dumps(self._arguments))
-        is_empty = after and lead.endswith(after) and before.endswith(lead.removesuffix(after).rstrip())
-        if is_empty or _NOTHING_MARKED.search(lead):
+        thought = self.messages[index].get(_REASONING[0])
+        may_think = thought or "</think>" in self.messages[index]["content"]
+        is_closed = after and lead.endswith(after)
+        is_empty = is_closed and before.endswith(lead.removesuffix(after).rstrip())
+        if is_empty or (is_closed and not may_think) or _NOTHING_MARKED.search(lead):
             return begin_of_words, end
         header = lead[: len(lead) - _common_length(lead[::-1], after[::-1])].strip()
-        thought = self.messages[index].get(_REASONING[0])
         self.is_unexplained |= header not in before and not (isinstance(thought, str) and thought.strip() in lead)
         return begin, end
 
