@@ -590,6 +590,19 @@ def test_whose_code_is_assumed(
         assert "assumed: liger-kernel is installed, and computes norms" in said
 
 
+def test_what_the_file_has_fixed_is_told(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What flags have fixed whoever gave them knows."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {tiny}\nmax_seq_length: 16\nep_size: 2\ndense_shard: full\n")
+    common = ["plan", "--config", str(recipe), *ALONE, "--gpus", "4", "--gradient-checkpointing", "none"]
+    for flags, fixed in (([], "--ep-size 2 --dense-shard full"), (["--ep-size", "4"], "--dense-shard full")):
+        assert main([*common, *flags]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"note: {recipe} fixes {fixed}: only the rest was searched" in said
+    assert main([*common, "--ep-size", "4", "--dense-shard", "hybrid"]) == 0
+    assert " fixes " not in capsys.readouterr().out
+
+
 def started(line: str) -> tuple[int, TrainConfig]:
     """How many ranks torchrun starts by a launch line, as its own parser reads it, and with which settings."""
     words = shlex.split(line)

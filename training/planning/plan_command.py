@@ -63,7 +63,7 @@ def plan(asked: Asked) -> int:
         given = asked.given
         return launch_line(run, plan.setting.world_size, cluster.gpus_per_node, given.file, given.config)
 
-    notes = _notes(config_of(best.setting, config), best.setting)
+    notes = [*_notes(config_of(best.setting, config), best.setting), *_fixed_by_file(asked)]
     model = found[0].measure.parameters
     if arguments.json:
         for line in [*notes, *assumed_code(model.looped, by_liger=False)]:
@@ -214,6 +214,20 @@ def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tri
         said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
         raise ExpertMeshError(f"no layout of {base.world_size} GPUs has {said or 'this model'}; leave some flags out")
     return plans
+
+
+def _fixed_by_file(asked: Asked) -> list[str]:
+    """Which of the settings that are searched where nobody gives them the YAML file has fixed; a line, if any."""
+    names = (*_LAYOUT, "pipeline_layers", "gradient_checkpointing", "per_device_train_batch_size")
+    by_flags = {*asked.given.flags, "cp_size", *(["tp_size"] if asked.arguments.tp_size is not None else [])}
+    file = {name: asked.given.file[name] for name in names if name in asked.given.file and name not in by_flags}
+    said = " ".join(f"{flag_of(name)} {value}" for name, value in file.items())
+    if not said:
+        return []
+    return [
+        f"note: {asked.given.config} fixes {said}: only the rest was searched; other values may be faster: give them "
+        "as flags, which win over the file, or plan with a copy without these lines"
+    ]
 
 
 _LAYOUT = ("ep_size", "dense_shard", "cp_size", "tp_size", "pp_size", "pipeline_chunks", "pipeline_schedule")
