@@ -14,7 +14,7 @@ def measure_and_free(directory: Path, ep_size: int) -> None:
     restart_peak()
 
 
-@pytest.mark.release
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "gigabytes", "ep_size"), [("float32", 1.0, 4), ("fp8", 0.25, 2)])
 def test_no_rank_holds_much_more_than_its_shard(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, gigabytes: float, ep_size: int

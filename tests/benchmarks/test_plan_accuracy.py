@@ -9,7 +9,7 @@ from benchmarks.plan_accuracy import MOST_ERROR, _hardware, cases, error, run
 from expertmesh.training.planning.planner.hardware import preset
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_memory_and_bytes_of_a_real_run() -> None:
     ((number, case),) = (
         (number, case) for number, case in enumerate(cases()) if str(case) == "narrow, ep 2, selective, 2 x 512"
