@@ -355,3 +355,16 @@ def test_context_parallelism(ranks: RankPool, models: dict[str, Path], packed: b
     (alone,) = ranks.run(step_in_context_parallel, 1, models["mixtral"], 1, packed)
     for found in ranks.run(step_in_context_parallel, 2, models["mixtral"], 2, packed):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def draws(model: Path, seed: int) -> float:
+    """The first random number after loading."""
+    expertmesh.load(str(model), **ON_CPU, seed=seed)
+    return float(torch.rand(()))
+
+
+def test_ranks_draw_random_numbers_of_their_own(ranks: RankPool, models: dict[str, Path]) -> None:
+    """Those of dropout and jitter: others on each rank and with another seed, and the same in another run."""
+    first, again, other = (ranks.run(draws, 2, models["mixtral"], seed) for seed in (5, 5, 7))
+    assert first == again
+    assert len({*first, *other}) == 4
