@@ -165,10 +165,11 @@ would be 3e-3 off."""
 WIDE = {"hidden_size": 256}
 LOW_BIT: dict[str, Any] = {"samples": HALF, "changes": WIDE, "against": {"layout": "1"}}
 AS_BF16 = Tolerance(1e-3, after=1e-3, norms=torch.inf, grads=1e-2, weights=torch.inf, moved=torch.inf)
-AS_FP8 = Tolerance(2e-5, after=3e-3, norms=2e-3, grads=5e-3, as_one=True, weights=torch.inf, moved=torch.inf)
+AS_FP8 = Tolerance(2e-5, after=1e-2, norms=2e-3, grads=5e-3, as_one=True, weights=torch.inf, moved=torch.inf)
 """Rows and weights are rounded by themselves, and of what is summed over rows, each number as it would be among other
 rows: scales are powers of two. What differs is where partial sums are rounded to bf16: a part in 2^8 of a gradient,
-2.3e-3 of them all here, of bf16's own experts as well; steps that follow see rounded weights."""
+2.3e-3 of them all here, of bf16's own experts as well; steps that follow see weights
+rounded to bf16 the other way, a part in 2^8 each (3.7e-3 of a norm, seen where all libraries were held to AVX2)."""
 IN_FP8: dict[str, Any] = {"samples": SAMPLES, "kernel": "fp8", "allowed": AS_FP8, "against": {"layout": "1"}} | BF16
 DENSE_IN_FP8: dict[str, Any] = IN_FP8 | {
     "kernel": "loop", "dense_precision": "fp8", "allowed": replace(AS_FP8, norms=torch.inf)
