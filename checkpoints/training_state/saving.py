@@ -33,6 +33,8 @@ from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_chec
 from .state_table import brief
 
 BEST = "best"
+_CUT_SHORT = "unexpected pos"
+"""What torch says of a write that came to less than it was to, as on a full disk; the system's own error is lost."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Saver:
                 mine += [file for file in (partial / "model").rglob("*") if file.is_file()]
             sums = {str(file.relative_to(partial)): _describe(file) for file in mine}
         except BaseException as error:
-            problem = brief(error)
+            problem = self._told(error, progress.step)
         shares: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size()
         dist.all_gather_object(shares, (sums, problem), group=self.group)
         problem = next((p for _, p in shares if p is not None), None)
@@ -243,11 +245,19 @@ class Saver:
                 outcome = [brief(error)]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[0] is not None:
-            # torch reports a full disk as a position it did not expect: say how full it is
             self.problem = f"checkpoint of step {progress.step}: {outcome[0]} ({_room(self.directory)})"
             dist.barrier(group=self.group)
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+
+    def _told(self, error: BaseException, step: int) -> str:
+        """Why tensors were not written, in a line."""
+        text = brief(error)
+        if _CUT_SHORT not in text:
+            return text
+        rank = min(getattr(error, "failures", None) or [dist.get_rank()])
+        file = self.directory / checkpoint_name(step) / "state" / f"__{rank}_0.distcp"
+        return f"{file}: cannot be written to its end: the disk is full, or a quota or limit is reached"
 
     def _complete(self, partial: Path, progress: Progress, files: dict[str, Any]) -> None:
         table = {

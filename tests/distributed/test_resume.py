@@ -1,5 +1,6 @@
 """Training checkpoints: a run that is stopped and resumed, on any ranks, is the run that was never stopped."""
 
+import resource
 import shutil
 import signal
 import subprocess
@@ -420,6 +421,30 @@ run_command(lambda: os.kill(os.getpid(), signal.SIGINT))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+
+
+def tell_limited(argv: list[str], limit: int) -> Told:
+    """train_ep.py where no file may grow beyond a limit, as at a quota: the disk itself has room."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return tell(argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_quota_is_told_in_a_line(runs: Runs) -> None:
+    """With the file, and what the disk has free; not in the words of torch's zip writer."""
+    flags = f"{batch_of_12(2)} --ep-size 2 --max-steps 2 --save-steps 1 --no-export"
+    ended = runs(2, flags, code=2, call=tell_limited, given=[300_000])
+    (line,) = [line for line in ended.errors.splitlines() if "checkpoint of step 1" in line]
+    assert (
+        f"{ended.checkpoint(1)}/state/__0_0.distcp: cannot be written to its end: the disk is full, or" in line
+    )
+    assert "MB free" in line
+    assert "unexpected pos" not in ended.errors
+    assert ended.saved == []
 
 
 @pytest.fixture
