@@ -439,9 +439,7 @@ def test_a_quota_is_told_in_a_line(runs: Runs) -> None:
     flags = f"{batch_of_12(2)} --ep-size 2 --max-steps 2 --save-steps 1 --no-export"
     ended = runs(2, flags, code=2, call=tell_limited, given=[300_000])
     (line,) = [line for line in ended.errors.splitlines() if "checkpoint of step 1" in line]
-    assert (
-        f"{ended.checkpoint(1)}/state/__0_0.distcp: cannot be written to its end: the disk is full, or" in line
-    )
+    assert f"{ended.checkpoint(1)}/state/__0_0.distcp: cannot be written to its end: the disk is full, or" in line
     assert "MB free" in line
     assert "unexpected pos" not in ended.errors
     assert ended.saved == []
