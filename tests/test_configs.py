@@ -49,7 +49,10 @@ STATE_BYTES = {
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs?")
-FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
+FORECAST = re.compile(
+    r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+)(?: to ([\d,]+))? tokens/s per GPU, "
+    r"([\d.]+)%(?: to ([\d.]+)%)? MFU"
+)
 OPTIMIZERS = {"adamw_torch_fused": "fp32 AdamW", "adamw_torch_8bit": "8-bit AdamW", "adamw_bf16": "all state in bf16"}
 LORA, DPO = "_lora", "_dpo_lora"
 """Ends of the name of a recipe that trains adapters, and of one of these on preference pairs."""
@@ -71,18 +74,23 @@ PUBLISHED = {
 
 
 class Forecast(NamedTuple):
-    """memory: GiB per GPU. speed: tokens a second and GPU. mfu: in percent."""
+    """memory: GiB per GPU. speed: tokens a second and GPU, with natural and with balanced routing. mfu: in percent."""
 
     gpus: float
     memory: float
     speed: float
+    balanced_speed: float
     mfu: float
+    balanced_mfu: float
 
 
 def forecast_in(text: str) -> Forecast:
     """The one that a recipe's head states."""
     ((*figures,),) = FORECAST.findall(text)
-    return Forecast(*(float(figure.replace(",", "")) for figure in figures))
+    gpus, memory, speed, balanced_speed, mfu, balanced_mfu = (figure.replace(",", "") for figure in figures)
+    # of one where routing makes no difference there is one figure
+    stated = (gpus, memory, speed, balanced_speed or speed, mfu, balanced_mfu or mfu)
+    return Forecast(*map(float, stated))
 
 
 def text_of(name: str) -> str:
@@ -247,17 +255,18 @@ def test_a_recipe_says_why(name: str) -> None:
     assert f"{coefficient}," in why["Balancing"] if coefficient else "none" in why["Balancing"]
 
 
-def planned_recipe(name: str, gpus: int, *flags: str) -> Plan:
-    """On so many H100, with natural routing, as `plan` has it by default."""
+def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
+    """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
     setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
     if setting.pp_size > 1:
         # as a run of it does
         setting = settled(config, planned_run(measure, setting))
-    plan = forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
+    cluster = Cluster(H100, 8, H100.device.memory)
+    plan, even = (forecast(measure, each, cluster) for each in (setting, replace(setting, imbalance=1.0)))
     measure.save()
-    return plan
+    return plan, even
 
 
 def settled(config: TrainConfig, run: PlannedRun) -> Setting:
@@ -266,11 +275,13 @@ def settled(config: TrainConfig, run: PlannedRun) -> Setting:
     return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
-def assert_stated(plan: Plan, stated: Forecast, now: str) -> None:
+def assert_stated(plan: Plan, even: Plan, stated: Forecast, now: str) -> None:
     assert stated.gpus == plan.setting.world_size
     assert stated.memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
     assert stated.speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
     assert stated.mfu == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
+    assert stated.balanced_speed == pytest.approx(even.tokens_per_second, rel=0.05), now
+    assert stated.balanced_mfu == pytest.approx(100 * even.share_of_peak(H100), rel=0.05), now
 
 
 def test_the_recipes_are_those_of_the_table() -> None:
@@ -303,14 +314,14 @@ def row_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stated_of_a_recipe(name: str) -> None:
     """In its head: the forecast. In the README: that it fits on the GPUs of 80 and of 192 GB."""
-    plan = planned_recipe(name, gpus_of(name))
-    now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
+    plan, even = planned_recipe(name, gpus_of(name))
+    now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100, even)}"
     assert FORECAST.search(text_of(name)), now
-    assert_stated(plan, forecast_in(text_of(name)), now)
+    assert_stated(plan, even, forecast_in(text_of(name)), now)
     assert plan.memory.total <= 80 * 2**30
     _, larger, *_ = row_of(name)
     if larger:
-        assert planned_recipe(name, int(larger), *flags_on_192_gb(name)).memory.total <= 192e9
+        assert planned_recipe(name, int(larger), *flags_on_192_gb(name))[0].memory.total <= 192e9
 
 
 def flags_on_192_gb(name: str) -> list[str]:

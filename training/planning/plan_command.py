@@ -28,7 +28,7 @@ from .imbalance import imbalance_of, read_imbalance
 from .plan_flags import Asked
 from .planner.hardware import chosen_hardware, products_in
 from .planner.model_config import find_config
-from .planner.search import Cluster, Plan, best_first, reckon, search, sequences_per_step
+from .planner.search import Cluster, Plan, best_first, forecast, reckon, search, sequences_per_step
 from .planner.setting import Setting
 from .planner.tried import Tried
 from .rehearsal.cached import CachedMeasure
@@ -74,7 +74,9 @@ def plan(asked: Asked) -> int:
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
-    searched = Searched(model, config, plans, cluster, _batch_in_words(asked, config), seconds)
+    balanced = _balanced(found, best, cluster) if arguments.imbalance is None else None
+    batch = _batch_in_words(asked, config)
+    searched = Searched(model, config, plans, cluster, batch, seconds, balanced)
     print_plans(console, searched, arguments.top, arguments.verbose)
     for line in [*notes, *assumed_code(model.looped, model.by_liger)]:
         console.print(Text(folded(line)))
@@ -94,6 +96,14 @@ def plan(asked: Asked) -> int:
     for line in _what_would_fit(asked, best, cluster):
         console.print(Text(folded(line)))
     return 1
+
+
+def _balanced(found: "Sequence[_Found]", best: Plan, cluster: Cluster) -> Plan:
+    """The plan with balanced routing."""
+    (measure,) = (each.measure for each in found if best.setting.tp_size == each.config.tp_size)
+    plan = forecast(measure, replace(best.setting, imbalance=1.0), cluster)
+    measure.save()
+    return plan
 
 
 @dataclass(frozen=True)

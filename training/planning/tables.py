@@ -39,6 +39,7 @@ class Searched:
     Attributes:
         model, config: what the first of the plans trains.
         plans: best first. batch: sequences per step, in words. seconds: that the search took.
+        balanced: the first where all experts have as many tokens, if that is not what was planned.
     """
 
     model: ModelParameters
@@ -47,6 +48,7 @@ class Searched:
     cluster: Cluster
     batch: str
     seconds: float
+    balanced: Plan | None = None
 
     @property
     def best(self) -> Plan:
@@ -101,8 +103,7 @@ def _cost(searched: Searched) -> str:
     everywhere = best.tokens_per_second * best.setting.world_size
     return (
         f"a step of {searched.batch} {'takes' if best.fits else 'would take'} {best.time.total:,.2f} s: "
-        f"{best.tokens_per_second:,.0f} tokens/s per GPU, {everywhere:,.0f} in all, "
-        f"{best.share_of_peak(hardware):.1%} MFU"
+        f"{speed(best, hardware, searched.balanced)}; {everywhere:,.0f} tokens/s in all"
     )
 
 
@@ -226,12 +227,18 @@ def _pipeline_columns(settings: Sequence[Setting]) -> list[Column]:
     ]
 
 
-def summary(plan: Plan, hardware: Hardware) -> str:
+def summary(plan: Plan, hardware: Hardware, balanced: Plan | None = None) -> str:
     """Memory, time and throughput of a plan, in one line."""
-    return (
-        f"{plan.memory.total / GIB:.1f} GiB per GPU, {plan.tokens_per_second:,.0f} tokens/s per GPU, "
-        f"{plan.share_of_peak(hardware):.1%} MFU"
-    )
+    return f"{plan.memory.total / GIB:.1f} GiB per GPU, {speed(plan, hardware, balanced)}"
+
+
+def speed(plan: Plan, hardware: Hardware, balanced: Plan | None) -> str:
+    """Throughput of a plan; as a band where the same is known with balanced routing."""
+    least, least_mfu = f"{plan.tokens_per_second:,.0f}", f"{plan.share_of_peak(hardware):.1%}"
+    if balanced is None or balanced.tokens_per_second <= plan.tokens_per_second:
+        return f"{least} tokens/s per GPU, {least_mfu} MFU"
+    most, most_mfu = f"{balanced.tokens_per_second:,.0f}", f"{balanced.share_of_peak(hardware):.1%}"
+    return f"{least} to {most} tokens/s per GPU, {least_mfu} to {most_mfu} MFU (natural to balanced routing)"
 
 
 def _step(t: StepTime, digits: int) -> str:
@@ -314,12 +321,19 @@ def to_be_set(line: str) -> str:
     return f"set {', '.join(found)}{everywhere}" if found else ""
 
 
-def print_account(account: "Account", plan: Plan, config: TrainConfig, where: str, given: GivenRouting) -> None:
+def print_account(
+    account: "Account",
+    plan: Plan,
+    config: TrainConfig,
+    where: str,
+    given: GivenRouting,
+    balanced: Plan | None = None,
+) -> None:
     """What was run, whether it fits and what a step costs, in a line each; memory by kind and by moment, collectives,
     parts, and what was assumed.
 
     Args:
-        plan: the planner's forecast of the same run.
+        plan: the planner's forecast of the same run. balanced: with balanced routing, if that is not what it is of.
     """
     console, hardware, fits = open_console(), plan.cluster.hardware, account.fit
     gib, card = fits.total / GIB, fits.card / GIB
@@ -333,7 +347,7 @@ def print_account(account: "Account", plan: Plan, config: TrainConfig, where: st
     _say(
         console,
         f"a step of {tokens} per {_sharing(config)} {takes} {plan.time.total:,.2f} s by `plan`: "
-        f"{plan.tokens_per_second:,.0f} tokens/s per GPU, {plan.share_of_peak(hardware):.1%} MFU",
+        f"{speed(plan, hardware, balanced)}",
     )
     _say(console, f"\nat the peak of the tensors, in the {account.memory.when}")
     print_table(console, _kinds(account))

@@ -63,6 +63,7 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
         routing = rehearsed.routing
         del rehearsed
     plan = planner.plan(config)
+    even = planner.plan(config, imbalance=1.0) if arguments.imbalance is None else None
     compared = check_order(orders, ranks_per_stage=arguments.gpus // config.pp_size)
     largest = max(accounts, key=lambda account: account.fit.total)
     if arguments.json:
@@ -73,10 +74,11 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
             "seconds": plan.time.total,
             "tokens_per_second": plan.tokens_per_second,
             "mfu": plan.share_of_peak(hardware),
+            "balanced_tokens_per_second": (even or plan).tokens_per_second,
         }
         print(json.dumps([account.as_json() | time_of for account in accounts], indent=1))
         return 0 if largest.fit.is_enough else 1
-    print_account(largest, plan, config, where, routing)
+    print_account(largest, plan, config, where, routing, even)
     if len(ranks) > 1:
         figures = "; ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
         print(f"ranks run: {figures}; shown: the largest. Their {compared:,} collectives have the same order.")
@@ -102,13 +104,14 @@ class _Planner:
     def measure(self) -> CachedMeasure:
         return CachedMeasure(self.config, self.model_config.to_dict(), lambda: self.model_config, "cuda")
 
-    def setting(self, config: TrainConfig) -> Setting:
-        busiest = imbalance_of(read_imbalance(self.arguments.imbalance), self.measure.parameters.num_experts)
+    def setting(self, config: TrainConfig, imbalance: float | None = None) -> Setting:
+        given = read_imbalance(self.arguments.imbalance) if imbalance is None else imbalance
+        busiest = imbalance_of(given, self.measure.parameters.num_experts)
         node = config.ranks_per_node or self.cluster.gpus_per_node
         return setting_of(config, self.arguments.gpus, imbalance=busiest, ranks_per_node=node)
 
-    def run(self, config: TrainConfig) -> PlannedRun:
-        return planned_run(self.measure, self.setting(config))
+    def run(self, config: TrainConfig, imbalance: float | None = None) -> PlannedRun:
+        return planned_run(self.measure, self.setting(config, imbalance))
 
     def settled(self) -> TrainConfig:
         """The settings with what a run would choose of what they leave open of a pipeline."""
@@ -124,9 +127,10 @@ class _Planner:
         """Predictions of the model's functions that loop over tokens."""
         return self.measure.loops(self.setting(self.config).workload(self.measure.parameters))
 
-    def plan(self, config: TrainConfig) -> Plan:
+    def plan(self, config: TrainConfig, imbalance: float | None = None) -> Plan:
+        """imbalance: in place of what was asked for."""
         cluster = self.cluster
-        found = balanced(self.run(config), cluster.hardware, cluster.gpus_per_node, cluster.memory)
+        found = balanced(self.run(config, imbalance), cluster.hardware, cluster.gpus_per_node, cluster.memory)
         self.measure.save()
         return Plan(*found, cluster)
 
