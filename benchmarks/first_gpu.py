@@ -7,7 +7,7 @@
 Steps, what matters most first; each is made of parts, a command with a time limit of its own. --minutes is what one
 call may take. The next call reads what earlier ones have left in --out, and goes on: with the parts that had no time,
 and in the midst of a run of tests, each of whose results is kept as it ends. (On a machine that has lost --out, give
-the file that it left, `--from first_gpu.tar`.) A part that fails or is stopped ends no other.
+the file that it left, `--earlier first_gpu.tar`.) A part that fails or is stopped ends no other.
 
 After each part --out/first_gpu.md, a page to be kept, first_gpu.json and first_gpu.tar, with both, all logs and all
 figures, are written anew: commit, card, driver, versions and date, and of each step what was expected beside what was
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
     parser.add_argument(
-        "--from", type=Path, metavar="TAR", dest="earlier", help="first_gpu.tar of earlier calls, where --out is lost"
+        "--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, where --out is lost"
     )
     parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
@@ -197,7 +197,7 @@ def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> Stat
     file = out / "first_gpu.json"
     if earlier is not None and not file.exists():
         if not earlier.is_file():
-            raise ValueError(f"--from {earlier}: no such file")
+            raise ValueError(f"--earlier {earlier}: no such file")
         with tarfile.open(earlier) as archive:
             archive.extractall(out, filter="data")
     if not file.exists():

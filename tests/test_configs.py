@@ -464,7 +464,8 @@ def write_forecasts() -> None:
     """Write anew what the heads of configs/ state of forecasts: `python -m tests.test_configs`."""
     figures = FORECAST.pattern.partition("H100: ")[2]
     for name in RECIPES:
-        now = summary(planned_recipe(name, gpus_of(name)), H100)
+        plan, even = planned_recipe(name, gpus_of(name))
+        now, _, _ = summary(plan, H100, even).partition(" (natural")
         text = re.sub(f"(H100: ){figures}", rf"\g<1>{now}", text_of(name))
         (ROOT / "configs" / f"{name}.yaml").write_text(text)
         print(name, *FORECAST.findall(text))
