@@ -216,11 +216,8 @@ def adapter_config(
     ends = {end: count for path, count in fused.items() for end in _ends(path)}
     # of how many pairs one is made: gate and up
     joined = {target: ends[target] for target in parameters if ends.get(target, 1) > 1}
-    targets = _shortened(linear, others, least=1)
-    # PEFT applies a pattern to parameters as well, and warns that it is ignored where it matches no module: so it also
-    # names one, for which an earlier pattern, the first that matches, has what it has anyway
-    witness = targets[:1] if joined else []
-    of_joined = {"|".join([target, *witness]): count for target, count in joined.items()}
+    # No two patterns match one name, as PEFT takes the first that does and saves them in another order. It warns that
+    # these match no module and are ignored, but applies them.
     return {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -235,11 +232,10 @@ def adapter_config(
         **({"modules_to_save": list(modules_to_save)} if modules_to_save else {}),
         **({"ensure_weight_tying": True} if is_tied else {}),
         **({"trainable_token_indices": dict(token_indices)} if token_indices else {}),
-        "target_modules": targets,
+        "target_modules": _shortened(linear, others, least=1),
         "target_parameters": parameters,
-        "rank_pattern": dict.fromkeys(witness, rank) | {key: count * rank for key, count in of_joined.items()},
-        "alpha_pattern": dict.fromkeys(witness, alpha)
-        | {key: (sqrt(count) if use_rslora else count) * alpha for key, count in of_joined.items()},
+        "rank_pattern": {key: count * rank for key, count in joined.items()},
+        "alpha_pattern": {key: (sqrt(count) if use_rslora else count) * alpha for key, count in joined.items()},
     }
 
 

@@ -1,6 +1,7 @@
 """PEFT's formats of adapters, against PEFT: what is written gives the right logits there, what it writes is read."""
 
 import json
+import re
 from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
@@ -216,8 +217,12 @@ def test_peft_gives_the_logits_of_merged_weights(family: str, form: str, tmp_pat
         found = in_peft(model, config, tensors_of(family, form, adapter, config), tmp_path)
         assert (logits_of(found) - logits_of(model)).abs().max() > 0.01
         assert_same_logits(found, merged(model, adapter, ALPHA / (sqrt(RANK) if use_rslora else RANK)))
-        # what it saves is ours, in the packed form, whichever it has loaded
+        # what it saves is ours, in the packed form, whichever it has loaded; and PEFT loads it as it was
         found.save_pretrained(tmp_path / "saved")
+        assert_same_logits(peft.PeftModel.from_pretrained(deepcopy(model), tmp_path / "saved"), found)
+        names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+        for patterns in (config["rank_pattern"], config["alpha_pattern"]):
+            assert not [n for n in names if sum(bool(re.match(rf"(.*\.)?({p})$", n)) for p in patterns) > 1]
         config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
         tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
         for name, tensor in named(adapter.linear.items()).items():
