@@ -209,6 +209,7 @@ def place(
     mesh: Mesh,
     device: torch.device,
     resume_from: Path | None = None,
+    tell: Tell = lambda line: None,
 ) -> Checkpoint:
     """Shard an assembled model over the ranks and read its weights. All ranks call it together.
 
@@ -224,6 +225,8 @@ def place(
             # while all layers are here
             of_model = (lora_of(config), config.rope, source.config)
             adapter = read_adapter(model, Path(config.init_adapter), *of_model)
+            for line in filter(None, [adapter.line(lora_of(config))]):
+                tell(line)
     if mesh.topology.pp_size > 1:
         schedule = (config.schedule_name, config.pipeline_chunks, config.layers_of_stages)
         with raise_together():
@@ -346,7 +349,7 @@ class Engine:
             check_resume(resume_from, config, self.facts, ranks, self.tell)
         overlaps = config.overlap_chunks > 1
         self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
-        checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from)
+        checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from, self.tell)
         if self.balance.bias_rate:
             checkpoint = checkpoint.exporting(correction_biases(self.model), "F32")
         if carried := checkpoint.carried_summary:

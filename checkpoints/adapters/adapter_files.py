@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.lora import TOKENS, A, B, Lora
@@ -389,7 +390,7 @@ class Adapter:
         pairs = self._pairs()
         of_experts = {self.class_names.here(_wrapped(base)): _wrapped(base) for base in pairs}
         for path, layer in self.layers.items():
-            theirs, targets, layout = of_experts.get(path, path), self._targets, layer.mlp.layout
+            theirs, targets, layout = of_experts.get(path, path), self.targets, layer.mlp.layout
             packed = {
                 tensor: self._settled(pairs.pop(where), f"{theirs}.{tensor}", layer.shape.num_experts)
                 for tensor, where in packed_paths(theirs, layout, targets).items()
@@ -417,8 +418,24 @@ class Adapter:
         self._check_whole()
 
     @property
-    def _targets(self) -> list[str]:
+    def targets(self) -> list[str]:
+        """Ends of names of the parameters that are adapted."""
         return self.config.get("target_parameters") or []
+
+    @property
+    def scale(self) -> float:
+        """What B · A is multiplied by where no pattern says otherwise."""
+        rank = self.config["r"]
+        return float(self.config["lora_alpha"]) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def line(self, lora: Lora) -> str | None:
+        """What a run whose adapters begin as this one makes of it, in words; None where nothing differs."""
+        smaller = sum(max(found.ranks) < lora.rank for found in self.beside.values())
+        scaled = sum(not math.isclose(found.scale, lora.low_rank.scale, rel_tol=1e-6) for found in self.beside.values())
+        padded = f"{smaller} of smaller ranks are padded to {lora.rank} with zeros, which stay zeros" if smaller else ""
+        folded = f"{scaled} of other scales have these multiplied into B" if scaled else ""
+        said = "; ".join(filter(None, (padded, folded)))
+        return f"--init-adapter: of {len(self.beside)} pairs, {said}" if said else None
 
     def _check_targets(self) -> None:
         """An adapter of a model with fewer layers would leave the others of this one as they are, without a word.
@@ -442,7 +459,7 @@ class Adapter:
             (f"{there(path)}.{part.place.tensor}", f"{path}.mlp.{part.name}")
             for path, layer in self.layers.items()
             for part in layer.mlp.layout.parameters
-            if part.row and is_target(f"{there(path)}.{part.place.tensor}", self._targets)
+            if part.row and is_target(f"{there(path)}.{part.place.tensor}", self.targets)
         ]
         for name, parameter in (*linear, *experts):
             if parameter not in self.beside:
@@ -692,8 +709,8 @@ def read_adapter(
         model_config: that the model was built from, if the adapter may go by the names of another class than its own.
 
     Raises:
-        ExpertMeshError: it is not of the same rank, scale and modules as the model's adapters, or was trained with
-            another RoPE scaling.
+        ExpertMeshError: its largest rank, its scale or its modules are not those of the model's adapters, or it was
+            trained with another RoPE scaling.
     """
     if (scaling := read_rope(path)) != rope_scaling:
         there, here = (
@@ -704,13 +721,17 @@ def read_adapter(
     adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
     wanted_rows = {name.replace(TOKENS, "weight"): part for name, part in token_rows_of(model).items()}
     wanted_pairs = {_beside(name) for name in adapters_of(model) if not name.endswith(TOKENS)}
-    if wanted_pairs != adapter.beside.keys():
-        name = min(wanted_pairs ^ adapter.beside.keys())
-        targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
+    differing, of_experts = wanted_pairs ^ adapter.beside.keys(), adapter.names.experts.keys()
+    if of_experts & adapter.beside.keys():
+        differing -= wanted_pairs & of_experts  # those that have none there begin as zeros, and stay so
+    if differing:
+        name = min(differing)
+        targets = adapter.config.get("target_modules") or []
+        targets = [*([targets] if isinstance(targets, str) else targets), *adapter.targets]
         raise ExpertMeshError(
             f"--init-adapter {path}: {adapter.theirs(name)} "
-            f"{'has no adapter there' if name in wanted_pairs else 'has one there'}; give the same "
-            f"--lora-targets: {CONFIG} has {', '.join(map(str, targets)):.200}"
+            f"{'has no adapter there' if name in wanted_pairs else 'has one there'}; leave out --lora-targets, or name "
+            f"what has: {CONFIG} has {', '.join(map(str, targets)):.200}"
         )
     wanted, aliases = set(whole_beside_adapters(model)), adapter.names.aliases
     if (found := {aliases.get(name, name) for name in adapter.whole}) != wanted:
@@ -733,15 +754,22 @@ def read_adapter(
             f"--init-adapter {path}: {adapter.theirs(untied[0])} is not tied there (ensure_weight_tying in {CONFIG} is "
             "not true), and a run keeps tied weights tied; merge the adapter, and begin with the result as --model"
         )
-    for base in sorted(wanted_pairs):
-        if lora.rank not in adapter.beside[base].ranks or not _is_scaled(adapter, base, lora.low_rank.scale):
-            raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
+    least, most = (max(by(found.ranks) for found in adapter.beside.values()) for by in (min, max))
+    if lora.rank not in (least, most) or not math.isclose(lora.low_rank.scale, adapter.scale, rel_tol=1e-6):
+        raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, lora)}")
+    if lora.rank > least and not any(_rank(adapter, base) == most for base in sorted(adapter.beside)):
+        raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, lora)}")
     return adapter
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topology) -> None:
     """Fill a sharded model's adapters from what `read_adapter` has opened. All ranks call it together.
+
+    A pair of a smaller rank is padded with zeros in both A and B, and a matrix of an expert that has none there gets
+    zeros alone: these have no gradient, so that they stay zeros and the run trains what the adapter has. Where a pair
+    has another scale than the run, its B is multiplied by what they differ by. With Adam its steps are then as large as
+    they are at the run's scale.
 
     Args:
         lora: of the model.
@@ -751,17 +779,23 @@ def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topol
             rank than the model's adapters.
     """
     with raise_together():
-        here = {n: part for n, part in adapters_of(model).items() if part.is_here and not n.endswith(TOKENS)}
-        shards = sharded_parameters(model, topology, here)
+        held = {n: part for n, part in adapters_of(model).items() if part.is_here and not n.endswith(TOKENS)}
+        shards = sharded_parameters(model, topology, held)
         names = Names(model)
         for base in sorted({_beside(name) for name in shards}):
             pair = adapter.pair(base)
-            assert pair is not None
-            if pair.a.shape[-2] != lora.rank:
-                raise ExpertMeshError(f"--init-adapter {adapter.path}: {_why_not(adapter, base, lora)}")
-            for which, values in zip((A, B), pair, strict=True):
-                name = _adapter_of(base, which, names)
-                shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
+            here = {which: shards[_adapter_of(base, which, names)] for which in (A, B)}
+            if pair is None:
+                for shard in here.values():
+                    shard.local.zero_()
+                continue
+            if (lacking := lora.rank - pair.a.shape[-2]) < 0:
+                raise ExpertMeshError(f"--init-adapter {adapter.path}: {_why_not(adapter, lora)}")
+            scale = adapter.beside[base].scale / lora.low_rank.scale
+            b = pair.b if math.isclose(scale, 1, rel_tol=1e-6) else pair.b * scale
+            padded = {A: pad(pair.a, (0, 0, 0, lacking)), B: pad(b, (0, lacking))}
+            for which, shard in here.items():
+                shard.local.copy_(padded[which].flatten(0, -2)[shard.rows.start : shard.rows.stop])
 
 
 @torch.no_grad()
@@ -782,35 +816,65 @@ def load_whole(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
             shard.fill(shard.rows, values[shard.rows.start : shard.rows.stop])
 
 
-def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:
-    """Whether what an adapter has beside a parameter is of this rank and scale."""
+def _rank(adapter: Adapter, base: str) -> int:
     pair = adapter.pair(base)
-    return pair is None or (pair.a.shape[-2] == rank and _is_scaled(adapter, base, scale))
-
-
-def _is_scaled(adapter: Adapter, base: str, scale: float) -> bool:
-    return math.isclose(adapter.beside[base].scale, scale, rel_tol=1e-6)
-
-
-def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
-    """Why a run with other settings cannot start from an adapter, and what to do. base: where they differ."""
-    pair, scale = adapter.pair(base), adapter.beside[base].scale
     assert pair is not None
-    rank = pair.a.shape[-2]
-    other = next((name for name in sorted(adapter.beside) if not _is_as(adapter, name, rank, scale)), None)
-    if other is not None:
-        return (
-            f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, "
-            f"and not so {adapter.theirs(other)}: a run has one rank and one scale"
-        )
-    rslora = bool(adapter.config.get("use_rslora"))
-    there = Lora(rank, scale * (math.sqrt(rank) if rslora else rank), use_rslora=rslora)
+    return pair.a.shape[-2]
+
+
+def _why_not(adapter: Adapter, lora: Lora) -> str:
+    """Why a run of another rank or scale cannot start from an adapter, and what to give."""
+    rank, base = max((_rank(adapter, base), base) for base in sorted(adapter.beside))
+    there = Lora(rank, _alpha_at(adapter.config, rank), use_rslora=bool(adapter.config.get("use_rslora")))
     wanted, given = (
         f"--lora-rank {each.rank} --lora-alpha {each.alpha:g}" + " --use-rslora" * each.use_rslora
         for each in (there, lora)
     )
-    without = ", without --use-rslora" if lora.use_rslora and not rslora else ""
-    return f"was trained with {wanted}; this run has {given}; give {wanted}{without}"
+    without = ", without --use-rslora" if lora.use_rslora and not there.use_rslora else ""
+    largest = "" if rank == adapter.config["r"] else f" ({adapter.theirs(base)} has rank {rank}, the largest)"
+    return f"was trained with {wanted}{largest}; this run has {given}; give {wanted}{without}"
+
+
+def _alpha_at(config: Mapping[str, Any], rank: int) -> float:
+    """The alpha with which a pair of this rank has the scale of a config's own rank and alpha."""
+    times = rank / config["r"]
+    return float(config["lora_alpha"]) * (math.sqrt(times) if config.get("use_rslora") else times)
+
+
+def rank_and_alpha(path: Path) -> tuple[int, float]:
+    """The --lora-rank and --lora-alpha with which a run begins as an adapter: its largest rank, its config's scale.
+
+    Raises:
+        ExpertMeshError, TypeError, ValueError, ArithmeticError: the adapter is damaged, which `Adapter` says better.
+    """
+    config, infos = read_json(path / CONFIG), read_header(path / WEIGHTS)
+    targets = config.get("target_parameters") or []
+    ranks, is_joined = set[int](), None
+    for name in infos:
+        if not name.endswith(f".{A}.weight"):
+            continue
+        module = _wrapped(name.removeprefix(PREFIX).removesuffix(f".{A}.weight"))
+        found = {rank_and_scaling(config, target_name(config, module))[0]}
+        inside = [f"{module}.{target.rpartition('.')[2]}" for target in targets]
+        packed = {rank_and_scaling(config, each)[0] for each in inside if is_target(each, targets)}
+        if packed and {infos[name].shape[0]} != found:
+            found = packed
+            if 2 * min(packed) == max(packed):
+                if is_joined is None:
+                    both = (lora_names(each)[1] for each in (module, f"{module}.base_layer"))
+                    is_joined = _looks_joined(path, max(both, key=lambda b: infos[b].shape[1]))
+                found = {min(packed)} if is_joined else packed
+        ranks |= found
+    rank = max(ranks, default=int(config["r"]))
+    return rank, _alpha_at(config, rank)
+
+
+def _looks_joined(path: Path, tensor: str) -> bool:
+    """Whether a packed B has gate and up in blocks beside zeros, as `pack_experts` makes it: each of its rows has zeros
+    in one half."""
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        halves = [half.any(1) for half in file.get_tensor(tensor).chunk(2, 1)]
+    return not (halves[0] & halves[1]).any()
 
 
 def _beside(adapter: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -324,6 +325,8 @@ _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "u
 OF_ADAPTER = (*_FROM_CONFIG, "lora_targets")
 """Settings that are the adapter's where nobody gave them."""
 _LORA_A = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)*\.lora_A\.weight")
+_LAYER = re.compile(r"(?:.*?\.)?([^.]+)\.(\d+)\.(.+)")
+"""The last name of the list of layers, the layer's number, and the module within it."""
 
 # more than a hundred times what all settings take
 _MOST_YAML_BYTES = 2**20
@@ -399,27 +402,46 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("resume"):
             return settings  # a run that is resumed reads it no more
         raise ExpertMeshError(f"--init-adapter {directory}: no such directory")
-    from ...checkpoints.hf.source import read_header, read_json  # needs numpy, which flags do without
+    from ...checkpoints.adapters.adapter_files import rank_and_alpha  # needs torch, which flags do without
+    from ...checkpoints.hf.source import read_header, read_json
 
     config = read_json(directory / "adapter_config.json")
     for name, (key, kind) in _FROM_CONFIG.items():
         # what is no number is refused by whoever reads the adapter
         if isinstance(value := config.get(key), int | float) and name not in given:
             settings[name] = kind(value)
+    if not {"lora_rank", "lora_alpha"} <= set(given):
+        with suppress(ExpertMeshError, TypeError, ValueError, ArithmeticError, LookupError):  # so is a damaged file
+            rank, alpha = rank_and_alpha(directory)
+            settings.update(lora_rank=given.get("lora_rank", rank), lora_alpha=given.get("lora_alpha", alpha))
     if isinstance(saved := config.get("modules_to_save"), list) and "modules_to_save" not in given:
         settings["modules_to_save"] = list(map(str, saved))
-    targets = _adapter_targets(read_header(directory / "adapter_model.safetensors"))
+    targets = _adapter_targets(read_header(directory / "adapter_model.safetensors"), config)
     if targets and "lora_targets" not in given:
         settings["lora_targets"] = targets
     return settings
 
 
-def _adapter_targets(tensors: Iterable[str]) -> list[str]:
-    """What --lora-targets would name: modules by what their names have in common in all layers."""
+def _adapter_targets(tensors: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """What --lora-targets would name: modules by what their names have in common in all layers or, where the config may
+    leave out some layers, with the numbers of theirs."""
     adapted = [named[1] for name in tensors if (named := _LORA_A.fullmatch(name))]
-    tails = {re.split(r"\.\d+\.", path)[-1] for path in adapted if "experts" not in path.split(".")}
-    experts = ["experts"] if any("experts" in path.split(".") for path in adapted) else []
-    return [*experts, *(rf"\b{re.escape(tail)}$" for tail in sorted(tails))]
+    linear = [path for path in adapted if "experts" not in path.split(".")]
+    experts = ["experts"] if len(linear) < len(adapted) else []
+    modules = config.get("target_modules") or []
+    is_narrowed = any(map(config.get, ("exclude_modules", "layers_to_transform"))) or not isinstance(modules, list)
+    if not is_narrowed and not any(part.isdecimal() for module in modules for part in str(module).split(".")):
+        tails = {re.split(r"\.\d+\.", path)[-1] for path in linear}
+        return [*experts, *(rf"\b{re.escape(tail)}$" for tail in sorted(tails))]
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for path in linear:
+        layers, number, tail = named.groups() if (named := _LAYER.fullmatch(path)) else ("", "", path)
+        numbers.setdefault((layers, tail), []).append(number)
+    paths = [
+        rf"{re.escape(layers)}\.(?:{'|'.join(of)})\.{re.escape(tail)}" if layers else re.escape(tail)
+        for (layers, tail), of in sorted(numbers.items())
+    ]
+    return [*experts, *(rf"\b{path}$" for path in paths)]
 
 
 def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
