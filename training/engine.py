@@ -225,7 +225,7 @@ def place(
             # while all layers are here
             of_model = (lora_of(config), config.rope, source.config)
             adapter = read_adapter(model, Path(config.init_adapter), *of_model)
-            for line in filter(None, [adapter.line(lora_of(config))]):
+            for line in filter(None, [adapter.other_base(source.path), adapter.line(lora_of(config))]):
                 tell(line)
     if mesh.topology.pp_size > 1:
         schedule = (config.schedule_name, config.pipeline_chunks, config.layers_of_stages)

@@ -364,6 +364,29 @@ class Adapter:
         part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
         return f"{self.class_names.there(path)}.{part.place.tensor}"
 
+    def other_base(self, model: Path) -> str | None:
+        """That the config names another model as the base than the one in a directory, in words; None where it may be
+        the same, by the last part of the path or of the name on the hub."""
+        named = self.config.get("base_model_name_or_path")
+        if not isinstance(named, str) or not named or (Path(named).exists() and Path(named).samefile(model)):
+            return None
+        file = model / "config.json"
+        own = read_json(file).get("_name_or_path") if file.exists() else None
+        # a snapshot of the hub's cache is in models--OWNER--NAME/snapshots
+        paths = {model.name, model.resolve().name, *(part.split("--")[-1] for part in model.parts if "--" in part)}
+        if Path(named).name in paths | ({Path(own).name} if isinstance(own, str) else set()):
+            return None
+        return (
+            f"warning: {self.path / CONFIG} names {named} as the adapter's base, and the model is {model}: of "
+            "another base the result is wrong"
+        )
+
+    @property
+    def _of_base(self) -> str:
+        """Of which family this model is, and of which base the adapter."""
+        family, named = self.names.model.config.model_type, self.config.get("base_model_name_or_path")
+        return f", of the family {family}" + (f": the adapter is of {named}" if named else "")
+
     def _check_config(self) -> None:
         file = self.path / CONFIG
         if self.config.get("peft_type") != "LORA":
@@ -479,7 +502,9 @@ class Adapter:
         known = self.names.match(shapes).tensors
         for name, base in bases.items():
             if len(known.get(name, ())) != 1:
-                raise ExpertMeshError(f"{self.path / WEIGHTS}: {PREFIX}{base} has no place in this model")
+                raise ExpertMeshError(
+                    f"{self.path / WEIGHTS}: {PREFIX}{base} has no place in this model{self._of_base}"
+                )
             (region,) = known[name]
             parameter = name if name in self.names.aliases else region.parameter
             number = self.names.experts.get(parameter)

@@ -40,6 +40,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     if size is not None and size > opened.source.text_config.vocab_size:
         opened = open_any(base, drop_untrained=how.drop_untrained, vocab_size=size)
     changed = Adapter(adapter, opened.names, there)
+    if (line := changed.other_base(base)) is not None:
+        how.tell(line)
     for parameter in sorted(changed.beside):
         changed.pair(parameter)  # what cannot be merged is refused before anything is written
     for parameter in changed.token_rows:

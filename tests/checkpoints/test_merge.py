@@ -332,3 +332,25 @@ def test_an_adapter_of_another_model_is_refused(bases: dict[str, Path], tmp_path
         assert str(adapter) in run("merge", other, adapter, tmp_path / "merged", code=2), changes
         assert not (tmp_path / "merged").exists()
     run("merge", bases["mixtral"], adapter, tmp_path / "merged")
+
+
+def test_an_adapter_of_another_base_is_told(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Of the same shape; not of a directory that was moved, or of a snapshot of the hub's."""
+    base = bases["mixtral"]
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    names = {str(base): False, f"/moved/{base.name}": False, f"org/{base.name}": False, "org/Other": True, "/a/b": True}
+    for number, (name, is_told) in enumerate(names.items()):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        said = run("merge", base, adapter, tmp_path / str(number))
+        assert (f"names {name} as the adapter's base" in said) is is_told
+    snapshot = tmp_path / "models--org--Other" / "snapshots" / "0a1b"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(base, snapshot)
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/Other"}))
+    assert "as the adapter's base" not in run("merge", snapshot, adapter, tmp_path / "of the hub")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    weights = adapter / "adapter_model.safetensors"
+    save_file({name.replace("q_proj", "qkv"): x for name, x in load_file(weights).items()}, weights)
+    said = run("merge", base, adapter, tmp_path / "of another family", code=2)
+    assert f"has no place in this model, of the family mixtral: the adapter is of {base}" in said
