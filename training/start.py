@@ -30,11 +30,11 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     from ..checkpoints.hf.source import open_source, resolve_model
     from ..checkpoints.training_state.marker import check_resumable
 
+    if config.resume not in ("", "auto"):
+        check_resumable(Path(config.resume), "--resume ")
     for flag, model in (("--model", config.model), ("--teacher", config.teacher)):
         if model:
             open_source(resolve_model(model, flag, weights=False))
-    if config.resume not in ("", "auto"):
-        check_resumable(Path(config.resume), "--resume ")
     if reads_data:
         check_places("--dataset", config.dataset)
         check_places("--eval-dataset", config.eval_dataset)

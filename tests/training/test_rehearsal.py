@@ -210,10 +210,11 @@ def test_every_part_is_known(step: tuple[Rehearsed, Any]) -> None:
     assert other.moved < 0.001 * sum(part.moved for part in found.values())
 
 
-def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> None:
+def test_fused_adamw_moves_32_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> None:
+    """Read: parameter, gradient and moments in fp32; written: these, and the gradient that it scales to clip it."""
     model: Any = step[0].model
     numbers = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    assert parts(step[0])["optimizer step"].moved == pytest.approx(28 * numbers, rel=1e-3)
+    assert parts(step[0])["optimizer step"].moved == pytest.approx(32 * numbers, rel=1e-3)
 
 
 def test_memory_is_what_a_rank_holds(step: tuple[Rehearsed, Any]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -367,9 +367,21 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
             desc=f"tokenizing {source.name}",
         )
+        _check_columns(tokens, _features(options))
         return _samples(rows, tokens, flag, source.name, options, source.unread)
     except Exception as error:
         raise _own_error(error) from None
+
+
+def _check_columns(tokens: Any, expected: Collection[str]) -> None:
+    """
+    Raises:
+        pyarrow.ArrowInvalid: some are not there: a file that ends within its header is read as one without any.
+    """
+    import pyarrow
+
+    if missing := sorted({*expected} - {*tokens.column_names}):
+        raise pyarrow.ArrowInvalid(f"no columns {', '.join(missing)}")
 
 
 def _features(options: DataOptions) -> Any:
