@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 import expertmesh
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.model_setup.lora_targets import adapt
 from tests.distributed.pool import RankPool
 from tests.families.configs import TEXT_IDS, load_model, tiny_model
 from tests.tiny import relative_error, save_tokenizer
@@ -108,3 +111,19 @@ def test_every_tool_computes_the_same(family: str, kinds: list[str], ranks: Rank
         error = relative_error(logits_of(by_peft(base, tmp_path / f"{name} begun packed")), wanted[name])
         print(f"{family:12} {name:18} {'begun':18} {error:.1e}")
         assert error < 1e-5, name
+
+
+def test_all_linear_is_what_peft_adapts(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", 0).save_pretrained(base := tmp_path / "base", save_original_format=True)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
+    theirs = peft.get_peft_model(load_model(base), config).base_model
+    ours = build_model(load_model(base).config, "eager")
+    adapt(ours, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["all-linear"]))
+    found = {name.partition(".lora_")[0] for name in map(str, dict(ours.named_parameters())) if ".lora_" in name}
+    parameters = {name.removesuffix(".weight") for name in theirs.targeted_parameter_names if "experts" not in name}
+    wanted = {*theirs.targeted_module_names, *parameters}
+    # PEFT takes these names for experts', and leaves out a dense layer's
+    dense = {f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+    assert (found - wanted, wanted - found) == (dense, set())
+    assert any("experts" in name for name in theirs.targeted_parameter_names)
+    assert any(name.endswith("w2_lora_A") for name, _ in ours.named_parameters())

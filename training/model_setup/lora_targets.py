@@ -65,6 +65,10 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     for target in config.lora_targets:
         if target in ("experts", "router"):
             continue
+        if target == "all-linear":  # as PEFT means it
+            chosen |= linear.keys()
+            chosen_routers |= routers
+            continue
         paths = named[target] if target in named else _by_pattern(target, named, linear, routers)
         if not paths:
             there = [name for name in (*named, "experts", "router") if named.get(name, True)]
@@ -78,7 +82,9 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         chosen |= of_routers
     else:
         routers = chosen_routers
-    add_adapters(model, lora, sorted(chosen), sorted(routers), "experts" in config.lora_targets)
+    add_adapters(
+        model, lora, sorted(chosen), sorted(routers), not {"experts", "all-linear"}.isdisjoint(config.lora_targets)
+    )
     whole = _modules_to_save(model, config.modules_to_save)
     for path in whole:
         if any(is_adapter(name) for name, _ in model.get_submodule(path).named_parameters()):
