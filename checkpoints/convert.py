@@ -36,7 +36,7 @@ from .files.encodings import Errors, error_lines
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, FileRecord, OutputFile, hf_index, plan_hf_files
 from .hf.reader import ParameterReader, kept_encodings, tied_copies_that_differ
 from .hf.requantized import hf_outputs
-from .hf.side_files import copy_side_files, side_files
+from .hf.side_files import copy_side_files, export_side_files, side_files
 from .hf.source import Checkpoint
 from .opening import is_training, open_any, open_origin
 
@@ -149,8 +149,8 @@ def write_hf(checkpoint: Checkpoint, out: Path, how: HowToWrite, origin: Checkpo
     place = _prepare(checkpoint, out, last, how.overwrite)
     records = _write(files, place, checkpoint, how)
     with write_errors(out):
-        encoded_as = None if checkpoint.origin is None else checkpoint.origin.source.path
-        copy_side_files(checkpoint.source, place, how.tokenizer, checkpoint.drops_untrained, encoded_as)
+        for line in export_side_files(checkpoint, place, how.tokenizer):
+            how.tell(line)
         _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
     for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
         how.tell_errors(line)

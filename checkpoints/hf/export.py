@@ -24,7 +24,7 @@ from ..files.encodings import error_lines
 from ..files.file_layout import INDEX_NAME, OutputFile, hf_index, plan_hf_files
 from ..files.tensors import overlap
 from .requantized import hf_outputs
-from .side_files import copy_side_files
+from .side_files import export_side_files
 from .source import Checkpoint
 
 _PIECE_BYTES = 16 * 2**20
@@ -54,7 +54,8 @@ def export_model(
             of which the others have no part, than a collective's time limit.
 
     Returns:
-        On rank 0, where tensors are quantized as their source has them, what that has changed, in lines.
+        On rank 0, what in config.json is no longer claimed and, where tensors are quantized as their source has them,
+        what that has changed, in lines.
 
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
@@ -62,14 +63,15 @@ def export_model(
     with replacing(out, patient) as partial:
         with raise_together(patient), write_errors(out):
             if partial is not None:
-                origin = None if checkpoint.origin is None else checkpoint.origin.source.path
-                copy_side_files(checkpoint.source, partial, tokenizer, checkpoint.drops_untrained, origin)
+                told = export_side_files(checkpoint, partial, tokenizer)
         with raise_together(patient), write_errors(out):
             files = plan_hf_files(hf_outputs(checkpoint), max_shard_size)
             write_sharded(files, sharded_parameters(model, topology), partial)
             if partial is not None and len(files) > 1:
                 (partial / INDEX_NAME).write_text(hf_index(files))
-    return [] if partial is None else error_lines(output.errors for file in files for output in file.tensors)
+    if partial is None:
+        return []
+    return [*told, *error_lines(output.errors for file in files for output in file.tensors)]
 
 
 @contextmanager

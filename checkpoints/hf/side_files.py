@@ -10,8 +10,8 @@ from typing import Any
 from ...moe.util.errors import ExpertMeshError
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
-from .source import GENERATION_CONFIG, SIDE_FILES, ModelSource, read_json
-from .untrained_parts import without_untrained
+from .source import GENERATION_CONFIG, SIDE_FILES, Checkpoint, ModelSource, read_json
+from .untrained_parts import without_missing_predictors, without_untrained
 
 CONFIG = "config.json"
 # every name under which transformers' tokenizers save themselves or their chat template, or others theirs
@@ -67,6 +67,20 @@ def side_files(directory: Path, quantized: bool = False) -> list[str]:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) -> list[str]:
+    """`copy_side_files` for an export of a checkpoint, whose config claims no layers that it has not.
+
+    Returns:
+        What of the config that has changed, in lines.
+    """
+    origin = None if checkpoint.origin is None else checkpoint.origin.source.path
+    copy_side_files(checkpoint.source, out, tokenizer, checkpoint.drops_untrained, origin)
+    config, told = without_missing_predictors(read_json(out / CONFIG), checkpoint)
+    if told:
+        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return told
 
 
 def copy_side_files(

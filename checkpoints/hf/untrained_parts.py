@@ -84,10 +84,31 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None
         if missing:
             told = by_module([min(same) for same in missing], targets)
             lacking = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
-    predictors = list(_predictors(raw))
-    if predictors and checkpoint.source.mtp is None and all(checkpoint.names.is_computed(name) for name in others):
-        without_tensors = f"layers for multi-token prediction that config.json names: {', '.join(predictors)}"
+    if predictors := missing_predictors(raw, checkpoint, others):
+        without_tensors = f"layers for multi-token prediction that config.json names: {predictors}"
     return lacking, without_tensors
+
+
+def missing_predictors(raw: Mapping[str, Any], checkpoint: Checkpoint, others: Iterable[str] | None = None) -> str:
+    """The settings of a config.json that claim layers for multi-token prediction of which the checkpoint has no tensor;
+    empty if there is none. A server that drafts by them would not start.
+
+    Args:
+        others: the tensors among which they would be; None: all that go along untrained.
+    """
+    others = [tensor.name for tensor in checkpoint.carried] if others is None else others
+    are_there = checkpoint.source.mtp is not None or not all(map(checkpoint.names.is_computed, others))
+    return "" if are_there else ", ".join(_predictors(raw))
+
+
+def without_missing_predictors(raw: dict[str, Any], checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """A config.json that claims no such layers, and a line that says so, if it did."""
+    claimed = missing_predictors(raw, checkpoint)
+    if not claimed or checkpoint.drops_untrained:
+        return raw, []
+    return _without_predictors(raw), [
+        f"config.json no longer has {claimed}: the model's files have no layer for multi-token prediction"
+    ]
 
 
 def _targets(model: Any, found: Iterable[str], num_experts: int) -> dict[str, list[str]]:

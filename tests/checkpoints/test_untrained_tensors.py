@@ -167,6 +167,21 @@ def test_dropping_predictors(deepseek: Saved, tmp_path: Path) -> None:
     run("inspect", tmp_path / "out", "--check")
 
 
+def test_predictors_that_the_files_lack_are_not_promised(deepseek: Saved, tmp_path: Path) -> None:
+    """As transformers saves such a model: with the number in config.json, and without their tensors. A server that
+    drafts by them would not start."""
+    source, beyond = deepseek
+    shutil.copytree(source, tmp_path / "model")
+    change_tensors(tmp_path / "model" / "model.safetensors", lambda tensors: [tensors.pop(name) for name in beyond])
+    change_config(tmp_path / "model", num_nextn_predict_layers=1)
+    said = "config.json no longer has num_nextn_predict_layers 1: the model's files have no layer for multi-token"
+    assert said in run("export", tmp_path / "model", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "model" / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    assert said not in run("export", source, tmp_path / "there")
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
 @pytest.mark.parametrize(
     ("prefix", "claim"),
     [
