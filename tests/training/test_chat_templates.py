@@ -849,6 +849,19 @@ HEADERS = {"", "<|channel|>final<|message|>", "to=user<|message|>", "assistant:"
 """What is trained on before answers of some templates: the model is to choose them."""
 
 
+def test_a_tokenizer_may_have_several_templates(tmp_path: Path) -> None:
+    """By name, of which transformers takes `default`."""
+    row = {"messages": [user("yo"), assistant("well")]}
+    found = []
+    for is_named in (False, True):
+        tokenizer = tokenizer_of(tmp_path / str(is_named), "Qwen3")
+        if is_named:
+            tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+        found.append(shown(*spans_or_refusal(tokenizer, row, "assistant")))
+    assert found[0] == found[1]
+    assert found[0].endswith("«well<|im_end|>»\n")
+
+
 @pytest.mark.parametrize("name", [*BUILT_IN, *OWN, *by_tier(TAKE_TEXT)])
 @pytest.mark.parametrize("turns", [2, 6])
 def test_what_no_record_wrote_has_no_loss(tmp_path: Path, name: str, turns: int) -> None:

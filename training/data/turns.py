@@ -175,7 +175,9 @@ class Written:
         lead = self.text[begin:begin_of_words].strip()
         if not lead or writes_empty_thought(self.messages[index]):
             return begin, end
-        before, after = _thought_frame(self._tokenizer, self._tokenizer.chat_template, json.dumps(self._arguments))
+        # a template by name may be one of several
+        template = json.dumps(self._tokenizer.chat_template)
+        before, after = _thought_frame(self._tokenizer, template, json.dumps(self._arguments))
         thought = self.messages[index].get(_REASONING[0])
         may_think = thought or "</think>" in self.messages[index]["content"]
         is_closed = after and lead.endswith(after)
@@ -464,7 +466,7 @@ def _thought_frame(tokenizer: Any, template: str, arguments: str) -> tuple[str, 
     it writes no thoughts.
 
     Args:
-        template: the tokenizer's, which may be changed in place.
+        template: the tokenizer's, which may be changed in place, as JSON.
         arguments: what else it is told, as JSON.
     """
     question = {"role": "user", "content": "a"}
