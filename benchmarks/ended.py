@@ -27,7 +27,12 @@ def in_time(
     """Run a command; its exit code, or None where it was ended at its limit. None of what it started is left."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env={**environment, MARK: mark}, cwd=directory
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**environment, MARK: mark},
+        cwd=directory,
+        preexec_fn=_heed_sigint,
     )
     try:
         return process.wait(timeout=seconds)
@@ -39,6 +44,11 @@ def in_time(
     finally:
         kill_all(mark)
         process.wait()
+
+
+def _heed_sigint() -> None:
+    """In what a shell has started in the background, SIGINT is ignored, and so it would be in what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def kill_all(mark: str) -> None:

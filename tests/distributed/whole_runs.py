@@ -137,13 +137,14 @@ class Runs:
 
 def lines(out: Path, key: str = "step") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that have a key, all of them JSON without its usual extensions. By default all but
-    those of saves, which follow the steps that they save."""
+    those of saves and warnings, which follow the steps that they are of."""
 
     def refuse(constant: str) -> NoReturn:
         raise AssertionError(constant)
 
     found = [json.loads(line, parse_constant=refuse) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if key in line and (key != "step" or "save_seconds" not in line)]
+    besides = {"save_seconds", "warning"} if key == "step" else set()
+    return [line for line in found if key in line and not besides & line.keys()]
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
