@@ -366,7 +366,7 @@ def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path) -> None:
 def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that the one before had finished are gone: transformers would read them in the place of the index."""
     with monkeypatch.context() as patch:
-        patch.setattr("expertmesh.checkpoints.convert.copy_side_files", _full)
+        patch.setattr("expertmesh.checkpoints.convert.export_side_files", _full)
         run("export", small, tmp_path / "begun", code=2)
     assert (tmp_path / "begun" / "model.safetensors").exists()
     for out in ("whole", "begun"):
@@ -374,16 +374,17 @@ def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypa
     assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("part", ["copy_side_files", "write_files"])
+@pytest.mark.parametrize("parts", [("copy_side_files", "export_side_files"), ("write_files",)])
 def test_conversion_whose_directory_goes_away(
-    small: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object, **__: object) -> None:
         shutil.rmtree(out)
         (out / "x").write_text("")
 
     out = tmp_path / "out"
-    monkeypatch.setattr(f"expertmesh.checkpoints.convert.{part}", gone)
+    for part in parts:
+        monkeypatch.setattr(f"expertmesh.checkpoints.convert.{part}", gone)
     for command in (("convert", small, out, "--ep-size", 2), ("export", small, out)):
         errors = run(*command, code=2)
         assert f"{out}" in errors
