@@ -15,6 +15,8 @@ from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.atomic_write import sync, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
+from .config.flags import moves_of
+from .config.moves import Moves
 from .config.train_config import TrainConfig
 from .consistency import Facts
 from .evaluate import Best
@@ -167,7 +169,7 @@ def _find(
     exports, earlier = exports_of(config), [name for name in EXPORTS if (output_dir / name).exists()]
     are_there = set(exports) <= set(earlier)
     # what an earlier release did not record is taken for another, of which the exports are made anew
-    of_exports = [setting.name for setting in fields(config) if setting.metadata.get("of_export")]
+    of_exports = [setting.name for setting in fields(config) if Moves.EXPORT in moves_of(TrainConfig, setting)]
     is_alike = not exports or all(done.settings.get(name) == getattr(config, name) for name in of_exports)
     if are_there and is_alike and (num_steps == done.num_steps or num_steps <= done.step):
         file = output_dir / FILE

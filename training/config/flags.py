@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, Switch, flag_of, nearest
+from .moves import Moves
 from .other_tools import TORCHRUN, answer, answer_to_value
 
 LIMITS = {
@@ -30,7 +31,7 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
     (groups come in the order of their first fields). A field's metadata go to `add_argument`, but for "aliases", its
-    other names, and "scope", "needs", "of_export" and `LIMITS`, which say nothing to a parser. "scope" marks a setting
+    other names, and "scope", "needs", "moves" and `LIMITS`, which say nothing to a parser. "scope" marks a setting
     that may be another on each node: "input", a place that is read; "output", one that is written; "node", anything.
     "help" and "choices" may be functions without arguments: the parser has what they return when it is made.
 
@@ -128,7 +129,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("scope", "needs", "of_export", *LIMITS):
+        for other in ("scope", "needs", "moves", *LIMITS):
             arguments.pop(other, None)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
@@ -146,6 +147,13 @@ def group_of(settings: type, name: str) -> str:
     """The title of a field's flag in `--help`."""
     title: str = next(vars(base)["GROUP"] for base in settings.__mro__ if name in get_annotations(base))
     return title
+
+
+def moves_of(settings: type, setting: Field[Any]) -> Moves:
+    """What a field moves: as it says beside it, else as its class does."""
+    of_class: Moves = next(vars(base)["MOVES"] for base in settings.__mro__ if setting.name in get_annotations(base))
+    moves: Moves = setting.metadata.get("moves", of_class)
+    return moves
 
 
 def default_of(setting: Field[Any]) -> Any:

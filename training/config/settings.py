@@ -22,6 +22,7 @@ from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
 from ..data.templates import BUILT_IN
+from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
@@ -150,6 +151,7 @@ class ModelSettings:
     """What is trained."""
 
     GROUP = "Model"
+    MOVES = Moves.MODEL
 
     model: str = _flag(
         "",
@@ -159,12 +161,17 @@ class ModelSettings:
         metavar="DIR",
     )
     tokenizer: str = _flag(
-        "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR", of_export=True
+        "",
+        "Directory or hub id of the tokenizer, if not the model's own",
+        scope="input",
+        metavar="DIR",
+        moves=Moves.MODEL | Moves.SAMPLES | Moves.EXPORT,
     )
     add_tokens: list[str] = _list(
         "Tokens that are added to the tokenizer, separated by commas or spaces, or files with one on each line. The "
         "model's embedding and head get a row for each, if they have none left",
         metavar="TOKEN",
+        moves=Moves.MODEL | Moves.SAMPLES | Moves.STATE | Moves.EXPORT,
     )
     resize_vocab: bool = _flag(
         False, "Give the model's embedding and head a row for each token of a --tokenizer that has more of them"
@@ -174,6 +181,7 @@ class ModelSettings:
         "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
         "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
         metavar="TYPE:X",
+        moves=Moves.MODEL | Moves.STATE,
     )
 
     def check_model(self) -> None:
@@ -191,6 +199,7 @@ class DataSettings:
     """What the model is trained on, and what a batch looks like."""
 
     GROUP = "Data"
+    MOVES = Moves.SAMPLES
 
     dataset: list[str] = _list(
         "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
@@ -207,7 +216,11 @@ class DataSettings:
         "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
     )
     dataset_num_proc: int | None = _flag(
-        None, "Processes that tokenize (default: by the size of the data)", scope="node", least=1
+        None,
+        "Processes that tokenize (default: by the size of the data)",
+        scope="node",
+        least=1,
+        moves=Moves.SPEED,
     )
     messages_column: str = _flag("", "Column with the conversation (default: found by its name)", metavar="NAME")
     prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
@@ -221,7 +234,7 @@ class DataSettings:
         f"Chat template: {', '.join(BUILT_IN)}, or a Jinja file (default: the tokenizer's)",
         scope="input",
         metavar="NAME",
-        of_export=True,
+        moves=Moves.SAMPLES | Moves.EXPORT,
     )
     template_date: str = _flag(
         "",
@@ -237,21 +250,37 @@ class DataSettings:
         "Make a sample of each trained answer of a conversation, which ends with it: so templates that leave reasoning "
         "out of earlier turns leave none out",
     )
-    max_seq_length: int = _flag(1024, "Truncate samples to this many tokens; length of packed sequences", least=2)
-    packing: bool = _flag(False, "Pack several samples into one sequence, each with its own positions and attention")
-    group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing")
+    max_seq_length: int = _flag(
+        1024,
+        "Truncate samples to this many tokens; length of packed sequences",
+        least=2,
+        moves=Moves.SAMPLES | Moves.BATCHES,
+    )
+    packing: bool = _flag(
+        False, "Pack several samples into one sequence, each with its own positions and attention", moves=Moves.BATCHES
+    )
+    group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing", moves=Moves.BATCHES)
     streaming: bool = _flag(
         False,
         "Read, tokenize and pack the data while training, without a cache; needs --max-steps. Every rank reads all",
+        moves=Moves.BATCHES,
     )
     shuffle_buffer: int = _flag(
-        10_000, "Records per window, within which samples are shuffled and packed", least=1, needs=_STREAMS
+        10_000,
+        "Records per window, within which samples are shuffled and packed",
+        least=1,
+        needs=_STREAMS,
+        moves=Moves.BATCHES,
     )
     preview: bool = _flag(
-        False, "Print the first sequences as the model sees them and what the data contain, then exit"
+        False,
+        "Print the first sequences as the model sees them and what the data contain, then exit",
+        moves=Moves.NOTHING,
     )
     prepare_only: bool = _flag(
-        False, "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU"
+        False,
+        "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU",
+        moves=Moves.NOTHING,
     )
 
     @property
@@ -295,11 +324,13 @@ class PreferenceSettings:
     """What is learned from the data."""
 
     GROUP = "Preference training"
+    MOVES = Moves.OBJECTIVE
 
     task: Task = _flag(
         "sft",
         "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers; kto: Kahneman-Tversky "
         "optimization, on answers labelled as desirable or not",
+        moves=Moves.SAMPLES | Moves.OBJECTIVE,
     )
     preference_loss: PreferenceLoss = _flag(
         "sigmoid",
@@ -324,15 +355,21 @@ class DistillationSettings:
     """What is learned from a teacher."""
 
     GROUP = "Distillation"
+    MOVES = Moves.OBJECTIVE
 
     teacher: str = _flag(
         "",
         "Directory or hub id of a model with the same tokenizer, whose predictions of the trained tokens are learned",
         scope="input",
         metavar="DIR",
+        moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
     teacher_top_k: int = _flag(
-        64, "Tokens with their own probability at each position; the others count as one", least=1, needs=_TEACHER
+        64,
+        "Tokens with their own probability at each position; the others count as one",
+        least=1,
+        needs=_TEACHER,
+        moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
     teacher_weight: float = _flag(
         1.0,
@@ -348,6 +385,7 @@ class ParallelSettings:
     """The parallel layout."""
 
     GROUP = "Parallelism"
+    MOVES = Moves.SPEED
 
     ep_size: int = _flag(
         1,
@@ -424,6 +462,7 @@ class ParallelSettings:
         1800,
         "Seconds until a rank without progress, or an unfinished collective, ends the run",
         least=1,
+        moves=Moves.NOTHING,
     )
 
     def check_parallelism(self) -> None:
@@ -465,6 +504,7 @@ class MemorySettings:
     """What is kept, freed, recomputed and offloaded."""
 
     GROUP = "Memory"
+    MOVES = Moves.SPEED
 
     gradient_checkpointing: Checkpointing = _flag(
         "none",
@@ -491,7 +531,7 @@ class MemorySettings:
     reshard_after_forward: bool = _flag(
         True, "Free each layer's gathered parameters after its forward; off: after its backward"
     )
-    force: bool = _flag(False, "Start even if the model does not fit by the memory forecast")
+    force: bool = _flag(False, "Start even if the model does not fit by the memory forecast", moves=Moves.NOTHING)
 
     def check_memory(self) -> None:
         if self.keep_expert_products and self.gradient_checkpointing == "full":
@@ -511,18 +551,27 @@ class PrecisionSettings:
     """What computes, and in which dtype."""
 
     GROUP = "Precision and kernels"
+    MOVES = Moves.SPEED
 
-    bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32")
-    tf32: bool = _flag(False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere. Off: in full")
+    bf16: bool = _flag(
+        False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32", moves=Moves.PRECISION
+    )
+    tf32: bool = _flag(
+        False,
+        "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere. Off: in full",
+        moves=Moves.PRECISION,
+    )
     expert_precision: Precision = _flag(
         "same",
         "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
         "capability 9 (H100, H200); emulated on CPUs",
+        moves=Moves.PRECISION,
     )
     dense_precision: Precision = _flag(
         "same",
         "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or "
         "in fp8 with row-wise scales on GPUs of compute capability 9 and above; emulated on CPUs",
+        moves=Moves.PRECISION,
     )
     expert_kernel: str = _flag("auto", help_of_kernels, metavar="NAME")
     attn_implementation: str = _flag(
@@ -560,10 +609,15 @@ class ScheduleSettings:
     """How much data makes a step, how many steps there are, and the learning rate over them."""
 
     GROUP = "Batch and schedule"
+    MOVES = Moves.UPDATES
 
-    per_device_train_batch_size: int = _flag(8, "Sequences per micro-batch, per rank (or CP group)", least=1)
-    gradient_accumulation_steps: int = _flag(1, "Micro-batches per optimizer step", least=1)
-    global_batch_size: int | None = _flag(None, "Sequences per optimizer step; sets accumulation", least=1)
+    per_device_train_batch_size: int = _flag(
+        8, "Sequences per micro-batch, per rank (or CP group)", least=1, moves=Moves.BATCHES
+    )
+    gradient_accumulation_steps: int = _flag(1, "Micro-batches per optimizer step", least=1, moves=Moves.BATCHES)
+    global_batch_size: int | None = _flag(
+        None, "Sequences per optimizer step; sets accumulation", least=1, moves=Moves.BATCHES
+    )
     num_train_epochs: float = _flag(
         1.0,
         "Passes over the data, without --max-steps",
@@ -579,7 +633,7 @@ class ScheduleSettings:
     lr_scheduler_kwargs: str = _flag("", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON")
     warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0)
     warmup_ratio: float = _flag(0.0, "Warm-up as a fraction of all steps", least=0, most=1)
-    seed: int = _flag(42, "Seed of the data order and of dropout and jitter", least=0, below=2**62)
+    seed: int = _flag(42, "Seed of the data order and of dropout and jitter", least=0, below=2**62, moves=Moves.BATCHES)
 
     def check_batch(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -600,8 +654,15 @@ class OptimizerSettings:
     """What is made of gradients."""
 
     GROUP = "Optimizer"
+    MOVES = Moves.UPDATES
 
-    optim: str = _flag(ADAMW_FUSED.name, optimizers_in_words, type=_optimizer, choices=OPTIMIZERS.names)
+    optim: str = _flag(
+        ADAMW_FUSED.name,
+        optimizers_in_words,
+        type=_optimizer,
+        choices=OPTIMIZERS.names,
+        moves=Moves.UPDATES | Moves.STATE | Moves.PRECISION,
+    )
     learning_rate: float = _flag(5e-5, "Peak learning rate", least=0)
     weight_decay: float = _flag(
         0.0, "Weight decay; norms and biases are exempt", needs=_heeded_as("weight_decay"), least=0
@@ -611,19 +672,25 @@ class OptimizerSettings:
     # at 0, an element whose gradient is 0 becomes NaN
     adam_epsilon: float = _flag(1e-8, "AdamW's epsilon", needs=_heeded_as("adam_epsilon"), above=0)
     shampoo_frequency: int = _flag(
-        10, "With --optim shampoo: steps between two preconditioners", needs=_heeded_as("shampoo_frequency"), least=1
+        10,
+        "With --optim shampoo: steps between two preconditioners",
+        needs=_heeded_as("shampoo_frequency"),
+        least=1,
+        moves=Moves.UPDATES | Moves.STATE,
     )
     shampoo_start: int | None = _flag(
         None,
         "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
         needs=_heeded_as("shampoo_start"),
         least=1,
+        moves=Moves.UPDATES | Moves.STATE,
     )
     shampoo_block_size: int = _flag(
         1024,
         "With --optim shampoo: cut matrices into blocks of this size",
         needs=_heeded_as("shampoo_block_size"),
         least=2,
+        moves=Moves.UPDATES | Moves.STATE,
     )
     max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0)
 
@@ -641,6 +708,7 @@ class RoutingSettings:
     """How the experts' load is kept even, and when it is warned of."""
 
     GROUP = "MoE routing"
+    MOVES = Moves.OBJECTIVE
 
     router_aux_loss_coef: float | None = _flag(
         None,
@@ -660,9 +728,13 @@ class RoutingSettings:
         "Auxiliary-loss-free balancing: change of the routers' correction biases per step, "
         "towards even load; for model families with such biases",
         least=0,
+        moves=Moves.UPDATES,
     )
     router_warn_steps: int = _flag(
-        100, "Warn of experts that get no tokens, or most tokens, within N steps; 0: never", least=0
+        100,
+        "Warn of experts that get no tokens, or most tokens, within N steps; 0: never",
+        least=0,
+        moves=Moves.NOTHING,
     )
     router_warn_load: float | None = _flag(
         None,
@@ -670,6 +742,7 @@ class RoutingSettings:
         "the maximum, experts / experts per token)",
         needs=Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
         least=1,
+        moves=Moves.NOTHING,
     )
 
 
@@ -689,6 +762,7 @@ class MTPSettings:
     """Layers for multi-token prediction, which draft tokens for speculative decoding."""
 
     GROUP = "Multi-token prediction"
+    MOVES = Moves.OBJECTIVE
 
     train_mtp: float = _flag(
         0.0,
@@ -699,6 +773,7 @@ class MTPSettings:
         const=MTP_WEIGHT,
         metavar="WEIGHT",
         least=0,
+        moves=Moves.OBJECTIVE | Moves.STATE,
     )
     mtp_detach: bool = _flag(
         True,
@@ -713,11 +788,14 @@ class AdapterSettings:
     """What of the model is trained, and what the rest is held in."""
 
     GROUP = "LoRA and freezing"
+    MOVES = Moves.STATE
 
     adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights")
-    lora_rank: int = _flag(16, "LoRA rank r", aliases=["lora_r"], needs=_LORA, least=1)
-    lora_alpha: float = _flag(32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA, above=0)
-    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", needs=_LORA, least=0, below=1)
+    lora_rank: int = _flag(16, "LoRA rank r", aliases=["lora_r"], needs=_LORA, least=1, moves=Moves.MODEL | Moves.STATE)
+    lora_alpha: float = _flag(
+        32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA, above=0, moves=Moves.MODEL | Moves.STATE
+    )
+    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", needs=_LORA, least=0, below=1, moves=Moves.UPDATES)
     lora_targets: list[str] = _list(
         "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular "
         "expressions for names of linear layers; separated by commas or spaces",
@@ -725,7 +803,9 @@ class AdapterSettings:
         metavar="NAME",
         needs=_LORA,
     )
-    use_rslora: bool = _flag(False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA)
+    use_rslora: bool = _flag(
+        False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA, moves=Moves.MODEL | Moves.STATE
+    )
     modules_to_save: list[str] = _list(
         "Modules trained whole beside the adapters: embed_tokens, lm_head, norms, router, or regular "
         "expressions for their names; separated by commas or spaces",
@@ -743,6 +823,7 @@ class AdapterSettings:
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA); mxfp4: experts stay in the MXFP4 of the "
         "checkpoint, the rest in bf16. auto: bf16 with --bf16, else fp32",
         needs=_LORA,
+        moves=Moves.MODEL | Moves.STATE,
     )
     init_adapter: str = _flag(
         "",
@@ -750,15 +831,18 @@ class AdapterSettings:
         "alpha and targets are the defaults",
         scope="input",
         metavar="DIR",
+        moves=Moves.MODEL,
     )
     adapter_format: AdapterFormat = _flag(
         "auto",
         "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
         "checkpoint stores its experts",
         needs=_LORA,
-        of_export=True,
+        moves=Moves.EXPORT,
     )
-    merge: bool = _flag(False, "Also export the model with the adapter merged into its weights", needs=_LORA)
+    merge: bool = _flag(
+        False, "Also export the model with the adapter merged into its weights", needs=_LORA, moves=Moves.NOTHING
+    )
     freeze: list[str] = _list(
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or "
         "regular expressions for names of parameters; separated by commas or spaces",
@@ -786,22 +870,34 @@ class EvaluationSettings:
     """Losses and sample generations in between steps."""
 
     GROUP = "Evaluation"
+    MOVES = Moves.UPDATES
 
-    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset", scope="input", metavar="FILE")
+    eval_dataset: list[str] = _list(
+        "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE", moves=Moves.SAMPLES
+    )
     eval_dataset_split: str = _flag(
         "test",
         "Split of --eval-dataset",
         metavar="NAME",
         needs=Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
+        moves=Moves.SAMPLES,
     )
     eval_ratio: float = _flag(
-        0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset", least=0, below=1
+        0.0,
+        "Fraction of --dataset held out for evaluation, without --eval-dataset",
+        least=0,
+        below=1,
+        moves=Moves.BATCHES,
     )
     eval_steps: int = _flag(
         0, "Evaluate every N steps, and at the end; 0: after every epoch", needs=_EVALUATES, least=0
     )
     per_device_eval_batch_size: int = _flag(
-        8, "Sequences per micro-batch of an evaluation, per rank (or CP group)", needs=_EVALUATES, least=1
+        8,
+        "Sequences per micro-batch of an evaluation, per rank (or CP group)",
+        needs=_EVALUATES,
+        least=1,
+        moves=Moves.SPEED,
     )
     early_stopping_patience: int = _flag(0, "Stop after N evaluations without a better loss; 0: never", least=0)
     early_stopping_threshold: float = _flag(
@@ -811,13 +907,21 @@ class EvaluationSettings:
         least=0,
     )
     load_best_model_at_end: bool = _flag(
-        False, "Export the weights of the best evaluation, not the last", of_export=True
+        False,
+        "Export the weights of the best evaluation, not the last",
+        moves=Moves.EXPORT,
     )
-    generate_steps: int = _flag(0, "Generate samples for a few prompts every N steps; 0: never", least=0)
+    generate_steps: int = _flag(
+        0, "Generate samples for a few prompts every N steps; 0: never", least=0, moves=Moves.NOTHING
+    )
     generate_prompts: list[str] = _list(
-        "Their prompts (default: questions from the evaluation data, else the training data)", needs=_GENERATES
+        "Their prompts (default: questions from the evaluation data, else the training data)",
+        needs=_GENERATES,
+        moves=Moves.NOTHING,
     )
-    generate_max_new_tokens: int = _flag(64, "Longest sample generation, in tokens", needs=_GENERATES, least=1)
+    generate_max_new_tokens: int = _flag(
+        64, "Longest sample generation, in tokens", needs=_GENERATES, least=1, moves=Moves.NOTHING
+    )
 
     def check_evaluation(self) -> None:
         if self.eval_dataset and self.eval_ratio > 0:
@@ -836,6 +940,7 @@ class CheckpointSettings:
     """What is written, and what is resumed."""
 
     GROUP = "Checkpoints and export"
+    MOVES = Moves.NOTHING
 
     output_dir: str = _flag(
         "output",
@@ -847,7 +952,10 @@ class CheckpointSettings:
     save_steps: int = _flag(500, "Save a training checkpoint every N steps; 0: never", least=0)
     save_total_limit: int | None = _flag(None, "Training checkpoints to keep (default: all)", needs=_SAVES, least=1)
     async_save: bool = _flag(
-        True, "Continue training while a checkpoint is written, from a copy in host memory", needs=_SAVES
+        True,
+        "Continue training while a checkpoint is written, from a copy in host memory",
+        needs=_SAVES,
+        moves=Moves.SPEED,
     )
     on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", needs=_SAVES)
     resume: str = _flag(
@@ -872,21 +980,25 @@ class CheckpointSettings:
     )
     export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf")
     max_shard_size: str = _flag(
-        "5GB", "Size of an exported safetensors file", metavar="SIZE", needs=_EXPORTS_MODEL, of_export=True
+        "5GB",
+        "Size of an exported safetensors file",
+        metavar="SIZE",
+        needs=_EXPORTS_MODEL,
+        moves=Moves.EXPORT,
     )
     export_encoding: ExportEncoding = _flag(
         "plain",
         "Tensors that are quantized in --model. plain: export bfloat16; source: quantize them "
         "again the same way, unchanged blocks bit for bit",
         needs=_EXPORTS_MODEL,
-        of_export=True,
+        moves=Moves.EXPORT,
     )
     drop_untrained: bool = _flag(
         False,
         "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
         "config.json, instead of copying them unchanged",
         needs=_EXPORTS_MODEL,
-        of_export=True,
+        moves=Moves.EXPORT,
     )
 
     def check_checkpoints(self) -> None:
@@ -907,6 +1019,7 @@ class LogSettings:
     """What is told of a run."""
 
     GROUP = "Logging and profiling"
+    MOVES = Moves.NOTHING
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
     verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load")
@@ -961,9 +1074,12 @@ class DebugSettings:
     """What helps when something is wrong."""
 
     GROUP = "Debugging"
+    MOVES = Moves.NOTHING
 
     on_nonfinite: OnNonfinite = _flag(
-        "stop", "At a loss or gradient norm that is not finite: stop, or skip the optimizer step"
+        "stop",
+        "At a loss or gradient norm that is not finite: stop, or skip the optimizer step",
+        moves=Moves.UPDATES,
     )
     detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite, by checking every module's output")
     check_replicas: int = _flag(
@@ -972,7 +1088,7 @@ class DebugSettings:
         "buffers and, with --dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
         least=0,
     )
-    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs")
+    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs", moves=Moves.SPEED)
     debug_ranks: list[int] = _list(
         ("Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit"), metavar="RANK"
     )
