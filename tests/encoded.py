@@ -56,7 +56,10 @@ def change_config(path: Path, **changes: Any) -> None:
 
 
 def save_fp8(model: Any, path: Path, pattern: str = r"\.(self_attn|mlp)\..*proj[a-z_]*\.weight$") -> None:
-    """In bf16, with those matrices in FP8 whose names match."""
+    """In bf16, with those matrices in FP8 whose names match. The config promises no layer for multi-token prediction:
+    transformers saves none."""
+    if hasattr(model.config, "num_nextn_predict_layers"):
+        model.config.num_nextn_predict_layers = 0
     model.to(torch.bfloat16).save_pretrained(path)
     (file,) = path.glob("*.safetensors")
     tensors = {}

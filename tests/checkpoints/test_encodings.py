@@ -214,7 +214,7 @@ def test_two_floats_of_four_bits_a_byte(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_verify_across_encodings(tmp_path: Path) -> None:
     """A model and what FP8 makes of it: the same to a sixteenth of a row's largest value, and not to less."""
-    model: Any = tiny_model("deepseek_v3", seed=1)
+    model: Any = tiny_model("deepseek_v3", seed=1, num_nextn_predict_layers=0)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     deepseek(tmp_path / "fp8")
     run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.0667)
