@@ -149,7 +149,8 @@ def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
 
 def test_settings_have_the_types_of_flags() -> None:
     """Editors complete what `load` takes, and type checkers know its types; some take a path or a table too."""
-    own, theirs = get_type_hints(expertmesh.LoadSettings), get_type_hints(TrainConfig)
+    own, hints = get_type_hints(expertmesh.LoadSettings), get_type_hints(TrainConfig)
+    theirs = {setting.name: hints[setting.name] for setting in fields(TrainConfig)}
     assert own.keys() == theirs.keys() - {"model"} | {"config"}
     for name, hint in own.items():
         kinds, flag = set(parts(hint)), set(parts(theirs.get(name, str)))

@@ -14,9 +14,10 @@ from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded
 from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.torchrun import read_environment
-from .config.train_config import TrainConfig
+from .config.flags import default_of
+from .config.train_config import SETTINGS, TrainConfig, as_flag
 from .data.chat import set_chat_template
-from .data.data_files import RowSource, open_files, parse_datasets
+from .data.data_files import RowSource, named_parts, open_files, parse_datasets
 from .data.formats import Columns
 from .data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from .data.sequences import Rows, make_rows
@@ -220,20 +221,25 @@ def _unseen(config: TrainConfig, tokenizer: Any, training: Samples, evaluation: 
 def _check_names_of_parts(config: TrainConfig) -> None:
     """
     Raises:
-        ExpertMeshError: a split or configuration is named, and all data are files, which have neither.
+        ExpertMeshError: a split or configuration is named, and none of the data have any.
     """
-    paths, eval_paths = (
-        [Path(spec.name) for spec in parse_datasets(flag, entries)] if entries else []
+    training, evaluation = (
+        [named_parts(flag, spec.name, config.dataset_config) for spec in parse_datasets(flag, entries)]
+        if entries
+        else []
         for flag, entries in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset))
     )
-    named = (
-        ("--dataset-split", config.dataset_split, "train", paths),
-        ("--eval-dataset-split", config.eval_dataset_split, "test", eval_paths),
-        ("--dataset-config", config.dataset_config, "", paths + eval_paths),
-    )
-    for flag, name, default, of_it in named:
-        if name != default and of_it and all(path.is_file() for path in of_it):
-            raise ExpertMeshError(f"{flag} {name}: only directories and hub datasets have it; {of_it[0]} is a file")
+    for name, part, data in (
+        ("dataset_split", "split", training),
+        ("eval_dataset_split", "split", evaluation),
+        ("dataset_config", "config", training + evaluation),
+    ):
+        given = getattr(config, name)
+        if data and given != default_of(SETTINGS[name]) and not any(part in parts for _, parts in data):
+            kinds = " and ".join(dict.fromkeys(kind for kind, _ in data))
+            raise ExpertMeshError(
+                f"{as_flag(name, given)}: the data are {kinds} without a {part} to name; leave it out"
+            )
 
 
 def open_model(config: TrainConfig, weights: bool = True) -> ModelSource:

@@ -2,63 +2,22 @@
 
 import inspect
 from collections.abc import Collection
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from ..moe.util.errors import ExpertMeshError, warn_user
-from ..moe.util.parser import flag_of
 from ..moe.util.terminal import folded_to
 from ..sharding.runtime.agreement import check_alike
 from ..sharding.runtime.process import join_process_group, raise_together
 from ..sharding.runtime.watchdog import collectives_limit
-from .config.flags import group_of
+from .config.flags import default_of, group_of
 from .config.load_settings import LoadSettings
-from .config.train_config import TrainConfig, make_config
+from .config.train_config import SETTINGS, TrainConfig, make_config, read_by
 from .consistency import start_facts
 from .engine import Engine, start_engine
 from .resume import find_resume
 from .start import prepare_process
-
-OF_THE_LOOP = frozenset(
-    {
-        *("dataset", "dataset_config", "dataset_split", "dataset_num_proc", "messages_column", "prompt_column"),
-        *(
-            "response_column",
-            "system_column",
-            "text_column",
-            "weight_column",
-            "sample_by",
-            "chat_template",
-            "template_date",
-            "prompt_template",
-            "train_on",
-            "split_turns",
-        ),
-        *(
-            "max_seq_length",
-            "group_by_length",
-            "streaming",
-            "shuffle_buffer",
-            "preview",
-            "prepare_only",
-            "force",
-            "per_device_train_batch_size",
-        ),
-        *("gradient_accumulation_steps", "global_batch_size", "num_train_epochs", "router_warn_steps"),
-        *("router_warn_load", "merge", "eval_dataset", "eval_dataset_split", "eval_ratio", "eval_steps"),
-        *("per_device_eval_batch_size", "early_stopping_patience", "early_stopping_threshold"),
-        *("preference_loss", "preference_beta", "preference_sft_weight"),
-        *("desirable_weight", "undesirable_weight"),
-        *("teacher_top_k", "teacher_weight"),
-        *("load_best_model_at_end", "generate_steps", "generate_prompts", "generate_max_new_tokens"),
-        *("overwrite_output_dir", "save_steps", "async_save", "on_save_error", "export", "logging_steps", "report_to"),
-        *("verbose", "run_name", "profile", "profile_ranks", "detect_anomaly", "check_replicas", "debug_ranks"),
-    }
-)
-"""Settings that train_ep.py's loop heeds, and no engine: a test compares them with what is read."""
-_OF_TRAINERS_TOO = frozenset({"detect_anomaly"})
-"""Those of them that a Trainer on an engine heeds as well."""
 
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
@@ -118,23 +77,21 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
 
 def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
     """What was given and changes nothing here, in words. A YAML file may have settings of train_ep.py's loop too."""
+    of_loop = SETTINGS.keys() - read_by("load")
     names = [
-        setting.name
-        for setting in fields(config)
-        if setting.name in OF_THE_LOOP and {setting.name, *setting.metadata.get("aliases", ())} & {*given}
+        name
+        for name, setting in SETTINGS.items()
+        if name in of_loop and {name, *setting.metadata.get("aliases", ())} & {*given}
     ]
-    own = [name for name in names if name not in _OF_TRAINERS_TOO]
-    of_loop = [(f"{', '.join(own)}: only train_ep.py reads this; it has no effect in your own loop or Trainer")] * bool(
-        own
-    )
-    of_loop += [
+    own = [name for name in names if name not in read_by("Trainer")]
+    told = [f"{', '.join(own)}: only train_ep.py reads this; it has no effect in your own loop or Trainer"] * bool(own)
+    told += [
         f"{name}: only train_ep.py and Trainer read this; it has no effect in your own loop"
         for name in names
         if name not in own
     ]
-    flags = tuple(map(flag_of, OF_THE_LOOP))
-    others = [line for line in config.without_effect if not line.replace("--no-", "--").startswith(flags)]
-    return of_loop + others
+    engine_alone = replace(config, **{name: default_of(SETTINGS[name]) for name in of_loop})
+    return [*told, *config.overridden, *engine_alone.without_effect]
 
 
 def _signature() -> inspect.Signature:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
 from ..moe.util.atomic_write import PARTIAL, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
-from .config.settings import ParallelSettings
-from .config.train_config import TrainConfig
+from .config.train_config import TrainConfig, read_by
 from .data.batch import CANDIDATES, LossInputs, collate_rows
 from .data.sequences import Rows
 from .engine import Engine
@@ -38,12 +37,6 @@ from .loss.distillation import TEACHER
 
 DIRECTORY = "teacher"
 _FACTS = "facts.json"
-_OF_TEACHER = (
-    *(setting.name for setting in fields(ParallelSettings)),
-    *("bf16", "tf32", "use_cpu", "expert_kernel", "attn_implementation", "cpu_matmul", "deterministic"),
-    *("packing", "max_seq_length", "reshard_after_forward"),
-)
-"""Settings that the teacher has from the run; the others are at their defaults."""
 _LINE = "line"
 """Among what is known of a target: its number in the data, which is that of its line in the file."""
 
@@ -202,7 +195,7 @@ def _compute(config: TrainConfig, source: ModelSource, rows: dict[str, Rows], ra
 
 def _of_teacher(config: TrainConfig) -> TrainConfig:
     """The settings of a run that has the teacher as its model, on the same ranks."""
-    own = {name: getattr(config, name) for name in _OF_TEACHER}
+    own = {name: getattr(config, name) for name in read_by("teacher")}
     # no rank has only a part of a position's predictions
     own |= {"pipeline_layers": None, "loss_parallel": False}
     # whose weights are held in what it computes in

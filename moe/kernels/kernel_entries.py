@@ -80,13 +80,21 @@ def check_kernel_name(name: str) -> None:
         KERNEL_ENTRIES.get(name)
 
 
+BESIDE_FP8 = "--expert-precision fp8 brings its own GEMMs; leave out --expert-kernel {expert_kernel}"
+
+
 def check_beside_fp8(name: str) -> None:
     """
     Raises:
         ExpertMeshError: --expert-precision fp8 leaves nothing to the kernel called `name`.
     """
-    if name != "auto" and not KERNEL_ENTRIES.get(name).beside_fp8:
-        raise ExpertMeshError(f"--expert-precision fp8 brings its own GEMMs; leave out --expert-kernel {name}")
+    if not is_beside_fp8(name):
+        raise ExpertMeshError(BESIDE_FP8.format(expert_kernel=name))
+
+
+def is_beside_fp8(name: str) -> bool:
+    """Whether --expert-precision fp8 leaves something to the kernel called `name`."""
+    return name == "auto" or KERNEL_ENTRIES.get(name).beside_fp8
 
 
 def help_of_kernels() -> str:

@@ -4,7 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
-from expertmesh.training.library import OF_THE_LOOP
+from expertmesh.training.config.train_config import NEEDS, SETTINGS, TrainConfig, make_config, parse_config, read_by
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, tell
 
@@ -64,6 +63,11 @@ def _names(frame: FrameType, name: str) -> bool:
     )
 
 
+def is_met(setting: Field[Any], config: TrainConfig) -> bool:
+    """Whether a run has what a setting needs."""
+    return all(needs.met(config) for needs in NEEDS[setting.name])
+
+
 def tell_recorded(argv: list[str]) -> tuple[int, str, set[str]]:
     with recording() as read:
         code, _, errors = tell(argv)
@@ -74,14 +78,15 @@ def test_the_first_line_tells_what_has_no_effect(runs: Runs) -> None:
     ended = runs(1, "--preview --lora-r 8 --pipeline-schedule interleaved")
     assert " ".join(ended.printed.split()).startswith(
         "note: --pipeline-schedule interleaved has no effect without --pp-size 2 or more; --lora-rank 8 has no effect "
-        f"without --adapter lora model {runs.model}: mixtral"
+        f"without --adapter lora; --output-dir {ended.out} has no effect because nothing is written (--preview or "
+        f"--prepare-only) model {runs.model}: mixtral"
     )
 
 
 def test_a_preview_needs_no_ranks(runs: Runs) -> None:
     ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
     said = " ".join(ended.printed.split())
-    assert said.startswith("note: a preview in one process ignores --ep-size 8 --tp-size 2 --pp-size 2: figures")
+    assert "note: a preview in one process ignores --ep-size 8 --tp-size 2 --pp-size 2: figures" in said
     assert "layout 1 rank = dp 1 x ep 1; 8 experts per rank" in said
     assert "an epoch" in said
 
@@ -110,15 +115,14 @@ def test_settings_of_the_loop_are_warned_of_from_python(
     given: dict[str, Any] = {"adapter": adapter, "save_steps": 5, "max_steps": 4}
     ((read, told),) = ranks.run(use_recorded, 1, str(tiny_model), tmp_path, **given)
     assert told == ["save_steps: only train_ep.py reads this; it has no effect in your own loop or Trainer"] * 2
-    assert sorted(read & OF_THE_LOOP) == []
+    of_loop = SETTINGS.keys() - read_by("load")
+    assert sorted(read & of_loop) == []
     config = make_config({"model": str(tiny_model), **given})
     for setting in fields(TrainConfig):
-        needs = setting.metadata.get("needs")
         # of a pipeline, and refused beside an adapter
         others = ONLY_WHEN_IT_HAPPENS | {"pipeline_chunks", "pipeline_layers", "freeze"}
-        if setting.name not in read | OF_THE_LOOP | others:
-            assert needs is not None, setting.name
-            assert not needs.met(config), setting.name
+        if setting.name not in read | of_loop | others:
+            assert not is_met(setting, config), setting.name
 
 
 @pytest.mark.sample(2)
@@ -135,8 +139,7 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     assert {"model", "learning_rate", "seed"} <= read
     dropped = []
     for setting in fields(TrainConfig):
-        needs = setting.metadata.get("needs")
-        if setting.name in read | ONLY_WHEN_IT_HAPPENS or (needs is not None and not needs.met(config)):
+        if setting.name in read | ONLY_WHEN_IT_HAPPENS or not is_met(setting, config):
             continue
         try:
             parse_config([*argv, f"--{setting.name}=other"])
@@ -147,15 +150,15 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     assert not dropped
 
 
-IS_A_FILE = "only directories and hub datasets have it"
+IS_A_FILE = "the data are a file without a"
 
 
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        ("--dataset-split validation", 2, f"--dataset-split validation: {IS_A_FILE}"),
-        ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE}; {{data}} is a file"),
-        ("--eval-dataset {data} --eval-dataset-split dev", 2, "--eval-dataset-split dev: only directories"),
+        ("--dataset-split validation", 2, f"--dataset-split validation: {IS_A_FILE} split"),
+        ("--dataset-config de", 2, f"--dataset-config de: {IS_A_FILE} config"),
+        ("--eval-dataset {data} --eval-dataset-split dev", 2, f"--eval-dataset-split dev: {IS_A_FILE} split"),
         ("--sample-by document", 0, "note: --sample-by document has no effect without a .txt file"),
         (
             "--text-column response --train-on last",

@@ -1,17 +1,16 @@
 """The page of all flags: `python -m tests.training.flags_page > docs/reference/flags.md`."""
 
 from argparse import Action
-from dataclasses import fields
 from typing import Any
 
 from expertmesh.moe.util.parser import PlainHelp, Switch
-from expertmesh.training.config.settings import Needs
-from expertmesh.training.config.train_config import TrainConfig, make_parser
+from expertmesh.training.config.train_config import SETTINGS, make_parser
 
 HEAD = """# Flags of train_ep.py
 
 After this page you know every flag. A flag may also be a key of the YAML file of `--config`, with underscores for
-dashes, and an argument of `expertmesh.load`. Flags win over the file. Flags have the names of
+dashes, and an argument of `expertmesh.load`. Flags win over the file, also over a key that does not go together with
+them, such as `warmup_ratio` with `--warmup-steps`; a note names both. Flags have the names of
 `transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`.
 
 - A flag or key of another tool (trl, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate, DeepSpeed) is refused.
@@ -29,10 +28,9 @@ python -m tests.training.flags_page > docs/reference/flags.md
 
 def page() -> str:
     """All flags by group, as Markdown."""
-    needs = {setting.name: setting.metadata.get("needs") for setting in fields(TrainConfig)}
     parts = [HEAD]
     for group in make_parser()._action_groups:
-        rows = [_row(action, needs.get(action.dest)) for action in group._group_actions if action.dest != "help"]
+        rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             title = "General" if group.title == "options" else group.title
             parts.append(
@@ -41,13 +39,14 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _row(action: Action, needs: Needs | None) -> str:
+def _row(action: Action) -> str:
     names = [flag for flag in action.option_strings if not flag.startswith("--no-")]
     shown = "" if isinstance(action, Switch) else f" {PlainHelp('').value_of(action)}"
     flags = ", ".join(f"`{flag}{shown}`" for flag in names)
     told = in_cell(action.help or "").rstrip(".") + "."
-    if needs is not None:
-        told += f" Has an effect only with {in_cell(needs.in_words)}."
+    needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()
+    if words := " and ".join(in_cell(each.in_words) for each in needs if each.in_words):
+        told += f" Has an effect only with {words}."
     return f"| {flags} | {default_of(action)} | {told} |"
 
 

@@ -15,7 +15,7 @@ from expertmesh.moe.util.sizes import parse_size
 from expertmesh.training.config.flags import LIMITS, _value_type, group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
-from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.config.train_config import NEEDS, TrainConfig, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]
@@ -226,7 +226,7 @@ OF_ALL_OPTIMIZERS = set.intersection(*(set(entry.heeds) for entry in OUR_OPTIMIZ
 ONLY_WITH = [
     setting.name
     for setting in fields(TrainConfig)
-    if "needs" in setting.metadata and setting.name not in OF_ALL_OPTIMIZERS
+    if any(needs.what for needs in NEEDS[setting.name]) and setting.name not in OF_ALL_OPTIMIZERS
 ]
 VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
@@ -240,6 +240,7 @@ WITHOUT = {
     "drop_untrained": ["--no-export"], "num_train_epochs": ["--max-steps=3"],
     "router_warn_load": ["--router-warn-steps=0"], "train_new_tokens": ["--resize-vocab"],
     "router_aux_loss_per_layer": ["--router-aux-loss-coef=0"],
+    "load_best_model_at_end": ["--no-export", "--eval-ratio=0.1"],
 }  # fmt: skip
 WITH = [
     "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
@@ -258,10 +259,9 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
     config = parse_config([*NEEDED, given, *without])
     (told,) = config.without_effect
     assert told.startswith(f"--{'no-' * (setting.default is True)}{name.replace('_', '-')} ")
-    needs = setting.metadata["needs"]
+    needs = next(needs for needs in NEEDS[name] if not needs.met(config))
     assert told.endswith(f" has no effect {needs.because or f'without {needs.in_words}'}")
-    is_reset = setting.metadata["needs"].resets
-    assert config.settled() == (parse_config([*NEEDED, *without]) if is_reset else config)
+    assert config.settled() == (parse_config([*NEEDED, *without]) if needs.resets else config)
     needed = ["--optim=shampoo"] if name.startswith("shampoo") else WITH
     needed = [*needed, "--task=kto"] if "desirable" in name else needed
     if name.startswith("teacher"):
@@ -278,7 +278,7 @@ def test_flags_for_another_one_have_no_effect_without_it() -> None:
     for setting in fields(TrainConfig):
         help = setting.metadata["help"]
         if (help() if callable(help) else help).startswith("With --"):
-            assert "needs" in setting.metadata or setting.name in ("offload_activations", "elastic"), setting.name
+            assert setting.metadata["needs"] or setting.name in ("offload_activations", "elastic"), setting.name
 
 
 @pytest.mark.parametrize(

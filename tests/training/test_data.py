@@ -31,7 +31,14 @@ from expertmesh.training.data.samples import (
     load_samples,
 )
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.inputs import Inputs, _read_samples, _tokens_in, _unseen, _without_effect
+from expertmesh.training.inputs import (
+    Inputs,
+    _check_names_of_parts,
+    _read_samples,
+    _tokens_in,
+    _unseen,
+    _without_effect,
+)
 
 
 @pytest.fixture
@@ -539,6 +546,65 @@ def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent
     assert all(split in str(raised.value) for split in splits)
 
 
+NAMES_OF_PARTS: dict[str, dict[str, Any]] = {"split": {"dataset_split": "dev"}, "config": {"dataset_config": "dev"}}
+KINDS_OF_DATA: dict[str, tuple[str, set[str]]] = {
+    "a file": ("a file", set()),
+    "a directory": ("a directory", set()),
+    "a directory with splits": ("a directory", {"split"}),
+    "a directory with a card": ("a directory", {"split", "config"}),
+    "a saved dataset": ("a saved dataset", set()),
+    "a saved dataset with splits": ("a saved dataset", {"split"}),
+    "a hub dataset": ("a hub dataset", {"split", "config"}),
+}
+"""Each with what it is called, and what parts of it have names."""
+
+
+def data_of_a_kind(kind: str, path: Path) -> str:
+    import datasets
+
+    row = {"text": "x"}
+    if kind == "a file":
+        path.mkdir()
+        return str(write(path / "a.jsonl", [row]))
+    if kind.startswith("a saved"):
+        loaded = datasets.Dataset.from_list([row])
+        saved = datasets.DatasetDict({"train": loaded, "dev": loaded}) if kind.endswith("splits") else loaded
+        saved.save_to_disk(str(path))
+    elif kind != "a hub dataset":
+        files = {"a.jsonl": "x", "b.jsonl": "x"}
+        if kind.endswith("splits"):
+            files = {"train.jsonl": "x", "dev.jsonl": "x"}
+        if kind.endswith("card"):
+            files = {**LAYOUTS["a card"], "README.md": CARD.replace("config_name: other", "config_name: dev")}
+        lay_out(path, files)
+    return "someone/data" if kind == "a hub dataset" else str(path)
+
+
+@pytest.mark.parametrize("part", NAMES_OF_PARTS)
+@pytest.mark.parametrize("kind", KINDS_OF_DATA)
+def test_a_name_that_nothing_has_is_refused(tmp_path: Path, kind: str, part: str) -> None:
+    """Of a split or a configuration, by each kind of data, alone and beside a hub dataset, which may have it."""
+    called, has = KINDS_OF_DATA[kind]
+    config = TrainConfig(model="m", dataset=[data_of_a_kind(kind, tmp_path / "data")])
+    _check_names_of_parts(config)
+    if kind.endswith("card") and part == "config":
+        with pytest.raises(ExpertMeshError, match="has the configs main, dev, not 'nosuch'"):
+            _check_names_of_parts(replace(config, dataset_config="nosuch"))
+    named = replace(config, **NAMES_OF_PARTS[part])
+    _check_names_of_parts(replace(named, dataset=[*named.dataset, "someone/data"]))
+    if part in has:
+        _check_names_of_parts(named)
+        return
+    with pytest.raises(ExpertMeshError, match=f"--dataset-{part} dev: the data are {called} without a {part} to name"):
+        _check_names_of_parts(named)
+
+
+def test_a_system_prompt_of_plain_text_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    for row in ({"text": "hi", "sys": "S"}, ENDED | {"sys": ""}):
+        with pytest.raises(ExpertMeshError, match=r"line 1 is plain text, .*; leave out --system-column"):
+            load(tokenizer, write(tmp_path / "data.jsonl", [row]), columns=Columns(system="sys"))
+
+
 def test_a_card_names_configs(tmp_path: Path, tokenizer: Any) -> None:
     lay_out(tmp_path, LAYOUTS["a card"] | {"two/README.md": CARD.replace("  default: true\n", "")})
     assert texts(tokenizer, load(tokenizer, tmp_path, hub_config="other")) == ["other"]
@@ -825,6 +891,12 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has the column rejected: preference data, but this"),
         (ENDED | {"label": False}, "has the column label: preference data"),
         (ENDED | {"label": "False"}, "has the column label: preference data"),
+        *[
+            (record | {"label": value}, "has the column label: preference data, .* --task kto for labelled answers")
+            for record in (ENDED, {"messages": TURNS}, {"conversations": TURNS}, {"instruction": "a", "output": "b"})
+            for value in (False, True, 0, 1, "0")
+        ],
+        ([ENDED, ENDED | {"label": 0}], "line 2 has the column label: preference data"),
         (
             {"prompt": "[{'role': 'user'}]", "completion": "[{'role': 'assistant'}]"},
             "prompt is .*, neither a list of messages nor the JSON of one",

@@ -1,4 +1,4 @@
-"""The page of all flags."""
+"""The page of all flags, and the module of keyword arguments."""
 
 import re
 from dataclasses import fields
@@ -7,12 +7,14 @@ from pathlib import Path
 from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.train_config import TrainConfig
 from tests.training.flags_page import page
+from tests.training.load_settings_file import module
 
-FILE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
+ROOT = Path(__file__).parents[2]
 
 
-def test_it_is_what_the_command_prints() -> None:
-    assert FILE.read_text(encoding="utf-8") == page(), "make it anew: its first lines say how"
+def test_they_are_what_the_commands_print() -> None:
+    for name, made in (("docs/reference/flags.md", page()), ("training/config/load_settings.py", module())):
+        assert (ROOT / name).read_text(encoding="utf-8") == made, "make it anew: its first lines say how"
 
 
 def test_every_setting_has_a_row_of_three_cells() -> None:

@@ -24,6 +24,9 @@ LIMITS = {
 }
 """Metadata of a field that say what numbers it takes, each with how it is compared, and in words."""
 
+NOT_OF_PARSERS = ("scope", "needs", "excludes", "requires", "is_firm", "of", "also", "moves", *LIMITS)
+"""Metadata of a field that say nothing to a parser."""
+
 
 class FlagParser(Parser):
     """Has a flag for each field of a dataclass.
@@ -31,9 +34,9 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
     (groups come in the order of their first fields). A field's metadata go to `add_argument`, but for "aliases", its
-    other names, and "scope", "needs", "moves" and `LIMITS`, which say nothing to a parser. "scope" marks a setting
-    that may be another on each node: "input", a place that is read; "output", one that is written; "node", anything.
-    "help" and "choices" may be functions without arguments: the parser has what they return when it is made.
+    other names, and `NOT_OF_PARSERS`. "scope" marks a setting that may be another on each node: "input", a place that
+    is read; "output", one that is written; "node", anything. "help" and "choices" may be functions without arguments:
+    the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -129,7 +132,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("scope", "needs", "moves", *LIMITS):
+        for other in NOT_OF_PARSERS:
             arguments.pop(other, None)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
@@ -145,14 +148,17 @@ class FlagParser(Parser):
 
 def group_of(settings: type, name: str) -> str:
     """The title of a field's flag in `--help`."""
-    title: str = next(vars(base)["GROUP"] for base in settings.__mro__ if name in get_annotations(base))
-    return title
+    return str(of_class(settings, name, "GROUP"))
+
+
+def of_class(settings: type, name: str, what: str, default: Any = None) -> Any:
+    """An attribute of the class whose field it is."""
+    return next(vars(base).get(what, default) for base in settings.__mro__ if name in get_annotations(base))
 
 
 def moves_of(settings: type, setting: Field[Any]) -> Moves:
     """What a field moves: as it says beside it, else as its class does."""
-    of_class: Moves = next(vars(base)["MOVES"] for base in settings.__mro__ if setting.name in get_annotations(base))
-    moves: Moves = setting.metadata.get("moves", of_class)
+    moves: Moves = setting.metadata.get("moves", of_class(settings, setting.name, "MOVES"))
     return moves
 
 

@@ -1,4 +1,7 @@
-"""The settings that `expertmesh.load` takes, by name and type, for editors and type checkers."""
+"""The settings that `expertmesh.load` takes, by name and type, for editors and type checkers.
+
+Written by `python -m tests.training.load_settings_file > training/config/load_settings.py`.
+"""
 
 from pathlib import Path
 from typing import Any, TypedDict
@@ -24,9 +27,9 @@ from .settings import (
 
 
 class LoadSettings(TypedDict, total=False):
-    """The flags of `train_ep.py`, by their names with underscores, but for `model`.
+    """The flags of `train_ep.py`, by their names with underscores, but for `model`, and `config`, a YAML file with more
+    of them.
 
-    They are the fields of `TrainConfig`, which a test compares, and `config`, a YAML file with more of them.
     `train_ep.py --help` says what each does.
 
     Example:
@@ -150,7 +153,7 @@ class LoadSettings(TypedDict, total=False):
     router_warn_steps: int
     router_warn_load: float | None
 
-    # Layers for multi-token prediction.
+    # Layers for multi-token prediction, which draft tokens for speculative decoding.
     train_mtp: float | bool
     mtp_detach: bool
 

@@ -5,14 +5,14 @@ A flag's name is its field's, and its group that of its class; what goes beyond 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal, NamedTuple, get_args
 
 from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
-from ...moe.kernels.kernel_entries import Precision, check_beside_fp8, check_kernel_name, help_of_kernels
+from ...moe.kernels.kernel_entries import BESIDE_FP8, Precision, check_kernel_name, help_of_kernels, is_beside_fp8
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...moe.util.sizes import parse_size
@@ -45,13 +45,20 @@ MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
 
 
-def _flag(default: Any, help: str | Callable[[], str], **metadata: Any) -> Any:
-    """A setting; see `FlagParser`."""
-    return field(default=default, metadata={"help": help, **metadata})
+def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metadata: Any) -> Any:
+    """A setting, with all that is known of it.
+
+    Args:
+        needs: without which it has no effect, beside what its part of a run needs.
+        metadata: `excludes` and `requires`, lists of `Excludes` and `Requires`; `of`, a `Part`; `is_firm`, of what says
+            which kind of run it is: in a file, it does not give way to a flag that it excludes; `also`, further types
+            of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
+    """
+    return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
 
-def _list(help: str, *default: str, **metadata: Any) -> Any:
-    return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
+def _list(help: str, *needs: "Needs", default: Sequence[str] = (), **metadata: Any) -> Any:
+    return field(default_factory=lambda: list(default), metadata={"help": help, "needs": needs, **metadata})
 
 
 def _checkpointing(text: str) -> str:
@@ -69,12 +76,19 @@ def _optimizer(text: str) -> str:
     return next((entry.name for entry in OPTIMIZERS.entries() if text.lower() in entry.aliases), text)
 
 
+Excludes = tuple[str | Callable[[Any], Any], str]
+"""With what a setting does not go together, given with another value than its default: the name of a setting, likewise
+given, or whether a configuration has it; and why, and what to do instead, with {names} of settings for their values."""
+Requires = tuple[Callable[[Any], Any], str]
+"""Likewise, whether a configuration has what a setting is refused without."""
+
+
 class Needs(NamedTuple):
     """Without which a flag, given with another value than its default, has no effect; the run then says so.
 
-    what: in words, after "has no effect without"; a function where they depend on what is registered. met: whether a
-    configuration has it. resets: whether what computes sees the default otherwise (see `TrainConfig.settled`). because:
-    said instead of "without ...", where that is easier to understand.
+    what: in words, after "has no effect without"; a function where they depend on what is registered; empty: no page
+    says it of each setting. met: whether a configuration has it. resets: whether what computes sees the default
+    otherwise (see `TrainConfig.settled`). because: said instead of "without ...", where that is easier to understand.
     """
 
     what: str | Callable[[], str]
@@ -87,6 +101,35 @@ class Needs(NamedTuple):
         return self.what if isinstance(self.what, str) else self.what()
 
 
+class Part(NamedTuple):
+    """A part of a run, with settings of its own.
+
+    readers: who has it: "train_ep" alone, "load" and "Trainer", which have an engine, a "teacher", whose other settings
+    are at the defaults. needs: when a run has it.
+    """
+
+    readers: frozenset[str]
+    needs: tuple[Needs, ...] = ()
+
+
+_TRAINS = Needs(
+    "",
+    lambda config: config.max_steps != 0 and not config.ends_after_data,
+    because="because nothing is trained (--max-steps 0, --preview or --prepare-only)",
+)
+_WRITES = Needs(
+    "",
+    lambda config: not config.ends_after_data,
+    because="because nothing is written (--preview or --prepare-only)",
+)
+_DATA = Part(frozenset({"train_ep"}))
+_LOOP = _DATA._replace(needs=(_TRAINS,))
+_OUTPUT = _DATA._replace(needs=(_WRITES,))
+ENGINE = Part(frozenset({"train_ep", "load", "Trainer"}))
+"""That of settings for which neither they nor their class, as OF, say otherwise."""
+_LAYOUT = Part(ENGINE.readers | {"teacher"})
+_STEPS = ENGINE._replace(needs=(_TRAINS,))
+_FILES = ENGINE._replace(needs=(_WRITES,))
 _EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
 _TP = Needs("--tp-size 2 or more", lambda config: config.tp_size > 1)
 _PP = Needs("--pp-size 2 or more", lambda config: config.pp_size > 1, resets=True)
@@ -95,9 +138,19 @@ _SELECTIVE = Needs(
 )
 _LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
 _EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
+_COMPUTES_LOSSES = Needs(
+    "--eval-dataset, --eval-ratio, --teacher, or --task dpo or kto",
+    lambda config: config.evaluates or config.teacher or config.task != "sft",
+)
 _STREAMS = Needs("--streaming", lambda config: config.streaming)
 _GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
 _SAVES = Needs("--save-steps 1 or more", lambda config: config.save_steps > 0)
+_READS_EVALUATION = Needs(
+    "",
+    lambda config: config.max_steps != 0 or config.ends_after_data,
+    because="because nothing is trained (--max-steps 0)",
+)
+_EXPORTS = Needs("--export", lambda config: config.export)
 _RESUMES = Needs("--resume", lambda config: bool(config.resume))
 _EXPORTS_MODEL = Needs(
     "an export of the model (--no-export, or --adapter lora without --merge, makes none)",
@@ -136,6 +189,22 @@ def _dispatchers_that(can: str, conjunction: str, *before: str) -> str:
 def _may_dispatch(config: Any, can: str) -> bool:
     """Whether `--dispatch` may come to one of these."""
     return any(getattr(entry, can) for entry in dispatchers_of(config.dispatch))
+
+
+def _of_a_stream(name: str, why: str, value: str = "") -> Excludes:
+    return name, f"{flag_of(name)}{value}: does not work with --streaming: {why}; leave it out"
+
+
+def _evaluations_for(flag: str) -> Requires:
+    return lambda config: config.evaluates, f"{flag}: needs evaluation data; give --eval-dataset or --eval-ratio"
+
+
+def _of_preferences(flag: str) -> Excludes:
+    return "task", f"{flag} is for supervised fine-tuning; leave it out with --task {{task}}"
+
+
+def _beside_mtp(name: str, why: str, value: str = "") -> Excludes:
+    return name, f"--train-mtp: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
 _MAY_CHANGE = ("model", "data")
@@ -180,6 +249,7 @@ class ModelSettings:
         "",
         "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
         "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
+        also=("dict[str, Any]",),
         metavar="TYPE:X",
         moves=Moves.MODEL | Moves.STATE,
     )
@@ -200,6 +270,7 @@ class DataSettings:
 
     GROUP = "Data"
     MOVES = Moves.SAMPLES
+    OF = _DATA
 
     dataset: list[str] = _list(
         "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
@@ -216,18 +287,35 @@ class DataSettings:
         "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
     )
     dataset_num_proc: int | None = _flag(
-        None,
-        "Processes that tokenize (default: by the size of the data)",
-        scope="node",
-        least=1,
-        moves=Moves.SPEED,
+        None, "Processes that tokenize (default: by the size of the data)", scope="node", least=1, moves=Moves.SPEED
     )
-    messages_column: str = _flag("", "Column with the conversation (default: found by its name)", metavar="NAME")
+    messages_column: str = _flag(
+        "",
+        "Column with the conversation (default: found by its name)",
+        metavar="NAME",
+        excludes=[
+            (name, "--messages-column: leave out prompt, response and text columns")
+            for name in ("prompt_column", "response_column", "text_column")
+        ],
+    )
     prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
     response_column: str = _flag("", "Column with the response", metavar="NAME")
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
-    text_column: str = _flag("", "Column with plain text; all of it is trained on", metavar="NAME")
-    weight_column: str = _flag("", "Column with the weight of a record's loss, 0 or more", metavar="NAME")
+    text_column: str = _flag(
+        "",
+        "Column with plain text; all of it is trained on",
+        metavar="NAME",
+        excludes=[
+            (name, "--text-column: leave out prompt, response and system columns")
+            for name in ("prompt_column", "response_column", "system_column")
+        ],
+    )
+    weight_column: str = _flag(
+        "",
+        "Column with the weight of a record's loss, 0 or more",
+        metavar="NAME",
+        excludes=[_of_preferences("--weight-column")],
+    )
     sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
     chat_template: str = _flag(
         "",
@@ -241,7 +329,15 @@ class DataSettings:
         "Today's date, YYYY-MM-DD, for a chat template that writes it (default: that of the day when the run began)",
         metavar="DATE",
     )
-    prompt_template: str = _flag("", "Instead of a chat template: the text before the response, containing {prompt}")
+    prompt_template: str = _flag(
+        "",
+        "Instead of a chat template: the text before the response, containing {prompt}",
+        excludes=[
+            ("chat_template", "--prompt-template and --chat-template: give one of them"),
+            ("template_date", "--template-date: --prompt-template writes no date; leave out one of them"),
+            _of_preferences("--prompt-template"),
+        ],
+    )
     train_on: TrainOn = _flag(
         "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
     )
@@ -249,27 +345,65 @@ class DataSettings:
         False,
         "Make a sample of each trained answer of a conversation, which ends with it: so templates that leave reasoning "
         "out of earlier turns leave none out",
+        requires=[
+            (
+                lambda config: config.train_on in ("assistant", "final"),
+                "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
+            )
+        ],
+        excludes=[
+            ("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
+            _of_preferences("--split-turns"),
+        ],
     )
     max_seq_length: int = _flag(
         1024,
         "Truncate samples to this many tokens; length of packed sequences",
         least=2,
+        of=_DATA._replace(readers=_DATA.readers | {"teacher"}),
         moves=Moves.SAMPLES | Moves.BATCHES,
     )
     packing: bool = _flag(
-        False, "Pack several samples into one sequence, each with its own positions and attention", moves=Moves.BATCHES
+        False,
+        "Pack several samples into one sequence, each with its own positions and attention",
+        of=_LAYOUT,
+        moves=Moves.BATCHES,
     )
-    group_by_length: bool = _flag(False, "Batch samples of similar length, without --packing", moves=Moves.BATCHES)
+    group_by_length: bool = _flag(
+        False,
+        "Batch samples of similar length, without --packing",
+        excludes=[("packing", "--packing and --group-by-length: packed sequences have one length already; choose one")],
+        moves=Moves.BATCHES,
+    )
     streaming: bool = _flag(
         False,
         "Read, tokenize and pack the data while training, without a cache; needs --max-steps. Every rank reads all",
+        is_firm=True,
+        requires=[
+            (
+                lambda config: config.max_steps >= 0,
+                "--streaming: the number of steps of an epoch is not known; give --max-steps",
+            ),
+            (
+                lambda config: not config.evaluates or config.eval_steps,
+                "--streaming: evaluations follow no epochs; give --eval-steps",
+            ),
+        ],
+        excludes=[
+            _of_a_stream("task", "the reference's log-probabilities are of a fixed set", " {task}"),
+            _of_a_stream("teacher", "what it predicts is computed once, of a fixed set"),
+            _of_a_stream("eval_ratio", "nothing can be held out of a stream; give --eval-dataset"),
+            _of_a_stream("group_by_length", "lengths are not known; give --packing"),
+            _of_a_stream("prepare_only", "nothing is kept in the cache"),
+            _of_a_stream("dataset_num_proc", "each rank tokenizes by itself"),
+        ],
         moves=Moves.BATCHES,
     )
     shuffle_buffer: int = _flag(
         10_000,
         "Records per window, within which samples are shuffled and packed",
+        _STREAMS,
         least=1,
-        needs=_STREAMS,
         moves=Moves.BATCHES,
     )
     preview: bool = _flag(
@@ -280,6 +414,7 @@ class DataSettings:
     prepare_only: bool = _flag(
         False,
         "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU",
+        excludes=[("preview", "--preview and --prepare-only: give one of them; --preview fills the cache, too")],
         moves=Moves.NOTHING,
     )
 
@@ -291,32 +426,12 @@ class DataSettings:
     def check_data(self) -> None:
         if self.prompt_template and "{prompt}" not in self.prompt_template:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} must contain {{prompt}}")
-        if self.prompt_template and self.chat_template:
-            raise ExpertMeshError("--prompt-template and --chat-template: give one of them")
         if self.template_date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.template_date):
             raise ExpertMeshError(f"--template-date {self.template_date}: must be YYYY-MM-DD")
         try:
             date.fromisoformat(self.template_date or "2000-01-01")
         except ValueError as error:
             raise ExpertMeshError(f"--template-date {self.template_date}: {error}") from error
-        if self.template_date and self.prompt_template:
-            raise ExpertMeshError("--template-date: --prompt-template writes no date; leave out one of them")
-        if self.split_turns and self.train_on not in ("assistant", "final"):
-            raise ExpertMeshError(
-                f"--split-turns: samples have one answer; give --train-on assistant or final, not {self.train_on}"
-            )
-        if self.split_turns and self.prompt_template:
-            raise ExpertMeshError("--split-turns: --prompt-template takes single answers; leave out one of them")
-        if self.preview and self.prepare_only:
-            raise ExpertMeshError("--preview and --prepare-only: give one of them; --preview fills the cache, too")
-        if self.packing and self.group_by_length:
-            raise ExpertMeshError(
-                "--packing and --group-by-length: packed sequences have one length already; choose one"
-            )
-        if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
-            raise ExpertMeshError("--messages-column: leave out prompt, response and text columns")
-        if self.text_column and (self.prompt_column or self.response_column or self.system_column):
-            raise ExpertMeshError("--text-column: leave out prompt, response and system columns")
 
 
 @dataclass
@@ -325,29 +440,50 @@ class PreferenceSettings:
 
     GROUP = "Preference training"
     MOVES = Moves.OBJECTIVE
+    OF = _LOOP
 
     task: Task = _flag(
         "sft",
         "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers; kto: Kahneman-Tversky "
         "optimization, on answers labelled as desirable or not",
+        is_firm=True,
+        excludes=[
+            ("train_on", "--train-on {train_on}: --task {task} trains on answers only; leave it out"),
+            *(
+                (
+                    name,
+                    "--task {task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
+                    "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column",
+                )
+                for name in ("prompt_column", "response_column", "messages_column", "text_column")
+            ),
+            ("teacher", "--teacher: has no part in --task {task}; leave out one of them"),
+        ],
+        of=ENGINE,
         moves=Moves.SAMPLES | Moves.OBJECTIVE,
     )
     preference_loss: PreferenceLoss = _flag(
         "sigmoid",
         "Loss: sigmoid (that of DPO, or of KTO); ipo, of a pair; or apo_zero_unpaired, of KTO",
-        needs=_PREFERS,
+        _PREFERS,
+        excludes=[
+            (
+                lambda config: (config.task, config.preference_loss) == ("kto", "ipo"),
+                "--preference-loss ipo: is a loss of --task dpo; leave it out",
+            ),
+            (
+                lambda config: (config.task, config.preference_loss) == ("dpo", "apo_zero_unpaired"),
+                "--preference-loss apo_zero_unpaired: is a loss of --task kto; leave it out",
+            ),
+        ],
+        of=_DATA,
     )
-    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", needs=_PREFERS, above=0)
+    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", _PREFERS, above=0)
     preference_sft_weight: float = _flag(
-        0.0, "Weight of the chosen answers' mean cross-entropy beside it", least=0, needs=_DPO
+        0.0, "Weight of the chosen answers' mean cross-entropy beside it", _DPO, least=0
     )
-    desirable_weight: float = _flag(1.0, "Weight of desirable answers' losses", least=0, needs=_KTO)
-    undesirable_weight: float = _flag(1.0, "Weight of undesirable answers' losses", least=0, needs=_KTO)
-
-    def check_preference(self) -> None:
-        of = {"ipo": "dpo", "apo_zero_unpaired": "kto"}.get(self.preference_loss, self.task)
-        if self.task not in ("sft", of):
-            raise ExpertMeshError(f"--preference-loss {self.preference_loss}: is a loss of --task {of}; leave it out")
+    desirable_weight: float = _flag(1.0, "Weight of desirable answers' losses", _KTO, least=0)
+    undesirable_weight: float = _flag(1.0, "Weight of undesirable answers' losses", _KTO, least=0)
 
 
 @dataclass
@@ -356,25 +492,28 @@ class DistillationSettings:
 
     GROUP = "Distillation"
     MOVES = Moves.OBJECTIVE
+    OF = _LOOP
 
     teacher: str = _flag(
         "",
         "Directory or hub id of a model with the same tokenizer, whose predictions of the trained tokens are learned",
         scope="input",
         metavar="DIR",
+        is_firm=True,
+        of=ENGINE,
         moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
     teacher_top_k: int = _flag(
         64,
         "Tokens with their own probability at each position; the others count as one",
+        _TEACHER,
         least=1,
-        needs=_TEACHER,
         moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
     teacher_weight: float = _flag(
         1.0,
         "Weight of the teacher's predictions, from 0 to 1; the data's tokens have the rest",
-        needs=_TEACHER,
+        _TEACHER,
         above=0,
         most=1,
     )
@@ -386,6 +525,7 @@ class ParallelSettings:
 
     GROUP = "Parallelism"
     MOVES = Moves.SPEED
+    OF = _LAYOUT
 
     ep_size: int = _flag(
         1,
@@ -408,27 +548,38 @@ class ParallelSettings:
     )
     async_tp: bool = _flag(
         False,
-        ("With --tp-size, on GPUs with NVLink: overlap the exchange of positions with the GEMMs before and after it"),
-        needs=_TP._replace(resets=True),
+        "With --tp-size, on GPUs with NVLink: overlap the exchange of positions with the GEMMs before and after it",
+        _TP._replace(resets=True),
     )
     loss_parallel: bool = _flag(
-        True, "With --tp-size: shard the vocabulary too, so that each rank has only part of the logits", needs=_TP
+        True, "With --tp-size: shard the vocabulary too, so that each rank has only part of the logits", _TP
     )
     pp_size: int = _flag(
-        1,
-        "Pipeline-parallel ranks: the decoder layers are divided over them; must divide the number of ranks",
-        least=1,
+        1, "Pipeline-parallel ranks: the decoder layers are divided over them; must divide the number of ranks", least=1
     )
     pipeline_schedule: ScheduleName | None = _flag(
         None,
         "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: "
         "zero-bubble or 1f1b; interleaved with --pipeline-chunks)",
-        needs=_PP,
+        _PP,
+        excludes=[
+            (
+                lambda config: config.pipeline_schedule == "1f1b" and (config.pipeline_chunks or 1) > 1,
+                "--pipeline-schedule 1f1b takes one stage per rank, not --pipeline-chunks {pipeline_chunks}; use "
+                "interleaved",
+            ),
+            (
+                lambda config: (
+                    config.pipeline_schedule == "interleaved" and config.pipeline_chunks == 1 and config.pp_size > 1
+                ),
+                "--pipeline-schedule interleaved needs several stages per rank; give --pipeline-chunks 2",
+            ),
+        ],
     )
     pipeline_chunks: int = _flag(
         None,
         "Stages per pipeline rank; more stages shorten the bubble (default: 1; 2 with --pipeline-schedule interleaved)",
-        needs=_PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
+        _PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
         least=1,
     )
     pipeline_layers: str | None = _flag(
@@ -436,26 +587,33 @@ class ParallelSettings:
         "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast, so that the "
         "slowest stage is fastest and all fit)",
         metavar="N,N...",
+        requires=[
+            (
+                lambda config: config.pp_size > 1,
+                "--pipeline-layers {pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, or leave "
+                "--pipeline-layers out",
+            )
+        ],
     )
     dense_shard: DenseShard = _flag(
         "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
     )
     overlap_chunks: int = _flag(
-        1, "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off", needs=_EP, least=1
+        1, "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off", _EP, least=1
     )
-    dispatch: str = _flag("auto", help_of_dispatch, choices=DISPATCHER_ENTRIES.choices, needs=_EP)
+    dispatch: str = _flag("auto", help_of_dispatch, _EP, choices=DISPATCHER_ENTRIES.choices)
     dispatch_sums: DispatchSums = _flag(
         "same",
         lambda: (
             f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a "
             "token's experts: that of the run, or float32"
         ),
-        needs=_SUMS,
+        _SUMS,
     )
     ranks_per_node: int | None = _flag(
         None,
-        ("Ranks that fast links connect, for --dispatch and --tp-size (default: the ranks of one host)"),
-        needs=_NODES,
+        "Ranks that fast links connect, for --dispatch and --tp-size (default: the ranks of one host)",
+        _NODES,
         least=1,
     )
     ddp_timeout: int = _flag(
@@ -469,20 +627,6 @@ class ParallelSettings:
         dispatchers_of(self.dispatch)
         if self.pipeline_chunks is None:
             self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" and self.pp_size > 1 else 1
-        if self.pipeline_layers is not None and self.pp_size == 1:
-            raise ExpertMeshError(
-                f"--pipeline-layers {self.pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, "
-                "or leave --pipeline-layers out"
-            )
-        if self.pipeline_schedule == "1f1b" and self.pipeline_chunks > 1:
-            raise ExpertMeshError(
-                "--pipeline-schedule 1f1b takes one stage per rank, not --pipeline-chunks "
-                f"{self.pipeline_chunks}; use interleaved"
-            )
-        if self.pipeline_schedule == "interleaved" and self.pipeline_chunks == 1 and self.pp_size > 1:
-            raise ExpertMeshError(
-                "--pipeline-schedule interleaved needs several stages per rank; give --pipeline-chunks 2"
-            )
         if self.pipeline_layers is not None and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", self.pipeline_layers):
             raise ExpertMeshError(
                 f"--pipeline-layers {self.pipeline_layers}: give the number of layers of each stage, as in 10,12,12,11"
@@ -510,6 +654,7 @@ class MemorySettings:
         "none",
         "Recompute each layer in backward: completely (full; also without a value), or except "
         "routing, all-to-alls and attention (selective)",
+        also=("bool",),
         type=_checkpointing,
         choices=get_args(Checkpointing),
         nargs="?",
@@ -518,32 +663,53 @@ class MemorySettings:
     keep_expert_products: int = _flag(
         0,
         "Number of layers whose first expert GEMMs selective checkpointing does not recompute",
-        needs=_SELECTIVE,
+        _SELECTIVE,
         least=0,
+        requires=[
+            (
+                lambda config: config.gradient_checkpointing != "full",
+                "--keep-expert-products {keep_expert_products}: --gradient-checkpointing full stores no outputs; give "
+                "--gradient-checkpointing selective",
+            )
+        ],
     )
     offload_activations: bool = _flag(
-        False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
+        False,
+        "With --gradient-checkpointing: offload each layer's input to host memory until its backward",
+        requires=[
+            (
+                lambda config: config.gradient_checkpointing != "none",
+                "--offload-activations: needs checkpointing, or a layer stores far more than its input; add "
+                "--gradient-checkpointing full or selective",
+            )
+        ],
     )
     offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU")
     offload_experts: bool = _flag(
-        False, "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes"
+        False,
+        "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes",
+        requires=[
+            (
+                lambda config: config.adapter != "none" or config.freeze,
+                "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
+                "or --freeze experts, or --offload for what is trained, too",
+            )
+        ],
+        excludes=[
+            ("offload", "--offload-experts: --offload keeps all parameters in host memory; leave out one"),
+            (
+                "reshard_after_forward",
+                "--offload-experts: --no-reshard-after-forward would keep all layers' experts on the GPU; leave out "
+                "one",
+            ),
+        ],
     )
     reshard_after_forward: bool = _flag(
-        True, "Free each layer's gathered parameters after its forward; off: after its backward"
+        True, "Free each layer's gathered parameters after its forward; off: after its backward", of=_LAYOUT
     )
-    force: bool = _flag(False, "Start even if the model does not fit by the memory forecast", moves=Moves.NOTHING)
-
-    def check_memory(self) -> None:
-        if self.keep_expert_products and self.gradient_checkpointing == "full":
-            raise ExpertMeshError(
-                f"--keep-expert-products {self.keep_expert_products}: --gradient-checkpointing full "
-                "stores no outputs; give --gradient-checkpointing selective"
-            )
-        if self.offload_activations and self.gradient_checkpointing == "none":
-            raise ExpertMeshError(
-                "--offload-activations: needs checkpointing, or a layer stores far more than its input; "
-                "add --gradient-checkpointing full or selective"
-            )
+    force: bool = _flag(
+        False, "Start even if the model does not fit by the memory forecast", of=_OUTPUT, moves=Moves.NOTHING
+    )
 
 
 @dataclass
@@ -552,6 +718,7 @@ class PrecisionSettings:
 
     GROUP = "Precision and kernels"
     MOVES = Moves.SPEED
+    OF = _LAYOUT
 
     bf16: bool = _flag(
         False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32", moves=Moves.PRECISION
@@ -565,12 +732,37 @@ class PrecisionSettings:
         "same",
         "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
         "capability 9 (H100, H200); emulated on CPUs",
+        requires=[(lambda config: config.bf16, "--expert-precision fp8 needs bf16 for everything else; add --bf16")],
+        excludes=[
+            (lambda config: not is_beside_fp8(config.expert_kernel), BESIDE_FP8),
+            (
+                lambda config: config.quantized_base,
+                "--expert-precision fp8 would round weights twice, after --base-dtype {base_dtype}; leave out one of "
+                "them",
+            ),
+        ],
+        of=ENGINE,
         moves=Moves.PRECISION,
     )
     dense_precision: Precision = _flag(
         "same",
         "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or "
         "in fp8 with row-wise scales on GPUs of compute capability 9 and above; emulated on CPUs",
+        requires=[(lambda config: config.bf16, "--dense-precision fp8 needs bf16 for everything else; add --bf16")],
+        excludes=[
+            ("compile", "--dense-precision fp8: does not work with --compile; leave out one of them"),
+            (
+                lambda config: config.quantizes_linear,
+                "--dense-precision fp8 would round weights twice, after --base-dtype {base_dtype}; leave out one of "
+                "them",
+            ),
+            (
+                "async_tp",
+                "--dense-precision fp8: does not work with --async-tp, which overlaps only bf16 GEMMs; leave out one "
+                "of them",
+            ),
+        ],
+        of=ENGINE,
         moves=Moves.PRECISION,
     )
     expert_kernel: str = _flag("auto", help_of_kernels, metavar="NAME")
@@ -584,24 +776,16 @@ class PrecisionSettings:
         "auto",
         "Compute logits of part of the sequence at a time (chunked; liger: with liger-kernel, on "
         "GPUs) or of the complete sequence (full). auto: chunked, which moves fewer bytes than liger",
+        of=ENGINE,
     )
     cpu_matmul: CpuMatmul = _flag(
         "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume"
     )
-    compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"])
+    compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
     use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU")
 
     def check_precision(self) -> None:
         check_kernel_name(self.expert_kernel)
-        if self.dense_precision == "fp8" and not self.bf16:
-            raise ExpertMeshError("--dense-precision fp8 needs bf16 for everything else; add --bf16")
-        if self.dense_precision == "fp8" and self.compile:
-            raise ExpertMeshError("--dense-precision fp8: does not work with --compile; leave out one of them")
-        if self.expert_precision != "fp8":
-            return
-        if not self.bf16:
-            raise ExpertMeshError("--expert-precision fp8 needs bf16 for everything else; add --bf16")
-        check_beside_fp8(self.expert_kernel)
 
 
 @dataclass
@@ -612,27 +796,53 @@ class ScheduleSettings:
     MOVES = Moves.UPDATES
 
     per_device_train_batch_size: int = _flag(
-        8, "Sequences per micro-batch, per rank (or CP group)", least=1, moves=Moves.BATCHES
+        8, "Sequences per micro-batch, per rank (or CP group)", least=1, of=_DATA, moves=Moves.BATCHES
     )
-    gradient_accumulation_steps: int = _flag(1, "Micro-batches per optimizer step", least=1, moves=Moves.BATCHES)
+    gradient_accumulation_steps: int = _flag(
+        1, "Micro-batches per optimizer step", least=1, of=_DATA, moves=Moves.BATCHES
+    )
     global_batch_size: int | None = _flag(
-        None, "Sequences per optimizer step; sets accumulation", least=1, moves=Moves.BATCHES
+        None,
+        "Sequences per optimizer step; sets accumulation",
+        least=1,
+        excludes=[
+            ("gradient_accumulation_steps", "--global-batch-size and --gradient-accumulation-steps: give one of them")
+        ],
+        of=_DATA,
+        moves=Moves.BATCHES,
     )
     num_train_epochs: float = _flag(
         1.0,
         "Passes over the data, without --max-steps",
-        needs=Needs(
+        Needs(
             "--max-steps -1",
             lambda config: config.max_steps < 0,
             because="because --max-steps sets the number of steps",
         ),
         least=0,
+        of=_DATA,
     )
     max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1)
-    lr_scheduler_type: str = _flag("linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME")
-    lr_scheduler_kwargs: str = _flag("", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON")
-    warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0)
-    warmup_ratio: float = _flag(0.0, "Warm-up as a fraction of all steps", least=0, most=1)
+    lr_scheduler_type: str = _flag(
+        "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME", of=_STEPS
+    )
+    lr_scheduler_kwargs: str = _flag(
+        "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", also=("dict[str, Any]",), metavar="JSON", of=_STEPS
+    )
+    warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0, of=_STEPS)
+    warmup_ratio: float = _flag(
+        0.0,
+        "Warm-up as a fraction of all steps",
+        least=0,
+        most=1,
+        excludes=[
+            (
+                "warmup_steps",
+                "--warmup-ratio {warmup_ratio} and --warmup-steps {warmup_steps:g} are both given; leave one out",
+            )
+        ],
+        of=_STEPS,
+    )
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter", least=0, below=2**62, moves=Moves.BATCHES)
 
     def check_batch(self) -> None:
@@ -640,13 +850,6 @@ class ScheduleSettings:
             raise ExpertMeshError(
                 "--lr-scheduler-type: " + unknown_name("schedule", self.lr_scheduler_type, list(SCHEDULES))
             )
-        if self.warmup_ratio and self.warmup_steps:
-            raise ExpertMeshError(
-                f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
-                "leave one out"
-            )
-        if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
-            raise ExpertMeshError("--global-batch-size and --gradient-accumulation-steps: give one of them")
 
 
 @dataclass
@@ -655,40 +858,46 @@ class OptimizerSettings:
 
     GROUP = "Optimizer"
     MOVES = Moves.UPDATES
+    OF = _STEPS
 
     optim: str = _flag(
         ADAMW_FUSED.name,
         optimizers_in_words,
         type=_optimizer,
         choices=OPTIMIZERS.names,
+        excludes=[
+            (
+                lambda config: config.adapter != "none" and config.optimizer_entry.takes_matrices,
+                "--optim {optim}: works on weight matrices, not on LoRA factors; choose another one for --adapter lora",
+            )
+        ],
+        of=ENGINE,
         moves=Moves.UPDATES | Moves.STATE | Moves.PRECISION,
     )
     learning_rate: float = _flag(5e-5, "Peak learning rate", least=0)
-    weight_decay: float = _flag(
-        0.0, "Weight decay; norms and biases are exempt", needs=_heeded_as("weight_decay"), least=0
-    )
-    adam_beta1: float = _flag(0.9, "AdamW's beta1", needs=_heeded_as("adam_beta1"), least=0, below=1)
-    adam_beta2: float = _flag(0.999, "AdamW's beta2", needs=_heeded_as("adam_beta2"), least=0, below=1)
+    weight_decay: float = _flag(0.0, "Weight decay; norms and biases are exempt", _heeded_as("weight_decay"), least=0)
+    adam_beta1: float = _flag(0.9, "AdamW's beta1", _heeded_as("adam_beta1"), least=0, below=1)
+    adam_beta2: float = _flag(0.999, "AdamW's beta2", _heeded_as("adam_beta2"), least=0, below=1)
     # at 0, an element whose gradient is 0 becomes NaN
-    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon", needs=_heeded_as("adam_epsilon"), above=0)
+    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon", _heeded_as("adam_epsilon"), above=0)
     shampoo_frequency: int = _flag(
         10,
         "With --optim shampoo: steps between two preconditioners",
-        needs=_heeded_as("shampoo_frequency"),
+        _heeded_as("shampoo_frequency"),
         least=1,
         moves=Moves.UPDATES | Moves.STATE,
     )
     shampoo_start: int | None = _flag(
         None,
         "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
-        needs=_heeded_as("shampoo_start"),
+        _heeded_as("shampoo_start"),
         least=1,
         moves=Moves.UPDATES | Moves.STATE,
     )
     shampoo_block_size: int = _flag(
         1024,
         "With --optim shampoo: cut matrices into blocks of this size",
-        needs=_heeded_as("shampoo_block_size"),
+        _heeded_as("shampoo_block_size"),
         least=2,
         moves=Moves.UPDATES | Moves.STATE,
     )
@@ -720,7 +929,7 @@ class RoutingSettings:
         False,
         "Balance every layer separately. Off, as in transformers: balance the sum over layers, "
         "where one layer's excess can offset another's shortage",
-        needs=Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
+        Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss", least=0)
     router_bias_update_rate: float = _flag(
@@ -728,20 +937,29 @@ class RoutingSettings:
         "Auxiliary-loss-free balancing: change of the routers' correction biases per step, "
         "towards even load; for model families with such biases",
         least=0,
+        excludes=[
+            (
+                "adapter",
+                "--router-bias-update-rate {router_bias_update_rate:g}: adapters have no router bias; leave it out "
+                "with --adapter lora",
+            )
+        ],
         moves=Moves.UPDATES,
     )
     router_warn_steps: int = _flag(
         100,
         "Warn of experts that get no tokens, or most tokens, within N steps; 0: never",
         least=0,
+        of=_LOOP,
         moves=Moves.NOTHING,
     )
     router_warn_load: float | None = _flag(
         None,
         "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to "
         "the maximum, experts / experts per token)",
-        needs=Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
+        Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
         least=1,
+        of=_LOOP,
         moves=Moves.NOTHING,
     )
 
@@ -771,15 +989,24 @@ class MTPSettings:
         type=_mtp_weight,
         nargs="?",
         const=MTP_WEIGHT,
+        also=("bool",),
         metavar="WEIGHT",
         least=0,
+        is_firm=True,
+        excludes=[
+            _beside_mtp("adapter", "PEFT has no module for an adapter of the layer", " lora"),
+            _beside_mtp("task", "the layer learns tokens of samples, not preferences", " {task}"),
+            _beside_mtp("teacher", "a student's loss is of its own kind"),
+            _beside_mtp("compile", "the layer is not among what is compiled"),
+        ],
         moves=Moves.OBJECTIVE | Moves.STATE,
     )
     mtp_detach: bool = _flag(
         True,
         "The loss of --train-mtp trains its layer alone, so that all else learns as without it. Off: it trains the "
         "whole model, embedding and head included",
-        needs=Needs("--train-mtp", lambda config: config.train_mtp > 0),
+        Needs("--train-mtp", lambda config: config.train_mtp > 0),
+        of=_STEPS,
     )
 
 
@@ -790,39 +1017,49 @@ class AdapterSettings:
     GROUP = "LoRA and freezing"
     MOVES = Moves.STATE
 
-    adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights")
-    lora_rank: int = _flag(16, "LoRA rank r", aliases=["lora_r"], needs=_LORA, least=1, moves=Moves.MODEL | Moves.STATE)
+    adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights", is_firm=True)
+    lora_rank: int = _flag(16, "LoRA rank r", _LORA, aliases=["lora_r"], least=1, moves=Moves.MODEL | Moves.STATE)
     lora_alpha: float = _flag(
-        32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA, above=0, moves=Moves.MODEL | Moves.STATE
+        32.0, "LoRA deltas are scaled by alpha / r", _LORA, above=0, moves=Moves.MODEL | Moves.STATE
     )
-    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", needs=_LORA, least=0, below=1, moves=Moves.UPDATES)
+    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", _LORA, least=0, below=1, of=_STEPS, moves=Moves.UPDATES)
     lora_targets: list[str] = _list(
         "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular "
         "expressions for names of linear layers; separated by commas or spaces",
-        *("attention", "experts"),
+        _LORA,
+        default=("attention", "experts"),
         metavar="NAME",
-        needs=_LORA,
     )
-    use_rslora: bool = _flag(
-        False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA, moves=Moves.MODEL | Moves.STATE
-    )
+    use_rslora: bool = _flag(False, "Scale LoRA deltas by alpha / sqrt(r)", _LORA, moves=Moves.MODEL | Moves.STATE)
     modules_to_save: list[str] = _list(
         "Modules trained whole beside the adapters: embed_tokens, lm_head, norms, router, or regular "
         "expressions for their names; separated by commas or spaces",
+        _LORA,
         metavar="NAME",
-        needs=_LORA,
     )
     train_new_tokens: bool = _flag(
         False,
         "Beside the adapters, train the rows that new tokens (--add-tokens, --resize-vocab) have in embedding and "
         "head, and no others",
-        needs=_LORA,
+        _LORA,
+        requires=[
+            (
+                lambda config: config.add_tokens or config.resize_vocab,
+                "--train-new-tokens: there are none; give --add-tokens or --resize-vocab",
+            )
+        ],
     )
     base_dtype: BaseDtype = _flag(
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA); mxfp4: experts stay in the MXFP4 of the "
         "checkpoint, the rest in bf16. auto: bf16 with --bf16, else fp32",
-        needs=_LORA,
+        _LORA,
+        requires=[
+            (
+                lambda config: config.adapter != "none" or config.base_dtype == "float32",
+                "--base-dtype {base_dtype}: needs frozen weights; give --adapter lora",
+            )
+        ],
         moves=Moves.MODEL | Moves.STATE,
     )
     init_adapter: str = _flag(
@@ -831,22 +1068,31 @@ class AdapterSettings:
         "alpha and targets are the defaults",
         scope="input",
         metavar="DIR",
+        requires=[(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora")],
         moves=Moves.MODEL,
     )
     adapter_format: AdapterFormat = _flag(
         "auto",
         "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
         "checkpoint stores its experts",
-        needs=_LORA,
+        _LORA,
+        _EXPORTS,
+        of=_FILES,
         moves=Moves.EXPORT,
     )
     merge: bool = _flag(
-        False, "Also export the model with the adapter merged into its weights", needs=_LORA, moves=Moves.NOTHING
+        False,
+        "Also export the model with the adapter merged into its weights",
+        _LORA,
+        _EXPORTS,
+        of=_OUTPUT,
+        moves=Moves.NOTHING,
     )
     freeze: list[str] = _list(
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or "
         "regular expressions for names of parameters; separated by commas or spaces",
         metavar="NAME",
+        excludes=[("adapter", "--adapter lora freezes everything but the adapters; leave out --freeze")],
     )
 
     def check_adapter(self) -> None:
@@ -855,14 +1101,8 @@ class AdapterSettings:
         if self.freeze and not split_names(self.freeze):
             raise ExpertMeshError("--freeze has no names; leave it out to train everything")
         self.freeze = split_names(self.freeze)
-        if self.adapter != "none" and self.freeze:
-            raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
         if not self.lora_targets:
             raise ExpertMeshError("--lora-targets has no names; give at least one, such as attention")
-        if self.init_adapter and self.adapter == "none":
-            raise ExpertMeshError("--init-adapter needs --adapter lora")
-        if self.base_dtype not in ("auto", "float32") and self.adapter == "none":
-            raise ExpertMeshError(f"--base-dtype {self.base_dtype}: needs frozen weights; give --adapter lora")
 
 
 @dataclass
@@ -871,44 +1111,68 @@ class EvaluationSettings:
 
     GROUP = "Evaluation"
     MOVES = Moves.UPDATES
+    OF = _LOOP
 
     eval_dataset: list[str] = _list(
-        "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE", moves=Moves.SAMPLES
+        "Data to evaluate on, named as in --dataset",
+        _READS_EVALUATION,
+        scope="input",
+        metavar="FILE",
+        of=_DATA,
+        moves=Moves.SAMPLES,
     )
     eval_dataset_split: str = _flag(
         "test",
         "Split of --eval-dataset",
+        Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
+        _READS_EVALUATION,
         metavar="NAME",
-        needs=Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
+        of=_DATA,
         moves=Moves.SAMPLES,
     )
     eval_ratio: float = _flag(
         0.0,
         "Fraction of --dataset held out for evaluation, without --eval-dataset",
+        _READS_EVALUATION,
         least=0,
         below=1,
+        excludes=[("eval_dataset", "--eval-dataset and --eval-ratio: give one of them")],
+        of=_DATA,
         moves=Moves.BATCHES,
     )
-    eval_steps: int = _flag(
-        0, "Evaluate every N steps, and at the end; 0: after every epoch", needs=_EVALUATES, least=0
-    )
+    eval_steps: int = _flag(0, "Evaluate every N steps, and at the end; 0: after every epoch", _EVALUATES, least=0)
     per_device_eval_batch_size: int = _flag(
         8,
         "Sequences per micro-batch of an evaluation, per rank (or CP group)",
-        needs=_EVALUATES,
+        _COMPUTES_LOSSES,
+        _READS_EVALUATION,
         least=1,
+        of=_DATA,
         moves=Moves.SPEED,
     )
-    early_stopping_patience: int = _flag(0, "Stop after N evaluations without a better loss; 0: never", least=0)
+    early_stopping_patience: int = _flag(
+        0,
+        "Stop after N evaluations without a better loss; 0: never",
+        least=0,
+        requires=[_evaluations_for("--early-stopping-patience")],
+    )
     early_stopping_threshold: float = _flag(
         0.0,
         "Least decrease of the loss that counts as better",
-        needs=Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
+        Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
         least=0,
     )
     load_best_model_at_end: bool = _flag(
         False,
         "Export the weights of the best evaluation, not the last",
+        _EXPORTS,
+        requires=[
+            _evaluations_for("--load-best-model-at-end"),
+            (
+                lambda config: config.save_steps > 0,
+                "--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save",
+            ),
+        ],
         moves=Moves.EXPORT,
     )
     generate_steps: int = _flag(
@@ -916,19 +1180,12 @@ class EvaluationSettings:
     )
     generate_prompts: list[str] = _list(
         "Their prompts (default: questions from the evaluation data, else the training data)",
-        needs=_GENERATES,
+        _GENERATES,
         moves=Moves.NOTHING,
     )
     generate_max_new_tokens: int = _flag(
-        64, "Longest sample generation, in tokens", needs=_GENERATES, least=1, moves=Moves.NOTHING
+        64, "Longest sample generation, in tokens", _GENERATES, least=1, moves=Moves.NOTHING
     )
-
-    def check_evaluation(self) -> None:
-        if self.eval_dataset and self.eval_ratio > 0:
-            raise ExpertMeshError("--eval-dataset and --eval-ratio: give one of them")
-        for name in ("early_stopping_patience", "load_best_model_at_end"):
-            if getattr(self, name) and not self.evaluates:
-                raise ExpertMeshError(f"{flag_of(name)}: needs evaluation data; give --eval-dataset or --eval-ratio")
 
     @property
     def evaluates(self) -> bool:
@@ -947,57 +1204,57 @@ class CheckpointSettings:
         "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
         scope="output",
         metavar="DIR",
+        of=_FILES,
     )
-    overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir")
-    save_steps: int = _flag(500, "Save a training checkpoint every N steps; 0: never", least=0)
-    save_total_limit: int | None = _flag(None, "Training checkpoints to keep (default: all)", needs=_SAVES, least=1)
+    overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir", of=_OUTPUT)
+    save_steps: int = _flag(500, "Save a training checkpoint every N steps; 0: never", least=0, of=_LOOP)
+    save_total_limit: int | None = _flag(
+        None, "Training checkpoints to keep (default: all)", _SAVES, least=1, of=_STEPS
+    )
     async_save: bool = _flag(
         True,
         "Continue training while a checkpoint is written, from a copy in host memory",
-        needs=_SAVES,
+        _SAVES,
+        of=_LOOP,
         moves=Moves.SPEED,
     )
-    on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", needs=_SAVES)
+    on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", _SAVES, of=_LOOP)
     resume: str = _flag(
         "",
-        (
-            "Resume from a training checkpoint: its path, a directory of several for the newest complete one, or auto "
-            "for that of --output-dir (auto starts anew without one)"
-        ),
+        "Resume from a training checkpoint: its path, a directory of several for the newest complete one, or auto "
+        "for that of --output-dir (auto starts anew without one)",
         aliases=["resume_from_checkpoint"],
         type=_resume,
         scope="input",
+        also=("bool",),
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: resume even if the model or the data have changed: model, data",
-        metavar="NAME",
-        needs=_RESUMES,
+        "With --resume: resume even if the model or the data have changed: model, data", _RESUMES, metavar="NAME"
     )
     elastic: bool = _flag(
         False,
-        ("With --resume: choose the largest --ep-size that the number of ranks allows, and keep the global batch size"),
+        "With --resume: choose the largest --ep-size that the number of ranks allows, and keep the global batch size",
+        requires=[(lambda config: config.resume, "--elastic needs --resume; give --resume auto")],
     )
-    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf")
+    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf", of=_OUTPUT)
     max_shard_size: str = _flag(
-        "5GB",
-        "Size of an exported safetensors file",
-        metavar="SIZE",
-        needs=_EXPORTS_MODEL,
-        moves=Moves.EXPORT,
+        "5GB", "Size of an exported safetensors file", _EXPORTS_MODEL, metavar="SIZE", of=_FILES, moves=Moves.EXPORT
     )
     export_encoding: ExportEncoding = _flag(
         "plain",
         "Tensors that are quantized in --model. plain: export bfloat16; source: quantize them "
         "again the same way, unchanged blocks bit for bit",
-        needs=_EXPORTS_MODEL,
+        _EXPORTS_MODEL,
+        of=_FILES,
         moves=Moves.EXPORT,
     )
     drop_untrained: bool = _flag(
         False,
         "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
         "config.json, instead of copying them unchanged",
-        needs=_EXPORTS_MODEL,
+        _EXPORTS_MODEL,
+        of=_FILES,
         moves=Moves.EXPORT,
     )
 
@@ -1006,8 +1263,6 @@ class CheckpointSettings:
         for name in self.allow_changed:
             if name not in _MAY_CHANGE:
                 raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
-        if self.elastic and not self.resume:
-            raise ExpertMeshError("--elastic needs --resume; give --resume auto")
 
     @property
     def shard_bytes(self) -> int:
@@ -1020,21 +1275,25 @@ class LogSettings:
 
     GROUP = "Logging and profiling"
     MOVES = Moves.NOTHING
+    OF = _LOOP
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
-    verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load")
-    report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME")
-    run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME")
+    verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load", of=_DATA)
+    report_to: list[str] = _list(
+        "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME", of=_OUTPUT
+    )
+    run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME", of=_OUTPUT)
     profile: list[str] = _list(
         "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
         "OUTPUT_DIR/profile, and into the report",
         metavar="STEPS",
+        excludes=[("compile", "--profile cannot look inside layers that --compile compiles; leave out one of them")],
     )
     profile_ranks: list[str] = _list(
         "Ranks that --profile profiles: numbers, or all",
-        "0",
+        Needs("--profile", lambda config: bool(config.profile)),
+        default=["0"],
         metavar="RANK",
-        needs=Needs("--profile", lambda config: bool(config.profile)),
     )
 
     def check_profile(self) -> None:
@@ -1075,20 +1334,29 @@ class DebugSettings:
 
     GROUP = "Debugging"
     MOVES = Moves.NOTHING
+    OF = _LOOP
 
     on_nonfinite: OnNonfinite = _flag(
         "stop",
         "At a loss or gradient norm that is not finite: stop, or skip the optimizer step",
+        of=_STEPS,
         moves=Moves.UPDATES,
     )
-    detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite, by checking every module's output")
+    detect_anomaly: bool = _flag(
+        False,
+        "Name the first tensor that is not finite, by checking every module's output",
+        excludes=[
+            ("compile", "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them")
+        ],
+        of=_LOOP._replace(readers=_LOOP.readers | {"Trainer"}),
+    )
     check_replicas: int = _flag(
         0,
         "Every N steps, and before each save, compare what is replicated on several ranks: "
         "buffers and, with --dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
         least=0,
     )
-    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs", moves=Moves.SPEED)
+    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs", of=_LAYOUT, moves=Moves.SPEED)
     debug_ranks: list[int] = _list(
-        ("Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit"), metavar="RANK"
+        "Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit", metavar="RANK"
     )

@@ -6,12 +6,13 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import yaml
 
@@ -19,8 +20,9 @@ from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
-from .flags import LIMITS, FlagParser, default_of
+from .flags import LIMITS, FlagParser, default_of, of_class
 from .settings import (
+    ENGINE,
     AdapterSettings,
     CheckpointSettings,
     DataSettings,
@@ -34,6 +36,7 @@ from .settings import (
     Needs,
     OptimizerSettings,
     ParallelSettings,
+    Part,
     PrecisionSettings,
     PreferenceSettings,
     QuantizedBase,
@@ -66,62 +69,48 @@ class TrainConfig(
     `--help` prints them by groups, in the order that fields of a dataclass have: that of the last base first.
     """
 
-    def __post_init__(self) -> None:
-        self._check_ranges()
-        if not self.model:
-            raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
-        self.check_model()
-        self.check_data()
-        self.check_preference()
-        self.check_parallelism()
-        self.check_memory()
-        self.check_precision()
-        self.check_batch()
-        self.check_optimizer()
-        self.check_adapter()
-        self.check_evaluation()
-        self.check_checkpoints()
-        self.check_profile()
-        self._check_combinations()
-        self._check_streaming()
+    overridden: ClassVar[Sequence[str]] = ()
+    """What flags have taken the place of in the YAML file, in words, to be told."""
 
-    def _check_streaming(self) -> None:
-        why_not = {
-            f"--task {self.task}": (self.task != "sft", "the reference's log-probabilities are of a fixed set"),
-            "--teacher": (bool(self.teacher), "what it predicts is computed once, of a fixed set"),
-            "--eval-ratio": (self.eval_ratio > 0, "nothing can be held out of a stream; give --eval-dataset"),
-            "--group-by-length": (self.group_by_length, "lengths are not known; give --packing"),
-            "--prepare-only": (self.prepare_only, "nothing is kept in the cache"),
-            "--dataset-num-proc": (self.dataset_num_proc is not None, "each rank tokenizes by itself"),
-        }
-        for flag, (is_given, why) in why_not.items():
-            if self.streaming and is_given:
-                raise ExpertMeshError(f"{flag}: does not work with --streaming: {why}; leave it out")
-        if self.streaming and self.max_steps < 0:
-            raise ExpertMeshError("--streaming: the number of steps of an epoch is not known; give --max-steps")
-        if self.streaming and self.evaluates and not self.eval_steps:
-            raise ExpertMeshError("--streaming: evaluations follow no epochs; give --eval-steps")
+    def __post_init__(self) -> None:
+        malformed = list(self._malformed())
+        problems = [*self._out_of_range(), *malformed]
+        if not malformed:
+            problems += [rule.said.format_map(vars(self)) for rule in RULES if rule.is_broken(self)]
+        if not (problems or self.model):
+            problems = ["--model is missing: the directory of a Hugging Face checkpoint"]
+        if problems:
+            raise ExpertMeshError("; ".join(problems))
+
+    def _malformed(self) -> Iterator[str]:
+        """What is wrong with single values, in words; those that are lists of names are put in order."""
+        for check in (
+            *(self.check_model, self.check_data, self.check_parallelism, self.check_precision, self.check_batch),
+            *(self.check_optimizer, self.check_adapter, self.check_checkpoints, self.check_profile),
+        ):
+            try:
+                check()
+            except ExpertMeshError as error:
+                yield str(error)
 
     def _unmet(self) -> Iterator[tuple[Field[Any], Needs]]:
         """The settings that were asked for and have no effect beside the others, and what it would take."""
         for setting in fields(self):
-            needs: Needs | None = setting.metadata.get("needs")
-            if needs is not None and getattr(self, setting.name) != default_of(setting) and not needs.met(self):
-                yield setting, needs
+            unmet = next((needs for needs in NEEDS[setting.name] if not needs.met(self)), None)
+            if unmet is not None and getattr(self, setting.name) != default_of(setting):
+                yield setting, unmet
 
     @property
     def without_effect(self) -> list[str]:
         """What was asked for and changes nothing beside the other settings, in words, to be told."""
-        lines = []
+        flags: dict[str, list[str]] = {}
         for setting, needs in self._unmet():
-            value = getattr(self, setting.name)
-            flag = flag_of(setting.name if value is not False else f"no_{setting.name}")
-            if isinstance(value, list):
-                flag += f" {' '.join(value)}"
-            elif not isinstance(value, bool):
-                flag += f" {value}"
-            lines.append(f"{flag} has no effect {needs.because or f'without {needs.in_words}'}")
-        return lines
+            why = needs.because or f"without {needs.in_words}"
+            flags.setdefault(why, []).append(as_flag(setting.name, getattr(self, setting.name)))
+        told = [
+            f"{', '.join(names)} ha{'ve' if len(names) > 1 else 's'} no effect {why}" for why, names in flags.items()
+        ]
+        return [*self.overridden, *told]
 
     def settled(self) -> "TrainConfig":
         """The same for what computes: settings of the layout that have no effect in it are at their defaults, so that
@@ -136,7 +125,7 @@ class TrainConfig(
         alone: dict[str, Any] = dict.fromkeys((*sizes, "pipeline_chunks"), 1)
         return replace(self, **alone, async_tp=False, pipeline_layers=None, pipeline_schedule=None), given
 
-    def _check_ranges(self) -> None:
+    def _out_of_range(self) -> Iterator[str]:
         for setting in fields(self):
             value = getattr(self, setting.name)
             limits = {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
@@ -146,94 +135,9 @@ class TrainConfig(
             if value == math.inf or not all(LIMITS[limit][0](value, bound) for limit, bound in limits.items()):
                 allowed = [LIMITS[limit][1].format(bound) for limit, bound in limits.items()]
                 finite = ["finite"] if value == math.inf else []
-                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be {', and '.join(allowed + finite)}")
-            if isinstance(value, int) and value >= 2**63:
-                raise ExpertMeshError(f"{flag_of(setting.name)} {value}: must be below 2^63")
-
-    def _check_combinations(self) -> None:
-        """Check settings of several groups against one another."""
-        if self.adapter != "none" and self.optimizer_entry.takes_matrices:
-            raise ExpertMeshError(
-                f"--optim {self.optim}: works on weight matrices, not on LoRA factors; choose another one "
-                "for --adapter lora"
-            )
-        if self.adapter != "none" and self.router_bias_update_rate > 0:
-            raise ExpertMeshError(
-                f"--router-bias-update-rate {self.router_bias_update_rate:g}: adapters have no router "
-                "bias; leave it out with --adapter lora"
-            )
-        if self.train_new_tokens and not (self.add_tokens or self.resize_vocab):
-            raise ExpertMeshError("--train-new-tokens: there are none; give --add-tokens or --resize-vocab")
-        if self.offload_experts:
-            self._check_offload_experts()
-        for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
-            if precision == "fp8" and (kind := self.quantized_base) and (kind != "mxfp4" or flag == "expert"):
-                raise ExpertMeshError(
-                    f"--{flag}-precision fp8 would round weights twice, after --base-dtype {self.base_dtype}; "
-                    "leave out one of them"
-                )
-        if self.dense_precision == "fp8" and self.async_tp:
-            raise ExpertMeshError(
-                "--dense-precision fp8: does not work with --async-tp, which overlaps only bf16 GEMMs; "
-                "leave out one of them"
-            )
-        if self.train_mtp > 0:
-            self._check_mtp()
-        if self.detect_anomaly and self.compile:
-            raise ExpertMeshError(
-                "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them"
-            )
-        if self.profile and self.compile:
-            raise ExpertMeshError("--profile cannot look inside layers that --compile compiles; leave out one of them")
-        if self.task != "sft" and self.train_on != "assistant":
-            raise ExpertMeshError(
-                f"--train-on {self.train_on}: --task {self.task} trains on answers only; leave it out"
-            )
-        if self.task != "sft" and any(
-            (self.prompt_column, self.response_column, self.messages_column, self.text_column)
-        ):
-            raise ExpertMeshError(
-                f"--task {self.task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
-                "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column"
-            )
-        if self.task != "sft" and self.split_turns:
-            raise ExpertMeshError(f"--split-turns is for supervised fine-tuning; leave it out with --task {self.task}")
-        if self.task != "sft" and self.prompt_template:
-            raise ExpertMeshError(
-                f"--prompt-template is for supervised fine-tuning; leave it out with --task {self.task}"
-            )
-        if self.teacher and self.task != "sft":
-            raise ExpertMeshError(f"--teacher: has no part in --task {self.task}; leave out one of them")
-        if self.task != "sft" and self.weight_column:
-            raise ExpertMeshError(
-                f"--weight-column is for supervised fine-tuning; leave it out with --task {self.task}"
-            )
-        if self.load_best_model_at_end and self.save_steps == 0:
-            raise ExpertMeshError("--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save")
-
-    def _check_mtp(self) -> None:
-        """Refuse what does not go together with a layer for multi-token prediction."""
-        for flag, is_given, why in (
-            ("--adapter lora", self.adapter != "none", "PEFT has no module for an adapter of the layer"),
-            (f"--task {self.task}", self.task != "sft", "the layer learns tokens of samples, not preferences"),
-            ("--teacher", bool(self.teacher), "a student's loss is of its own kind"),
-            ("--compile", self.compile, "the layer is not among what is compiled"),
-        ):
-            if is_given:
-                raise ExpertMeshError(f"--train-mtp: does not work with {flag}: {why}; leave out one of them")
-
-    def _check_offload_experts(self) -> None:
-        if self.adapter == "none" and not self.freeze:
-            raise ExpertMeshError(
-                "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
-                "or --freeze experts, or --offload for what is trained, too"
-            )
-        if self.offload:
-            raise ExpertMeshError("--offload-experts: --offload keeps all parameters in host memory; leave out one")
-        if not self.reshard_after_forward:
-            raise ExpertMeshError(
-                "--offload-experts: --no-reshard-after-forward would keep all layers' experts on the GPU; leave out one"
-            )
+                yield f"{flag_of(setting.name)} {value}: must be {', and '.join(allowed + finite)}"
+            elif isinstance(value, int) and value >= 2**63:
+                yield f"{flag_of(setting.name)} {value}: must be below 2^63"
 
     @property
     def sequences_per_row(self) -> int:
@@ -321,6 +225,53 @@ class TrainConfig(
             partial.write_text("".join(comments) + yaml.safe_dump(settings, sort_keys=False))
 
 
+SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
+
+
+class Rule(NamedTuple):
+    """With what a setting does not go together (see `Excludes`), or what it is refused without (see `Requires`).
+
+    is_needed: whether it is the latter.
+    """
+
+    setting: str
+    when: str | Callable[[Any], Any]
+    said: str
+    is_needed: bool = False
+
+    def is_broken(self, config: TrainConfig) -> bool:
+        if not _is_given(config, self.setting):
+            return False
+        has = self.when(config) if callable(self.when) else _is_given(config, self.when)
+        return bool(has) != self.is_needed
+
+
+RULES = [
+    Rule(name, when, said, is_needed)
+    for name, setting in SETTINGS.items()
+    for which, is_needed in (("requires", True), ("excludes", False))
+    for when, said in setting.metadata.get(which, ())
+]
+
+
+def _is_given(config: TrainConfig, name: str) -> bool:
+    """Whether a setting has another value than its default."""
+    return bool(getattr(config, name) != default_of(SETTINGS[name]))
+
+
+PARTS: dict[str, Part] = {
+    name: setting.metadata.get("of") or of_class(TrainConfig, name, "OF", ENGINE) for name, setting in SETTINGS.items()
+}
+NEEDS: dict[str, tuple[Needs, ...]] = {
+    name: (*setting.metadata["needs"], *PARTS[name].needs) for name, setting in SETTINGS.items()
+}
+
+
+def read_by(reader: str) -> frozenset[str]:
+    """The settings that are read by "train_ep", by "load", by "Trainer", or for a "teacher"."""
+    return frozenset(name for name, part in PARTS.items() if reader in part.readers)
+
+
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}
 OF_ADAPTER = (*_FROM_CONFIG, "lora_targets")
 """Settings that are the adapter's where nobody gave them."""
@@ -366,8 +317,10 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     parser = make_parser()
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     file = given.pop("config", None)
-    arguments = [] if file is None else [f"--config={file}"]
-    return _parse(parser, arguments + _arguments(parser, given, ""))
+    words, refused = _arguments(parser, given)
+    if refused:
+        raise ExpertMeshError("; ".join(refused))
+    return _parse(parser, words if file is None else [f"--config={file}", *words])
 
 
 def make_parser(beside: Sequence[str] = ()) -> FlagParser:
@@ -384,7 +337,17 @@ def make_parser(beside: Sequence[str] = ()) -> FlagParser:
 
 
 def _parse(parser: FlagParser, arguments: Sequence[str]) -> TrainConfig:
-    return TrainConfig(**with_init_adapter(_given(parser, arguments).all))
+    given = _given(parser, arguments)
+    problems = list(given.refused)
+    try:
+        # what the file says in other words may be what is missing
+        config = TrainConfig(**with_init_adapter({**({"model": "-"} if problems else {}), **given.all}))
+        vars(config)["overridden"] = given.overridden
+    except ExpertMeshError as error:
+        problems.append(str(error))
+    if problems:
+        raise ExpertMeshError("; ".join(problems))
+    return config
 
 
 def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,13 +418,17 @@ def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(parsed).items() if value is not untouched}
 
 
-_INSTEAD = {
-    "eval_dataset": "eval_ratio",
-    "eval_ratio": "eval_dataset",
-    "global_batch_size": "gradient_accumulation_steps",
-    "gradient_accumulation_steps": "global_batch_size",
-}
-"""Settings, and those of which a run takes only one of the two."""
+class _Asked(TrainConfig):
+    """Settings that may not go together, which ones of them were read."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        vars(self).update({name: default_of(setting) for name, setting in SETTINGS.items()} | dict(settings))
+        vars(self)["read"] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in SETTINGS:
+            self.read.add(name)
+        return super().__getattribute__(name)
 
 
 @dataclass(frozen=True)
@@ -470,17 +437,51 @@ class GivenSettings:
 
     Attributes:
         flags: given on the command line. file: in the YAML file that `config` names, if one was given.
+        refused: what is wrong with keys of the file, and with values, in words.
     """
 
     flags: dict[str, Any]
     file: dict[str, Any]
     config: str | None
+    refused: tuple[str, ...] = ()
 
     @property
     def all(self) -> dict[str, Any]:
-        """Both; flags win, also where the file says the same by another setting."""
-        replaced = {_INSTEAD.get(name) for name in self.flags}
-        return {name: value for name, value in self.file.items() if name not in replaced} | self.flags
+        """Both; flags win, also over what of the file does not go together with them."""
+        return self._merged[0]
+
+    @property
+    def overridden(self) -> list[str]:
+        """What of the file is left out because of flags, in words."""
+        return self._merged[1]
+
+    @cached_property
+    def _merged(self) -> tuple[dict[str, Any], list[str]]:
+        file = {name: value for name, value in self.file.items() if name not in self.flags}
+        because = {name: name for name in self.flags}
+        lines: list[str] = []
+        while True:
+            asked = _Asked(file | self.flags)
+            for rule in RULES if file else ():
+                asked.read.clear()
+                if not rule.is_broken(asked):
+                    continue
+                # what was read on the way to the answer decides it
+                read = [name for name in SETTINGS if name in asked.read]
+                flags = [because[name] for name in read if name in because]
+                yields = [
+                    name
+                    for name in ([rule.setting] if rule.is_needed else read)
+                    if name in file and _is_given(asked, name) and not SETTINGS[name].metadata.get("is_firm")
+                ]
+                if flags and len(yields) == 1:
+                    break
+            else:
+                return file | self.flags, lines
+            name, flag = yields[0], flags[0]
+            because[name] = flag
+            value = json.dumps(file.pop(name), ensure_ascii=False)
+            lines.append(f"{as_flag(flag, self.flags[flag])} overrides {name}: {value} of {self.config}")
 
 
 def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> GivenSettings:
@@ -492,15 +493,28 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
     Raises:
         ExpertMeshError: as `parse_config`, but for settings that do not go together.
     """
-    return _given(make_parser(beside), arguments)
+    given = _given(make_parser(beside), arguments)
+    if given.refused:
+        raise ExpertMeshError("; ".join(given.refused))
+    return given
 
 
 def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     parser.check_names(arguments)
     flags = _parsed(parser, arguments)
     config = flags.pop("config", None)
-    file = {} if config is None else _parsed(parser, _yaml_arguments(parser, Path(config)))
-    return GivenSettings(flags, file, config)
+    if config is None:
+        return GivenSettings(flags, {}, None)
+    words, refused = _arguments(parser, _read_yaml(Path(config)))
+    said = [f"--config {config}: {'; '.join(refused)}"] if refused else []
+    return GivenSettings(flags, _parsed(parser, words), config, tuple(said))
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as on a command line."""
+    if isinstance(value, bool):
+        return flag_of(name if value else f"no_{name}")
+    return f"{flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def flags_of_config(
@@ -548,8 +562,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
-    """The file's entries as flags."""
+def _read_yaml(file: Path) -> dict[Any, Any]:
     try:
         if not file.exists():
             raise ExpertMeshError(f"--config {file}: no such file")
@@ -562,50 +575,54 @@ def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
         raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ExpertMeshError(f"--config {file}: contains a {type(content).__name__}, not a table of settings")
-    return _arguments(parser, content, f"--config {file}: ")
+    return content
 
 
-def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> list[str]:
-    """A table of settings as flags, so that all go through the same checks.
-
-    Args:
-        where: what errors begin with.
-    """
+def _arguments(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
+    """A table of settings as flags, so that all go through the same checks; and what is wrong with the rest, in
+    words."""
     given: dict[str, str] = {}
     arguments: list[str] = []
     refused: list[str] = []
     for key, value in content.items():
-        name = parser.names.get(str(key).replace("-", "_"))
-        if name is None:
-            # of aliases there may be no end
-            instead = parser.instead_of(str(key), _written(value) if _is_setting(value) else [])
-            if instead is None:
-                refused.append(unknown_name("key", str(key), parser.names))
-            elif instead:
-                refused.append(f"unknown key {key}: {instead}")
-            continue
-        if name in given:
-            raise ExpertMeshError(f"{where}{given[name]} and {key} are one setting; give one of them")
-        given[name] = str(key)
-        if not _is_setting(value):
-            raise ExpertMeshError(f"{where}{name} must be a string, a number, or a list or table of these")
-        if isinstance(value, list) and not parser.takes_list(name):
-            raise ExpertMeshError(f"{where}{key} is a list; give one value")
-        if isinstance(value, list) and any(str(item).startswith("-") for item in value):
-            raise ExpertMeshError(f"{where}{name} has an entry that begins with a dash, as flags do")
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            arguments.append(f"--{name}={json.dumps(value)}")
-        elif value is not None:
-            arguments.append(f"--{name}={value}")
-    if refused:
-        raise ExpertMeshError(where + "; ".join(refused))
-    try:
-        parser.parse_known_args(arguments)
-    except ExpertMeshError as error:
-        raise ExpertMeshError(f"{where}{error}") from error
-    return arguments
+        try:
+            words = _words(parser, str(key), value, given)
+            parser.parse_known_args(words)
+            arguments += words
+        except ExpertMeshError as error:
+            refused.append(str(error))
+    return arguments, refused
+
+
+def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> list[str]:
+    """A setting as a flag and its values.
+
+    Args:
+        given: names of settings that were given before, each with the key; it gets this one.
+    """
+    name = parser.names.get(key.replace("-", "_"))
+    if name is None:
+        # of aliases there may be no end
+        instead = parser.instead_of(key, _written(value) if _is_setting(value) else [])
+        if instead == "":
+            return []
+        raise ExpertMeshError(
+            unknown_name("key", key, parser.names) if instead is None else f"unknown key {key}: {instead}"
+        )
+    if name in given:
+        raise ExpertMeshError(f"{given[name]} and {key} are one setting; give one of them")
+    given[name] = key
+    if not _is_setting(value):
+        raise ExpertMeshError(f"{name} must be a string, a number, or a list or table of these")
+    if isinstance(value, list) and not parser.takes_list(name):
+        raise ExpertMeshError(f"{key} is a list; give one value")
+    if isinstance(value, list) and any(str(item).startswith("-") for item in value):
+        raise ExpertMeshError(f"{name} has an entry that begins with a dash, as flags do")
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)] if value else []
+    if isinstance(value, dict):
+        return [f"--{name}={json.dumps(value)}"]
+    return [] if value is None else [f"--{name}={value}"]
 
 
 def _written(value: Any) -> list[str]:

@@ -362,6 +362,40 @@ def split_files(
     Raises:
         ExpertMeshError: no file can be read, there is no such split or config, or the card is malformed.
     """
+    base = directory.resolve()
+    splits = _find_splits(flag, directory, config, kinds)
+    find, read, files = splits.find, splits.read, splits.files
+
+    def named(found: Iterable[Path]) -> list[Path]:
+        return [directory / file.relative_to(base) for file in found]
+
+    hold_data = [file for file in map(Path, find("**")) if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
+    unread = named(sorted(file for file in hold_data if file.suffix not in read))
+    if not splits.are_named and split in ("train", "test"):
+        return str(directory), named(files["train"]), unread
+    others = sorted({*_of_kinds(find, ["**"], read)}.difference(*files.values()))
+    unnamed = "" if not others else f"; in no split: {', '.join(file.name for file in others[:5])}"
+    if not files.get(split):
+        raise ExpertMeshError(
+            f"{flag} {directory}: has no split {split!r}; found: {', '.join(files)}{unnamed}; choose "
+            f"one with {flag}-split, or give files instead of the directory"
+        )
+    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", named(files[split]), unread
+
+
+@dataclass(frozen=True)
+class _Splits:
+    """Those of a directory: the files of each. are_named: whether anything tells them apart; else all are of one. find:
+    what matches a pattern. read: endings of files that are read."""
+
+    files: dict[str, list[Path]]
+    are_named: bool
+    find: Callable[[str], list[str]]
+    read: list[str]
+
+
+def _find_splits(flag: str, directory: Path, config: str, kinds: Sequence[str]) -> _Splits:
+    """See `split_files`."""
     from datasets.data_files import DEFAULT_PATTERNS_ALL, _get_data_files_patterns, resolve_pattern
 
     base, patterns = directory.resolve(), _card_patterns(flag, directory, config)
@@ -374,27 +408,28 @@ def split_files(
                 patterns_of = {str(name): wanted for name, wanted in _get_data_files_patterns(find_read).items()}
         files = {name: _of_kinds(find_read, wanted, read) for name, wanted in patterns_of.items()}
         if any(files.values()):
-            break
-    else:
-        listed = ", ".join(sorted(path.name for path in base.iterdir())[:8]) or "nothing"
-        raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(kinds)}); found: {listed}")
+            are_named = patterns_of != {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()}
+            return _Splits(files, are_named, find, read)
+    listed = ", ".join(sorted(path.name for path in base.iterdir())[:8]) or "nothing"
+    raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(kinds)}); found: {listed}")
 
-    def named(found: Iterable[Path]) -> list[Path]:
-        return [directory / file.relative_to(base) for file in found]
 
-    hold_data = [file for file in map(Path, find("**")) if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
-    unread = named(sorted(file for file in hold_data if file.suffix not in read))
-    is_unsplit = patterns_of == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()}
-    if is_unsplit and split in ("train", "test"):
-        return str(directory), named(files["train"]), unread
-    others = sorted({*_of_kinds(find_read, ["**"], read)}.difference(*files.values()))
-    unnamed = "" if not others else f"; in no split: {', '.join(file.name for file in others[:5])}"
-    if not files.get(split):
-        raise ExpertMeshError(
-            f"{flag} {directory}: has no split {split!r}; found: {', '.join(files)}{unnamed}; choose "
-            f"one with {flag}-split, or give files instead of the directory"
-        )
-    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", named(files[split]), unread
+def named_parts(flag: str, name: str, config: str) -> tuple[str, frozenset[str]]:
+    """What data are, in words, and what parts of them have names: "split", "config".
+
+    Raises:
+        ExpertMeshError: as `open_rows`, of a directory.
+    """
+    path = Path(name)
+    if path.is_file():
+        return "a file", frozenset()
+    if not path.is_dir():
+        return "a hub dataset", frozenset({"split", "config"})
+    if _is_saved(path):
+        has_splits = (path / "dataset_dict.json").is_file()
+        return "a saved dataset", frozenset({"split"} if has_splits else ())
+    parts = {"split"} if _find_splits(flag, path, config, KINDS).are_named else set()
+    return "a directory", frozenset(parts | ({"config"} if _card_configs(path / "README.md") else set()))
 
 
 def _of_kinds(find: Callable[[str], list[str]], patterns: Iterable[str], kinds: Sequence[str]) -> list[Path]:

@@ -44,6 +44,13 @@ _REASONING_PARTS = ("reasoning_details", "thinking_blocks")
 _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
 _PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output", "kto_tag")
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is desirable."""
+_IS_PREFERENCE = (
+    "has the column {}: preference data, but this is supervised fine-tuning; give --task dpo for pairs of a chosen and "
+    "a rejected answer or --task kto for labelled answers, leave the column out, or name those to train on with "
+    "--prompt-column and --response-column, or --messages-column"
+)
 # keys of a tool call that hold what it hands over: OpenAI's, and that of Llama's published chat template
 _ARGUMENTS = ("arguments", "parameters")
 # its other keys
@@ -116,6 +123,7 @@ class Format:
         unread: columns with a part of a question or an answer, which other formats read and this one would drop: a
             record that has one is refused.
         written, known_from: its row of the table in docs/reference/data-formats.md.
+        is_renamed: whether the user has named its columns, and so means no others.
     """
 
     name: str
@@ -124,6 +132,7 @@ class Format:
     unread: tuple[str, ...]
     written: str
     known_from: str
+    is_renamed: bool = False
 
 
 class RowError(ValueError):
@@ -151,18 +160,32 @@ def find_format(row: Any, columns: Columns) -> Format:
     )
 
 
-def _refuse_preferences(row: dict[str, Any]) -> None:
+def _refuse_preferences(row: Mapping[str, Any]) -> None:
     """Refuse preference data: an answer that a model is to avoid is none to learn."""
     found = [column for column in _PREFERENCES if column in row]
-    # a table has true as text
-    if "completion" in row and str(row.get("label")).lower() in ("true", "false"):
-        found.append("label")
     if found:
-        raise RowError(
-            f"has the column {found[0]}: preference data, but this is supervised fine-tuning; give --task dpo for "
-            "pairs of a chosen and a rejected answer or --task kto for labelled answers, leave the column out, or name "
-            "those to train on with --prompt-column and --response-column, or --messages-column"
-        )
+        raise RowError(_IS_PREFERENCE.format(found[0]))
+
+
+def _refuse_labelled(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """Likewise an answer with a label, whatever it says.
+
+    Args:
+        columns: that are read, of which the label is none.
+    """
+    if not any(name in row and name not in columns for name in LABELS) or label_in(row) is None:
+        return
+    from .labels import LABEL_FORMATS  # which are built on these formats
+
+    if any(all(column in row for column in known.columns) for known in LABEL_FORMATS):
+        raise RowError(_IS_PREFERENCE.format(next(name for name in LABELS if name in row)))
+
+
+def label_in(row: Mapping[str, Any]) -> bool | None:
+    """Whether a record's answer is desirable; None where its label does not say. A table has true as text, or as a
+    number."""
+    name = next((name for name in LABELS if name in row), "label")
+    return {"true": True, "false": False, "1": True, "0": False}.get(str(row.get(name)).strip().lower())
 
 
 def _named(columns: Columns) -> list[Format]:
@@ -180,7 +203,7 @@ def _named(columns: Columns) -> list[Format]:
 def _renamed(name: str, columns: tuple[str, ...], read: _Read) -> Format:
     """A format with the user's own columns, beside which they want no other to be read."""
     known = next(known for known in FORMATS if known.name == name)
-    return replace(known, columns=columns, read=read, unread=())
+    return replace(known, columns=columns, read=read, unread=(), is_renamed=True)
 
 
 def check_columns(row: Any, columns: Sequence[str]) -> None:
@@ -203,6 +226,8 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
         RowError: a column is missing or holds something else.
     """
     check_columns(row, data_format.columns)
+    if not data_format.is_renamed:
+        _refuse_labelled(row, data_format.columns)
     dropped = next((column for column in data_format.unread if row.get(column)), None)
     if dropped is not None:
         raise RowError(
@@ -240,7 +265,13 @@ def _messages_in(column: str) -> _Read:
 
 
 def _plain(column: str) -> _Read:
-    return lambda row, columns: PlainText(text_in(row, column))
+    return lambda row, columns: _plain_text(text_in(row, column), columns)
+
+
+def _plain_text(text: str, columns: Columns, prompt: str | None = None) -> PlainText:
+    if columns.system:
+        raise RowError("is plain text, which has no system prompt; leave out --system-column")
+    return PlainText(text, prompt)
 
 
 def _pair(prompt: str, response: str) -> _Read:
@@ -282,7 +313,7 @@ def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation |
             f"has {beside}, which a plain-text prompt and completion cannot use; to read these as "
             "question and answer, give --prompt-column prompt --response-column completion"
         )
-    return PlainText(text_in(row, "completion"), text_in(row, "prompt"))
+    return _plain_text(text_in(row, "completion"), columns, text_in(row, "prompt"))
 
 
 def holds_messages(*values: Any) -> bool:
@@ -423,7 +454,11 @@ def register_format(added: Format, *, before: str, version: int) -> None:
     what = f"register_format: the format {added.name!r}"
     for name, value, hint in (("before", before, str), ("version", version, int)):
         check_value(what, name, value, hint)
-    lacking = [field.name for field in fields(added) if field.name != "unread" and not getattr(added, field.name)]
+    lacking = [
+        field.name
+        for field in fields(added)
+        if field.name not in ("unread", "is_renamed") and not getattr(added, field.name)
+    ]
     if lacking:
         raise ValueError(f"{what} has no {lacking[0]}")
     check_fields(what, added)

@@ -6,12 +6,8 @@ The prompt has no loss. Records of preference pairs give two labelled answers ea
 from collections.abc import Mapping
 from typing import Any
 
-from .formats import Columns, RowError, table_of_formats
+from .formats import LABELS, Columns, RowError, label_in, table_of_formats
 from .pairs import PAIR_FORMATS, PairFormat, Said, answer_in, ending_in_answer, instruction_in, read_answers
-
-LABELS = ("label", "kto_tag")
-"""Columns that say whether an answer is desirable."""
-
 
 LABEL_FORMATS = [
     PairFormat(
@@ -81,8 +77,7 @@ def _label(row: Mapping[str, Any]) -> bool:
     name = next((name for name in LABELS if name in row), None)
     if name is None:
         raise RowError("has neither label nor kto_tag, unlike the records before it")
-    # a table has true as text, or as a number
-    found = {"true": True, "false": False, "1": True, "0": False}.get(str(row[name]).strip().lower())
+    found = label_in(row)
     if found is None:
         raise RowError(f"{name} is {row[name]!r:.80}; expected true for a desirable answer, or false")
     return found

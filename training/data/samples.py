@@ -24,7 +24,7 @@ from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 20
+_VERSION = 21
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
