@@ -79,10 +79,9 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     if (config.ends_after_data) and ranks.world_size == 1:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()
-        if without:
+        if without and config.preview:
             alone = "figures per rank and per step are for one rank"
-            kind = "a preview" if config.preview else "--prepare-only"
-            print(folded(f"note: {kind} in one process ignores {' '.join(without)}: {alone}"), flush=True)
+            print(folded(f"note: a preview in one process ignores {' '.join(without)}: {alone}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with raise_together(patient=ranks):
         check_debug_ranks(config.debug_ranks, ranks.world_size)

@@ -31,6 +31,11 @@ MODES: dict[str, tuple[int, str]] = {
     "epochs": (1, "--max-steps -1 --num-train-epochs 0.2 --resume auto --optim shampoo"),
     "layout": (4, "--pp-size 2 --tp-size 2 --ep-size 2 --dispatch rank --no-export"),
     "context": (2, "--cp-size 2 --ep-size 2 --dense-shard hybrid --gradient-checkpointing"),
+    # which leave out a part of a run
+    "no export": (1, "--adapter lora --merge --no-export --eval-ratio 0.2 --eval-steps 3"),
+    "no steps": (1, "--max-steps 0 --eval-ratio 0.2 --generate-steps 3"),
+    "preview": (1, "--preview --eval-ratio 0.2 --generate-steps 3"),
+    "prepare only": (1, "--prepare-only --eval-ratio 0.2"),
 }
 
 
@@ -136,7 +141,8 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     assert [code for code, _, _ in results] == [0] * world_size, results[0][1]
     read = set().union(*(found for _, _, found in results))
     config = parse_config(argv)
-    assert {"model", "learning_rate", "seed"} <= read
+    assert {"model", "seed"} <= read
+    assert ("learning_rate" in read) == (mode != "prepare only")
     dropped = []
     for setting in fields(TrainConfig):
         if setting.name in read | ONLY_WHEN_IT_HAPPENS or not is_met(setting, config):

@@ -122,12 +122,15 @@ _WRITES = Needs(
     lambda config: not config.ends_after_data,
     because="because nothing is written (--preview or --prepare-only)",
 )
+_BUILDS = Needs("", lambda config: not config.prepare_only, because="because only the data are read (--prepare-only)")
 _DATA = Part(frozenset({"train_ep"}))
 _LOOP = _DATA._replace(needs=(_TRAINS,))
 _OUTPUT = _DATA._replace(needs=(_WRITES,))
-ENGINE = Part(frozenset({"train_ep", "load", "Trainer"}))
+_MODEL = Part(frozenset({"train_ep", "load", "Trainer"}))
+_PROCESS = _MODEL._replace(readers=_MODEL.readers | {"teacher"})
+ENGINE = _MODEL._replace(needs=(_BUILDS,))
 """That of settings for which neither they nor their class, as OF, say otherwise."""
-_LAYOUT = Part(ENGINE.readers | {"teacher"})
+_LAYOUT = _PROCESS._replace(needs=(_BUILDS,))
 _STEPS = ENGINE._replace(needs=(_TRAINS,))
 _FILES = ENGINE._replace(needs=(_WRITES,))
 _EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
@@ -220,6 +223,7 @@ class ModelSettings:
     """What is trained."""
 
     GROUP = "Model"
+    OF = _MODEL
     MOVES = Moves.MODEL
 
     model: str = _flag(
@@ -366,7 +370,7 @@ class DataSettings:
     packing: bool = _flag(
         False,
         "Pack several samples into one sequence, each with its own positions and attention",
-        of=_LAYOUT,
+        of=_PROCESS,
         moves=Moves.BATCHES,
     )
     group_by_length: bool = _flag(
@@ -459,7 +463,7 @@ class PreferenceSettings:
             ),
             ("teacher", "--teacher: has no part in --task {task}; leave out one of them"),
         ],
-        of=ENGINE,
+        of=_MODEL,
         moves=Moves.SAMPLES | Moves.OBJECTIVE,
     )
     preference_loss: PreferenceLoss = _flag(
@@ -621,6 +625,7 @@ class ParallelSettings:
         "Seconds until a rank without progress, or an unfinished collective, ends the run",
         least=1,
         moves=Moves.NOTHING,
+        of=_PROCESS,
     )
 
     def check_parallelism(self) -> None:
@@ -727,6 +732,7 @@ class PrecisionSettings:
         False,
         "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere. Off: in full",
         moves=Moves.PRECISION,
+        of=_PROCESS,
     )
     expert_precision: Precision = _flag(
         "same",
@@ -782,7 +788,7 @@ class PrecisionSettings:
         "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume"
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
-    use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU")
+    use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU", of=_PROCESS)
 
     def check_precision(self) -> None:
         check_kernel_name(self.expert_kernel)
@@ -843,7 +849,9 @@ class ScheduleSettings:
         ],
         of=_STEPS,
     )
-    seed: int = _flag(42, "Seed of the data order and of dropout and jitter", least=0, below=2**62, moves=Moves.BATCHES)
+    seed: int = _flag(
+        42, "Seed of the data order and of dropout and jitter", least=0, below=2**62, moves=Moves.BATCHES, of=_MODEL
+    )
 
     def check_batch(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -1145,9 +1153,7 @@ class EvaluationSettings:
         8,
         "Sequences per micro-batch of an evaluation, per rank (or CP group)",
         _COMPUTES_LOSSES,
-        _READS_EVALUATION,
         least=1,
-        of=_DATA,
         moves=Moves.SPEED,
     )
     early_stopping_patience: int = _flag(
@@ -1356,7 +1362,12 @@ class DebugSettings:
         "buffers and, with --dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
         least=0,
     )
-    deterministic: bool = _flag(False, "Bitwise reproducible per layout; slower on GPUs", of=_LAYOUT, moves=Moves.SPEED)
+    deterministic: bool = _flag(
+        False,
+        "Bitwise reproducible per layout; slower on GPUs",
+        of=_PROCESS,
+        moves=Moves.SPEED,
+    )
     debug_ranks: list[int] = _list(
         "Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit", metavar="RANK"
     )
