@@ -583,7 +583,7 @@ class ParallelSettings:
     pipeline_chunks: int = _flag(
         None,
         "Stages per pipeline rank; more stages shorten the bubble (default: 1; 2 with --pipeline-schedule interleaved)",
-        _PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
+        _PP,
         least=1,
     )
     pipeline_layers: str | None = _flag(

@@ -97,7 +97,7 @@ class TrainConfig(
         """The settings that were asked for and have no effect beside the others, and what it would take."""
         for setting in fields(self):
             unmet = next((needs for needs in NEEDS[setting.name] if not needs.met(self)), None)
-            if unmet is not None and getattr(self, setting.name) != default_of(setting):
+            if unmet is not None and getattr(self, setting.name) != DEFAULTS[setting.name]:
                 yield setting, unmet
 
     @property
@@ -265,6 +265,10 @@ PARTS: dict[str, Part] = {
 NEEDS: dict[str, tuple[Needs, ...]] = {
     name: (*setting.metadata["needs"], *PARTS[name].needs) for name, setting in SETTINGS.items()
 }
+
+
+DEFAULTS = vars(TrainConfig(model="-"))
+"""What settings are where nothing is given, and what follows from it."""
 
 
 def read_by(reader: str) -> frozenset[str]:
@@ -533,7 +537,7 @@ def flags_of_config(
     file = file or {}
     if config.init_adapter:
         always = (*always, *OF_ADAPTER)
-    without = {**vars(TrainConfig(model="-")), **file}
+    without = {**DEFAULTS, **file}
     words: list[str] = []
     for name in dict.fromkeys([*always, *(setting.name for setting in fields(config))]):
         value = getattr(config, name)
