@@ -7,6 +7,7 @@ classes then fails, and a user who sets it is warned.
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -16,7 +17,14 @@ import torch
 import transformers
 
 from ..moe.util.errors import ExpertMeshError
+from .config.other_tools import advice_for
 from .config.train_config import TrainConfig
+
+
+def _of_load(flag: re.Match[str]) -> str:
+    """A flag as the argument that it is of `expertmesh.load`."""
+    return flag[0][2:].replace("-", "_")
+
 
 HEEDED: dict[str, tuple[str, ...]] = {
     "Trainer's loop": (
@@ -64,6 +72,14 @@ HEEDED: dict[str, tuple[str, ...]] = {
 }
 """By what -> the arguments that it heeds, whatever their value."""
 
+_OF_ANY_RUN = (
+    *("use_liger_kernel", "liger_kernel_config", "label_smoothing_factor", "average_tokens_across_devices"),
+    *("neftune_noise_alpha", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed", "save_on_each_node"),
+    *("loss_weights", "ld_alpha", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting"),
+    *("discopop_tau", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "pad_to_multiple_of"),
+)
+"""Arguments that `train_ep.py` refuses, too."""
+
 REFUSED: dict[str, str] = {
     "fp16": "give bf16=True to expertmesh.load",
     "bf16_full_eval": "evaluations compute as training does; give bf16=True to expertmesh.load",
@@ -71,36 +87,15 @@ REFUSED: dict[str, str] = {
     "torch_compile": "give compile=True to expertmesh.load",
     "torch_compile_backend": "give compile=True to expertmesh.load",
     "torch_compile_mode": "give compile=True to expertmesh.load",
-    "use_liger_kernel": "on a GPU, the engine uses liger-kernel if it computes the same; leave it out",
-    "liger_kernel_config": "on a GPU, the engine uses liger-kernel if it computes the same; leave it out",
     "optim_args": "give the optimizer's settings to expertmesh.load",
     "optim_target_modules": "give adapter='lora' or an optim of matrices to expertmesh.load, or leave it out",
-    "label_smoothing_factor": "the loss is the cross-entropy of the labels; leave it out",
-    "average_tokens_across_devices": "the loss is the mean over all ranks' target tokens; leave it out",
-    "neftune_noise_alpha": "leave it out",
     "auto_find_batch_size": "give per_device_train_batch_size",
-    "torch_empty_cache_steps": "leave it out",
-    "fsdp": "the model is sharded already; give dense_shard to expertmesh.load",
-    "fsdp_config": "the model is sharded already; give dense_shard to expertmesh.load",
-    "deepspeed": "the model is sharded already; give dense_shard or offload to expertmesh.load",
     "parallelism_config": "give ep_size to expertmesh.load",
     "debug": "give detect_anomaly=True to expertmesh.load",
-    "save_on_each_node": "checkpoints go to one directory that all nodes share; leave it out",
     "enable_jit_checkpoint": "ranks get a signal at different steps, but save together; give save_steps, or use "
     "train_ep.py, which saves at a scheduler's signal",
     "model_init_kwargs": "the model is loaded already; give its settings to expertmesh.load",
-    **dict.fromkeys(
-        (
-            *("loss_weights", "ld_alpha", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef"),
-            *("use_weighting", "discopop_tau"),
-        ),
-        "the loss of pairs is DPO's or IPO's as published; leave it out",
-    ),
-    **dict.fromkeys(
-        ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-        "the reference is the model as it is before training; leave it out",
-    ),
-    "pad_to_multiple_of": "the engine pads as its kernels need; leave it out",
+    **{name: re.sub(r"--[a-z-]+", _of_load, advice_for(name)) for name in _OF_ANY_RUN},
 }
 """Arguments that are refused unless they are left out, and what to do instead."""
 

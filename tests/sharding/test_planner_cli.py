@@ -487,7 +487,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is not a directory, and the hub has no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
-        (["--model", "CONFIG", "--adapters", "lora"], "unknown flag --adapters; did you mean --adapter?"),
+        (["--model", "CONFIG", "--adaptor", "lora"], "unknown flag --adaptor; did you mean --adapter?"),
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
         (
             ["--model", "CONFIG", "--tf32"],

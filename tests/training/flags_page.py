@@ -13,9 +13,8 @@ dashes, and an argument of `expertmesh.load`. Flags win over the file, also over
 them, such as `warmup_ratio` with `--warmup-steps`; a note names both. Flags have the names of
 `transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`.
 
-- A flag or key of another tool (trl, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate, DeepSpeed) is refused.
-  One error names all of them in a file, with what to give instead. A key that asks for what is done anyway, such as
-  `fp16: false`, is ignored.
+- A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). One that asks
+  for what is done anyway, such as `fp16: false`, is ignored.
 - A flag without effect beside the others, such as `--dispatch rank` without `--ep-size`, is no error; a note names it.
 
 This page is made by a command:

@@ -56,7 +56,7 @@ def lines() -> Iterator[str]:
     for base in reversed(TrainConfig.__mro__[1:-1]):
         yield f"\n    # {inspect.getdoc(base)}"
         for name in inspect.get_annotations(base):
-            if name != "model":
+            if name in SETTINGS and name != "model":
                 yield f"    {name}: {kind(SETTINGS[name], written[name])}"
 
 

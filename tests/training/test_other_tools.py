@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 import transformers
-import trl
 from torch.distributed.run import get_args_parser
 from transformers.training_args import OptimizerNames
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import nearest
 from expertmesh.training.config.optimizers import OPTIMIZERS
-from expertmesh.training.config.other_tools import _VALUES, rows
+from expertmesh.training.config.other_tools import WITHOUT_EQUIVALENT
 from expertmesh.training.config.train_config import TrainConfig, make_config, make_parser, parse_config
+from tests.training.migrate_page import TRL
 
 NEEDED = ["--model", "m", "--dataset", "d"]
-OURS = {name for setting in fields(TrainConfig) for name in (setting.name, *setting.metadata.get("aliases", []))}
+PARSER = make_parser()
+ACTIONS = {action.dest: action for action in PARSER._actions}
+SAME, ASKING = PARSER.others.same, PARSER.others.asking
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
-NAMES = [name for names, *_ in rows() for name in names.split()]
-OF_OPTIMIZERS = [other.flags for entry in OPTIMIZERS.entries() for other in entry.other_tools]
-CONFIGS: list[Any] = [transformers.TrainingArguments, trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]
-THEIRS = {setting.name for config in CONFIGS for setting in fields(config)}
+TABLES = [
+    table() if callable(table) else table for kind in TrainConfig.__mro__ for table in [vars(kind).get("OTHERS", {})]
+]
 
 
 def refusal(*flags: str) -> str:
@@ -32,25 +33,115 @@ def refusal(*flags: str) -> str:
     return str(error.value)
 
 
-def test_every_flag_that_is_advised_exists() -> None:
-    """And the table has each name once, and none of ours."""
-    assert len(NAMES) == len(set(NAMES)) > 60
-    assert not set(NAMES) & OURS
-    advice = [*(advice for _, advice, _ in rows()), *_VALUES.values(), *OF_OPTIMIZERS]
-    for text in advice:
-        for flag in re.findall(r"--[a-z][a-z0-9-]*", text.replace("`hf download --revision`", "")):
-            assert flag[2:].replace("-", "_") in OURS | {"config"} or flag in TORCHRUN, text
-    for text in [*_VALUES.values(), *OF_OPTIMIZERS]:
-        flags = re.sub(r"^give |,? \(.*|, .*", "", text) if text.startswith(("give", "--")) else ""
-        assert not make_parser().parse_known_args([*NEEDED, *flags.split()])[1]
+def followed(answer: str) -> Any:
+    """The settings of who gives what the answer to a key says."""
+    settings, unknown = make_parser().parse_known_args([*NEEDED, *answer.removeprefix("give ").split()])
+    assert not unknown
+    return settings
 
 
-def test_every_flag_of_transformers_and_trl_has_an_answer() -> None:
-    """What to do, not a flag that shares letters with it."""
-    for name in THEIRS - OURS:
+def test_every_row_names_settings_and_flags_that_exist() -> None:
+    """And no name of ours is in a table, and no other name in two."""
+    for table in TABLES:
+        for here, theirs in table.items():
+            assert here in ACTIONS or here == "" or here.startswith("--"), here
+            if here.startswith("--"):
+                followed(here)
+            for name, _, value in (word.partition("=") for word in theirs.split()):
+                assert value or name not in PARSER.names, name
+    in_table = [name for names, *_ in WITHOUT_EQUIVALENT for name in names.split()]
+    names = [*SAME, *ASKING.keys() - PARSER.names.keys(), *in_table]
+    assert len(names) == len(set(names)) > 200
+    assert not {*SAME, *in_table} & PARSER.names.keys()
+    assert not ASKING.keys() & SAME.keys(), "write it with the setting's own name"
+    for _, advice, _ in WITHOUT_EQUIVALENT:
+        for flag in re.findall(r"--[a-z][a-z0-9-]*", advice.replace("`hf download --revision`", "")):
+            assert flag in PARSER._option_string_actions or flag in TORCHRUN, advice
+
+
+def test_no_row_denies_what_a_setting_can_do() -> None:
+    """Who gives a setting's own value under another name, and does what is said then, has that value."""
+    told = 0
+    for name, action in SAME.items():
+        for value in map(str, action.choices or ()):
+            answer = PARSER.others.answer(name, [value], exactly=True)
+            settings = followed(answer or "")
+            assert str(getattr(settings, action.dest)) == value, (name, value, answer)
+            told += answer != ""
+    assert told > 40
+    for name, asked in ASKING.items():
+        for value, flags in asked:
+            if name in ACTIONS and "*" not in value and "?" not in value:
+                other = next((other for other, action in SAME.items() if action.dest == name), None)
+                expected = f"give {flags}" if flags else ""
+                assert other is None or PARSER.others.answer(other, [value], exactly=True) == expected
+
+
+def test_every_field_of_transformers_and_trl_has_an_answer() -> None:
+    """What to do, not a flag that shares letters with it. A release that adds a field fails here until it has one."""
+    theirs = {setting.name for kind in (transformers.TrainingArguments, *TRL) for setting in fields(kind)}
+    assert len(theirs) > 150
+    for name in theirs - PARSER.names.keys():
+        assert PARSER.others.answer(name, ["unheard-of"], exactly=True) or name.partition("_")[0] in (
+            *("dataloader", "ddp", "hub", "push", "fsdp", "liger", "trackio", "bnb"),
+        ), name
         said = refusal(f"--{name}", "unheard-of")
         assert said.startswith(f"unknown flag --{name}: ")
         assert "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("stage: dpo", {"task": "dpo", "preference_loss": "sigmoid"}),
+        ("stage: kto", {"task": "kto"}),
+        ("rl: dpo", {"task": "dpo"}),
+        ("rl: ipo", {"task": "dpo", "preference_loss": "ipo"}),
+        ("rl: kto", {"task": "kto"}),
+        ("rlhf_type: dpo", {"task": "dpo"}),
+        ("rlhf_type: kto", {"task": "kto"}),
+        ("rlhf_type: gkd", {"teacher": "DIR"}),
+        ("pref_loss: ipo", {"task": "dpo", "preference_loss": "ipo"}),
+        ("loss_type: [ipo]", {"task": "dpo", "preference_loss": "ipo"}),
+        ("loss_type: [sigmoid]", {"task": "dpo", "preference_loss": "sigmoid"}),
+        ("loss_type: kto", {"task": "kto", "preference_loss": "sigmoid"}),
+        ("loss_type: apo_zero_unpaired", {"task": "kto", "preference_loss": "apo_zero_unpaired"}),
+        ("finetuning_type: lora", {"adapter": "lora"}),
+        ("tuner_type: lora", {"adapter": "lora"}),
+        ("target_modules: all-linear", {"lora_targets": ["all-linear"]}),
+        ("lora_target: all", {"lora_targets": ["all-linear"]}),
+        ("quantization_bit: 4", {"adapter": "lora", "base_dtype": "nf4"}),
+        ("load_in_8bit: true", {"adapter": "lora", "base_dtype": "fp8"}),
+        ("pure_bf16: true", {"bf16": True, "optim": "adamw_bf16"}),
+        ("train_on_inputs: true", {"train_on": "all"}),
+        ("mask_history: true", {"train_on": "last"}),
+        ("loss_scale: last_round", {"train_on": "last"}),
+    ],
+)
+def test_an_answer_trains_what_was_asked_for(key: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """As a whole configuration, which has checked that its settings go together."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text(key)
+    said = refusal("--config", str(file))
+    config = parse_config([*NEEDED, *said.partition(": give ")[2].split()])
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        *((name, "--preference-beta") for name in ("beta", "pref_beta", "rl_beta", "dpo_beta")),
+        ("pref_ftx", "--preference-sft-weight"),
+        ("rpo_alpha", "--preference-sft-weight"),
+        ("kto_chosen_weight", "--desirable-weight"),
+        ("kto_undesirable_weight", "--undesirable-weight"),
+        ("teacher_model_name_or_path", "--teacher"),
+        ("gkd_logits_topk", "--teacher-top-k"),
+        ("mtp_num_layers", "--train-mtp"),
+    ],
+)
+def test_keys_of_preferences_distillation_and_mtp(key: str, flag: str) -> None:
+    assert refusal(f"--{key}", "0.3") == f"unknown flag --{key}: give {flag}"
 
 
 def test_optimizers_of_transformers() -> None:
@@ -72,17 +163,18 @@ def test_optimizers_of_transformers() -> None:
         (["--fsdp", "full_shard auto_wrap"], "unknown flag --fsdp: .* always shards"),
         (["--deepspeed=zero3.json"], "unknown flag --deepspeed: .* always shards"),
         (["--load_in_4bit"], "unknown flag --load_in_4bit: give --adapter lora --base-dtype nf4"),
-        (["--load-in-4bit", "true"], "unknown flag --load-in-4bit: give --adapter lora --base-dtype nf4"),
+        (["--load-in-4bit=1"], "unknown flag --load-in-4bit: give --adapter lora --base-dtype nf4"),
         (["--max_length", "2048"], "unknown flag --max_length: give --max-seq-length"),
-        (["--lora_target_modules", "q_proj", "v_proj", "--use_peft"], "targets: .*; unknown flag --use_peft: give"),
+        (["--lora_target_modules", "q_proj", "v_proj", "--use_peft"], "give --lora-targets; .* --use_peft: give"),
         (["--fsdp_offload_params", "true"], "unknown flag --fsdp_offload_params: .* always shards"),
         (["--fp16"], "unknown flag --fp16: float16 is not supported; give --bf16"),
         (["--fp16", "false", "stray"], "unknown flag --fp16"),
         (["--optim", "paged_adamw_8bit"], "invalid choice: 'paged_adamw_8bit' .*; give --optim adamw_torch_8bit"),
         (["--adapter", "qlora"], "invalid choice: 'qlora' .*; give --adapter lora --base-dtype nf4"),
-        (["--bf16", "auto"], "--bf16: auto is neither true nor false; give --bf16 true"),
+        (["--bf16", "auto"], "--bf16: auto is neither true nor false; give --bf16"),
         (["--save-steps", "0.25"], "--save-steps: invalid int value: '0.25'; give a number of steps, not a fraction"),
-        (["--stage", "dpo"], "unknown flag --stage: runs here are supervised fine-tuning"),
+        (["--rlhf_type", "grpo"], "unknown flag --rlhf_type: give --task: sft, dpo or kto"),
+        (["--num_generations", "8"], "unknown flag --num_generations: there is only --task sft, dpo and kto"),
         (["--reshard_after_foward"], "unknown flag --reshard-after-foward; did you mean --reshard-after-forward"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, Switch, flag_of, nearest
 from .moves import Moves
-from .other_tools import TORCHRUN, answer, answer_to_value
+from .other_tools import TORCHRUN, OtherTools
 
 LIMITS = {
     "least": (operator.ge, "{} or more"),
@@ -39,13 +39,14 @@ class FlagParser(Parser):
     the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
-    anyway is passed over.
+    anyway is passed over. What they call a setting is in the OTHERS of the class whose field it is.
 
     Args:
         beside: flags that the command takes as well, and has taken out: what is unknown may be one of them, misspelt.
 
     Attributes:
         names: the field that each name is of, aliases included, all with underscores.
+        others: what other tools call them.
 
     Raises:
         ExpertMeshError: from all that parse: a value is invalid.
@@ -61,6 +62,9 @@ class FlagParser(Parser):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             self._add_flag(groups[title], setting)
+        tables = (vars(base).get("OTHERS", {}) for base in settings.__mro__)
+        actions = {action.dest: action for action in self._actions}
+        self.others = OtherTools(actions, (table() if callable(table) else table for table in tables))
 
     def check_names(self, arguments: Sequence[str]) -> None:
         """
@@ -107,22 +111,27 @@ class FlagParser(Parser):
         Returns: None: no known tool has it, or a flag of ours is near; empty: it asks only for what is done anyway.
         """
         name = name.replace("-", "_")
-        instead = answer(name, values, exactly=True)
+        instead = self.others.answer(name, values, exactly=True)
         if instead is None and nearest(name, [*self.names, *self.beside]) is None:
-            instead = answer(name, values, exactly=False)
+            instead = self.others.answer(name, values, exactly=False)
         return "give --gpus and --gpus-per-node" if instead == TORCHRUN and "--gpus" in self.beside else instead
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:
-            raise _with_answer(error, action, arg_string) from error
+            raise self._with_answer(error, action, arg_string) from error
 
     def _check_value(self, action: Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except ArgumentError as error:
-            raise _with_answer(error, action, str(value)) from error
+            raise self._with_answer(error, action, str(value)) from error
+
+    def _with_answer(self, error: ArgumentError, action: Action, value: str) -> ArgumentError:
+        """The error with what to give instead, if the value is another tool's."""
+        instead = self.others.answer_to_value(action.dest, value)
+        return ArgumentError(action, f"{error.message}; {instead}" if instead else error.message)
 
     def takes_list(self, name: str) -> bool:
         """Whether a field has a list of values."""
@@ -165,12 +174,6 @@ def moves_of(settings: type, setting: Field[Any]) -> Moves:
 def default_of(setting: Field[Any]) -> Any:
     """The default of a dataclass's field."""
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
-
-
-def _with_answer(error: ArgumentError, action: Action, value: str) -> ArgumentError:
-    """The error with what to give instead, if the value is another tool's."""
-    instead = answer_to_value(action.dest, value)
-    return ArgumentError(action, f"{error.message}; {instead}" if instead else error.message)
 
 
 def _value_type(setting: Field[Any]) -> Any:

@@ -109,13 +109,6 @@ class StateSetting(NamedTuple):
     origin: str
 
 
-class OtherName(NamedTuple):
-    """Names that other tools have, as patterns between spaces, and the flags to give instead."""
-
-    names: str
-    flags: str
-
-
 def no_settings(settings: Mapping[str, Any]) -> list[StateSetting]:
     """`state_settings` of an optimizer whose state means the same with all settings."""
     return []
@@ -128,8 +121,7 @@ class OptimizerEntry:
     Attributes:
         name: of `--optim`. help: what it is, in its part of that flag's help.
         aliases: other names of the same in transformers.
-        other_tools: values of other tools' settings in whose place it is to be given.
-        other_switches: flags of other tools that ask for it.
+        others: what other tools call it (see `training.config.other_tools.OtherTools`).
         heeds: the settings that it reads beside learning_rate: those of `OptimizerSettings` that are not in here have
             no effect with it, and a run says so.
         forecast_reads: the settings that `state_bytes` and `matrix_kernels` read.
@@ -148,8 +140,7 @@ class OptimizerEntry:
     name: str
     help: str
     aliases: tuple[str, ...] = ()
-    other_tools: tuple[OtherName, ...] = ()
-    other_switches: tuple[OtherName, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
     heeds: tuple[str, ...]
     forecast_reads: tuple[str, ...] = ()
     state_settings: Callable[[Mapping[str, Any]], list[StateSetting]] = no_settings
@@ -274,13 +265,11 @@ ADAMW_FUSED = OptimizerEntry(
     name="adamw_torch_fused",
     help="AdamW",
     aliases=("adamw_torch",),  # the same without the fused kernel
-    other_tools=(
-        OtherName(
-            "adamw adam adamw_hf fused_adam adamw_apex_fused adamw_torch_npu_fused adamw_torch_xla",
-            "--optim adamw_torch_fused",
-        ),
-        OtherName("paged_adamw paged_adamw_32bit", "--optim adamw_torch_fused --offload"),
-    ),
+    others={
+        "--optim adamw_torch_fused": "optim=adamw optim=adam optim=adamw_hf optim=fused_adam optim=adamw_apex_fused "
+        "optim=adamw_torch_npu_fused optim=adamw_torch_xla",
+        "--optim adamw_torch_fused --offload": "optim=paged_adamw optim=paged_adamw_32bit",
+    },
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 8,
     clips=True,
@@ -290,7 +279,7 @@ ADAMW_FUSED = OptimizerEntry(
 ADAMW_8BIT = OptimizerEntry(
     name="adamw_torch_8bit",
     help="AdamW with 8-bit state",
-    other_tools=(OtherName("adamw_*bit adam_8bit paged_adamw_8bit", "--optim adamw_torch_8bit"),),
+    others={"--optim adamw_torch_8bit": "optim=*adamw_*bit optim=adam_8bit"},
     heeds=_OF_ADAMW,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
@@ -300,8 +289,7 @@ ADAMW_8BIT = OptimizerEntry(
 ADAMW_BF16 = OptimizerEntry(
     name="adamw_bf16",
     help="AdamW with parameters, gradients and state in bf16 and stochastic rounding",
-    other_tools=(OtherName("adamw_anyprecision adamw_kahan", "--optim adamw_bf16"),),
-    other_switches=(OtherName("pure_bf16", "--bf16 --optim adamw_bf16"),),
+    others={"--optim adamw_bf16": "optim=adamw_anyprecision", "--bf16 --optim adamw_bf16": "pure_bf16"},
     heeds=_OF_ADAMW,
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
@@ -312,7 +300,7 @@ ADAMW_BF16 = OptimizerEntry(
 MUON = OptimizerEntry(
     name="muon",
     help="Muon for attention's and the experts' matrices, with AdamW for the rest",
-    other_switches=(OtherName("use_muon", "--optim muon"),),
+    others={"--optim muon": "use_muon"},
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 4 if parameter.matrix_rows else 8,
     matrix_kernels=_muon_kernels,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
@@ -24,6 +24,7 @@ from ..data.data_files import SampleBy
 from ..data.templates import BUILT_IN
 from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
+from .other_tools import Others
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
@@ -225,6 +226,11 @@ class ModelSettings:
     GROUP = "Model"
     OF = _MODEL
     MOVES = Moves.MODEL
+    OTHERS: ClassVar[Others] = {
+        "model": "base_model model_id pretrained_model_name_or_path",
+        "tokenizer": "tokenizer_name_or_path tokenizer_config",
+        "add_tokens": "tokens",
+    }
 
     model: str = _flag(
         "",
@@ -275,6 +281,22 @@ class DataSettings:
     GROUP = "Data"
     MOVES = Moves.SAMPLES
     OF = _DATA
+    OTHERS: ClassVar[Others] = {
+        "dataset": "datasets dataset_name dataset_path data_files train_file pretraining_dataset",
+        "dataset_split": "dataset_train_split",
+        "dataset_num_proc": "dataset_processes preprocessing_num_workers",
+        "text_column": "dataset_text_field",
+        "chat_template": "chat_template_path chat_template_jinja",
+        "train_on": "loss_scale roles_to_train train_on_eos",
+        "--train-on all": "train_on_inputs train_on_prompt",
+        "": "train_on=default train_on=turn",
+        "--train-on assistant": "train_on=completion",
+        "--train-on last": "train_on=last_round mask_history",
+        "max_seq_length": "max_length sequence_len cutoff_len model_max_length max_seq_len seq_length seq_len",
+        "packing": "sample_packing neat_packing padding_free",
+        "streaming": "dataset_streaming",
+        "shuffle_buffer": "buffer_size shuffle_buffer_size",
+    }
 
     dataset: list[str] = _list(
         "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
@@ -445,6 +467,21 @@ class PreferenceSettings:
     GROUP = "Preference training"
     MOVES = Moves.OBJECTIVE
     OF = _LOOP
+    OTHERS: ClassVar[Others] = {
+        "task": "stage rl rlhf_type",
+        "preference_loss": "pref_loss loss_type dpo_loss_type",
+        "--task dpo": "preference_loss=sigmoid",
+        "--task dpo --preference-loss ipo": "task=ipo preference_loss=ipo",
+        "--task kto": "preference_loss=kto",
+        "--task kto --preference-loss apo_zero_unpaired": "preference_loss=apo_zero_unpaired",
+        "--text-column text": "task=pt",
+        "--teacher DIR": "task=gkd",
+        "": "preference_loss=nll preference_loss=chunked_nll preference_sft_weight=0 preference_sft_weight=0.0",
+        "preference_beta": "beta pref_beta rl_beta dpo_beta",
+        "preference_sft_weight": "pref_ftx rpo_alpha",
+        "desirable_weight": "kto_desirable_weight kto_chosen_weight",
+        "undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
+    }
 
     task: Task = _flag(
         "sft",
@@ -497,6 +534,11 @@ class DistillationSettings:
     GROUP = "Distillation"
     MOVES = Moves.OBJECTIVE
     OF = _LOOP
+    OTHERS: ClassVar[Others] = {
+        "teacher": "teacher_model teacher_model_name_or_path",
+        "teacher_top_k": "gkd_logits_topk kd_online_topk",
+        "teacher_weight": "kd_alpha",
+    }
 
     teacher: str = _flag(
         "",
@@ -530,6 +572,19 @@ class ParallelSettings:
     GROUP = "Parallelism"
     MOVES = Moves.SPEED
     OF = _LAYOUT
+    OTHERS: ClassVar[Others] = lambda: {
+        "ep_size": "expert_parallel_size expert_model_parallel_size expert_parallel_degree",
+        "cp_size": "context_parallel_size sequence_parallel_size sequence_parallel_degree",
+        "tp_size": "tensor_parallel_size tensor_model_parallel_size",
+        "pp_size": "pipeline_parallel_size pipeline_model_parallel_size",
+        "--pipeline-schedule 1f1b": "pipeline_schedule=gpipe",
+        "pipeline_chunks": "virtual_pipeline_model_parallel_size",
+        "dispatch": "moe_token_dispatcher_type",
+        **{
+            f"--dispatch {entry.name}": " ".join(f"dispatch={value}" for value in entry.elsewhere)
+            for entry in DISPATCHER_ENTRIES.entries()
+        },
+    }
 
     ep_size: int = _flag(
         1,
@@ -654,6 +709,13 @@ class MemorySettings:
 
     GROUP = "Memory"
     MOVES = Moves.SPEED
+    OTHERS: ClassVar[Others] = {
+        "gradient_checkpointing": "activation_checkpointing recompute_granularity",
+        "--offload": "optimizer_cpu_offload",
+        "--gradient-checkpointing none": "disable_gradient_checkpointing",
+        "--gradient-checkpointing full --offload-activations": "gradient_checkpointing=unsloth "
+        "gradient_checkpointing=offload* activation_offloading activation_cpu_offload",
+    }
 
     gradient_checkpointing: Checkpointing = _flag(
         "none",
@@ -724,6 +786,14 @@ class PrecisionSettings:
     GROUP = "Precision and kernels"
     MOVES = Moves.SPEED
     OF = _LAYOUT
+    OTHERS: ClassVar[Others] = {
+        "bf16": "torch_dtype dtype mixed_precision bfloat16",
+        "--bf16": "bf16=auto bf16=bf16 bf16=bfloat16",
+        "": "bf16=float32 bf16=fp32 bf16=no",
+        "--tf32": "tf32=auto",
+        "--bf16 --expert-precision fp8 --dense-precision fp8": "fp8",
+        "attn_implementation": "attn_impl flash_attn",
+    }
 
     bf16: bool = _flag(
         False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32", moves=Moves.PRECISION
@@ -800,6 +870,16 @@ class ScheduleSettings:
 
     GROUP = "Batch and schedule"
     MOVES = Moves.UPDATES
+    OTHERS: ClassVar[Others] = {
+        "per_device_train_batch_size": "micro_batch_size train_micro_batch_size_per_gpu",
+        "global_batch_size": "batch_size train_batch_size",
+        "num_train_epochs": "num_epochs max_epochs epochs",
+        "max_steps": "max_train_steps train_iters",
+        "lr_scheduler_type": "lr_scheduler lr_decay_style",
+        "warmup_steps": "num_warmup_steps lr_warmup_iters",
+        "warmup_ratio": "lr_warmup_fraction",
+        "seed": "data_seed",
+    }
 
     per_device_train_batch_size: int = _flag(
         8, "Sequences per micro-batch, per rank (or CP group)", least=1, of=_DATA, moves=Moves.BATCHES
@@ -867,6 +947,12 @@ class OptimizerSettings:
     GROUP = "Optimizer"
     MOVES = Moves.UPDATES
     OF = _STEPS
+    OTHERS: ClassVar[Others] = lambda: {
+        "optim": "optimizer",
+        **{flags: names for entry in OPTIMIZERS.entries() for flags, names in entry.others.items()},
+        "learning_rate": "lr",
+        "max_grad_norm": "gradient_clipping clip_grad",
+    }
 
     optim: str = _flag(
         ADAMW_FUSED.name,
@@ -926,6 +1012,11 @@ class RoutingSettings:
 
     GROUP = "MoE routing"
     MOVES = Moves.OBJECTIVE
+    OTHERS: ClassVar[Others] = {
+        "router_aux_loss_coef": "moe_aux_loss_coef moe_aux_loss_coeff aux_loss_coef",
+        "router_z_loss_coef": "moe_z_loss_coeff",
+        "router_bias_update_rate": "moe_router_bias_update_rate",
+    }
 
     router_aux_loss_coef: float | None = _flag(
         None,
@@ -989,6 +1080,7 @@ class MTPSettings:
 
     GROUP = "Multi-token prediction"
     MOVES = Moves.OBJECTIVE
+    OTHERS: ClassVar[Others] = {"train_mtp": "mtp_num_layers mtp_loss_scaling_factor"}
 
     train_mtp: float = _flag(
         0.0,
@@ -1024,6 +1116,24 @@ class AdapterSettings:
 
     GROUP = "LoRA and freezing"
     MOVES = Moves.STATE
+    OTHERS: ClassVar[Others] = {
+        "adapter": "finetuning_type tuner_type train_type peft_type",
+        "--adapter lora": "use_peft use_lora",
+        "--adapter lora --base-dtype nf4": "adapter=qlora load_in_4bit base_dtype=4 base_dtype=4bit base_dtype=int4",
+        "--adapter lora --base-dtype fp8": "load_in_8bit base_dtype=8 base_dtype=8bit base_dtype=int8",
+        "--freeze NAME": "adapter=freeze",
+        "": "adapter=full",
+        "lora_targets": "lora_target lora_target_modules lora_target_parameters target_modules target_parameters",
+        "--lora-targets all-linear": "lora_targets=all lora_targets=all?linear lora_target_linear",
+        "use_rslora": "peft_use_rslora",
+        "modules_to_save": "lora_modules_to_save additional_target",
+        "base_dtype": "quantization_bit quant_bits",
+        "--base-dtype bfloat16": "base_dtype=bf16",
+        "--base-dtype float32": "base_dtype=fp32",
+        "init_adapter": "adapter_name_or_path lora_model_dir adapters",
+        "merge": "merge_lora",
+        "freeze": "freeze_parameters",
+    }
 
     adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights", is_firm=True)
     lora_rank: int = _flag(16, "LoRA rank r", _LORA, aliases=["lora_r"], least=1, moves=Moves.MODEL | Moves.STATE)
@@ -1120,6 +1230,14 @@ class EvaluationSettings:
     GROUP = "Evaluation"
     MOVES = Moves.UPDATES
     OF = _LOOP
+    OTHERS: ClassVar[Others] = {
+        "eval_dataset": "test_datasets val_dataset",
+        "eval_dataset_split": "dataset_test_split",
+        "eval_ratio": "val_set_size val_size split_dataset_ratio",
+        "": "eval_ratio=0 eval_ratio=0.0",
+        "per_device_eval_batch_size": "eval_batch_size",
+        "generate_max_new_tokens": "max_new_tokens",
+    }
 
     eval_dataset: list[str] = _list(
         "Data to evaluate on, named as in --dataset",
@@ -1204,6 +1322,7 @@ class CheckpointSettings:
 
     GROUP = "Checkpoints and export"
     MOVES = Moves.NOTHING
+    OTHERS: ClassVar[Others] = {"output_dir": "export_dir", "--resume auto": "auto_resume_from_checkpoints"}
 
     output_dir: str = _flag(
         "output",
@@ -1282,6 +1401,10 @@ class LogSettings:
     GROUP = "Logging and profiling"
     MOVES = Moves.NOTHING
     OF = _LOOP
+    OTHERS: ClassVar[Others] = {
+        **{f"--report-to {name}": f"use_{name}" for name in ("tensorboard", "wandb", "mlflow", "swanlab")},
+        "profile": "profiler_steps",
+    }
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
     verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load", of=_DATA)
@@ -1341,6 +1464,7 @@ class DebugSettings:
     GROUP = "Debugging"
     MOVES = Moves.NOTHING
     OF = _LOOP
+    OTHERS: ClassVar[Others] = {"deterministic": "full_determinism"}
 
     on_nonfinite: OnNonfinite = _flag(
         "stop",

@@ -17,7 +17,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser
 from ...moe.util.terminal import ends_with_reader
 from ...sharding.torchrun import tell_mistake
-from ..config.other_tools import answer
+from ..config.train_config import make_parser
 
 _EXAMPLES = """\
 examples:
@@ -31,7 +31,7 @@ class _ClusterParser(Parser):
     """Knows other tools' names for its flags."""
 
     def instead_of(self, name: str, values: Sequence[str]) -> str | None:
-        instead = answer(name.replace("-", "_"), values, exactly=False) or ""
+        instead = make_parser().others.answer(name.replace("-", "_"), values, exactly=False) or ""
         named = re.findall(r"--[\w-]+", instead)
         return instead if named and set(named) <= self._option_string_actions.keys() else None
 
