@@ -15,12 +15,13 @@ from benchmarks import demo
 from expertmesh.sharding.runtime.watchdog import STUCK
 from expertmesh.training import output
 from tests.families.configs import is_older
+from tests.tiers import tiered
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["how-to/use-your-own-loop.md", "how-to/use-trainer-or-trl.md"])
+@pytest.mark.parametrize("page", tiered(["how-to/use-your-own-loop.md"], slow=["how-to/use-trainer-or-trl.md"]))
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

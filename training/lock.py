@@ -37,6 +37,8 @@ class DirectoryLock:
         Raises:
             ExpertMeshError: another process holds it; the message says which.
         """
+        # where no file can be made, filelock may wait for one
+        os.close(os.open(self.path, os.O_CREAT | os.O_WRONLY, 0o644))
         # what it would fall back to on some file systems is below, for all, and without a warning
         lock: BaseFileLock = FileLock(self.path, timeout=_WAIT_SECONDS, mode=0o644, fallback_to_soft=False)
         try:

@@ -82,15 +82,15 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     """Also with what has a session of its own, as torchrun's workers, and whose parent is gone."""
     monkeypatch.setattr("benchmarks.ended.GRACE", 0.5)
     mark = tmp_path / "alive"
-    grandchild = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    grandchild = f"import time, pathlib; time.sleep(2); pathlib.Path({str(mark)!r}).touch()"
     child = f"import os, subprocess, sys; {starts}([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
     code = (
         f"import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"subprocess.run([sys.executable, '-c', {child!r}]); time.sleep(60)"
     )
     with (tmp_path / "log").open("w") as log:
-        assert in_time([sys.executable, "-c", code], log, {}, tmp_path, 1.5) is None
-    time.sleep(3)
+        assert in_time([sys.executable, "-c", code], log, {}, tmp_path, 1.2) is None
+    time.sleep(2)
     assert not mark.exists()
 
 
@@ -166,6 +166,7 @@ def test_each(number):
 """
 
 
+@pytest.mark.slow
 def test_tests_keep_their_results_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By case over workers, killed in the midst: what has ended is there, and does not run again."""
     (tmp_path / "test_eight.py").write_text(TESTS)

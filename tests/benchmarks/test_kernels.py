@@ -134,6 +134,7 @@ def test_widths_by_pointer(tmp_path: Path) -> None:
     assert by_pointer(llir) == {"x": 16, "y": 128, "out": 64}
 
 
+@pytest.mark.slow
 @linux
 def test_no_kernel_is_compiled_anew_for_another_number_of_rows() -> None:
     """Routing and batches decide how many rows there are: a step would wait for the compiler somewhere in a run."""

@@ -138,6 +138,7 @@ def _cut_saves(model: Path, directory: Path) -> None:
             assert (found / "best").exists(), (moment, there)
 
 
+@pytest.mark.slow
 def test_training_checkpoints(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     """Whatever has a checkpoint's name is complete, down to the tokenizer; the last one that was told is there."""
     ranks.run(_cut_saves, 1, tiny_model, tmp_path)

@@ -111,10 +111,10 @@ def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp
 
 
 LAYOUTS = {
-    "pp 2 ep 2": (4, "--pp-size 2 --ep-size 2"),
     "packed": (2, "--packing --ep-size 2"),
 }
 FURTHER = {
+    "pp 2 ep 2": (4, "--pp-size 2 --ep-size 2"),
     "cp 2": (2, "--cp-size 2"),
     "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "hybrid": (4, "--ep-size 2 --dense-shard hybrid"),
@@ -143,6 +143,7 @@ def test_with_any_layout(layout: str, runs: Runs) -> None:
     assert wanted.lines("loss")[-1]["rewards/accuracies"] > 0.7
 
 
+@pytest.mark.slow
 def test_lora_against_its_base(runs: Runs) -> None:
     """A fresh adapter is the base; a resumed one computes what it lacks of it with the adapter as it began."""
     lora = COMMON.replace("--save-steps 0", "--save-steps 2") + " --adapter lora --lora-rank 4 --ep-size 2"

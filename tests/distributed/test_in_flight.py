@@ -79,7 +79,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """How a forward is run and repeated: all that holds something of it does so in one of these."""
 STATEFUL = "qwen3_next"
-IN_QUICK = [("mixtral", "dp"), ("mixtral", "joined, kept")]
+IN_QUICK = [("mixtral", "joined, kept")]
 OTHERS = [
     (STATEFUL, "cp"),
     *(("mixtral", way) for way in WAYS),

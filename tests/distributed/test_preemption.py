@@ -86,8 +86,11 @@ def tell_cut_in(argv: list[str], phase: str, part: int) -> Told:
 @pytest.mark.parametrize(
     ("phase", "part", "owed"),
     tiered(
-        [("evaluation", 1, ["eval_loss", "generations"])],
-        slow=[("evaluation", 0, ["eval_loss", "generations"]), ("generations", 3, ["generations"])],
+        slow=[
+            ("evaluation", 1, ["eval_loss", "generations"]),
+            ("evaluation", 0, ["eval_loss", "generations"]),
+            ("generations", 3, ["generations"]),
+        ],
     ),
 )
 def test_what_is_cut_between_two_steps_is_made_up(phase: str, part: int, owed: list[str], runs: Runs) -> None:

@@ -163,7 +163,6 @@ def queueing_lacking(argv: list[str]) -> Told:
 @pytest.mark.parametrize(
     ("family", "more", "micro_batches"),
     [
-        ("mixtral", {}, 1),
         ("mixtral", {"router_aux_loss_coef": 0.02, "gradient_accumulation_steps": 2}, 2),
         ("mixtral", {"cp_size": 2, "optim": "adamw_torch_8bit"}, 1),
         ("mixtral", {"dispatch": "rank", "gradient_checkpointing": "selective"}, 1),

@@ -135,8 +135,9 @@ KINDS_OF_STATE = {
 }
 RESUMED = tiered(
     # model, layout before, layout after, kind of state
-    quick=[("mixtral", SQUARE, Layout(ep=4), ""), ("noise", Layout(ep=2), Layout(ep=2), "")],
+    quick=[("mixtral", SQUARE, Layout(ep=4), "")],
     slow=[
+        ("noise", Layout(ep=2), Layout(ep=2), ""),
         *(("mixtral", before, after, "") for before, after in [(SQUARE, SQUARE), (SQUARE, ONE), (STAGES, HEADS)]),
         *(("mixtral", before, after, "") for before, after in [(HEADS, POSITIONS), (POSITIONS, STAGES)]),
         *(("mixtral", TWO_STAGES, after, "lora") for after in (TWO_STAGES, ONE)),

@@ -82,6 +82,7 @@ def test_elastic(runs: Runs, axis: str) -> None:
     assert found.values("tokens")[0] > 0
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_come_out_even(runs: Runs) -> None:
     more_heads = runs.of(num_key_value_heads=4)
     for model, world_size, flags, said in (

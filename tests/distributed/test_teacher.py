@@ -103,10 +103,10 @@ def test_as_in_a_plain_loop(student: str, teacher: str, runs: Runs, models: dict
 
 
 LAYOUTS = {
-    "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "packed": (2, "--packing --ep-size 2"),
 }
 FURTHER = {
+    "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "cp 2": (2, "--cp-size 2"),
     "pp 2 ep 2": (4, "--pp-size 2 --ep-size 2"),
     "hybrid": (4, "--ep-size 2 --dense-shard hybrid"),
@@ -152,6 +152,7 @@ def test_a_resumed_run_finds_the_predictions(runs: Runs, models: dict[str, Path]
     assert_same_bits(resumed.weights, whole.weights)
 
 
+@pytest.mark.slow
 def test_its_own_teacher_teaches_nothing(runs: Runs, models: dict[str, Path]) -> None:
     """The student is where it is to go, with some tokens or all."""
     for top_k in (TOP_K, VOCABULARY):

@@ -7,8 +7,8 @@ import pytest
 from tests.distributed.pool import RankPool
 from tests.fuzz.fuzz import mechanisms_of, run_seeds
 
-SECONDS, SHARES = 20.0, 2
-"""Of `make test`: in all, in so many parts that may run at once."""
+SECONDS, SHARES = 6.0, 2
+"""Of `make test`: of each of so many parts that may run at once."""
 SECONDS_OF_REST, SHARES_OF_REST = 45.0, 4
 FIRST_OF_REST = 1000
 ENOUGH = 15

@@ -36,7 +36,10 @@ HALF = SAMPLES[:16]
 
 MAIN: list[Row] = [
     *rows(
-        "auxiliary losses", "1 | 4 ep 2 | 4 ep 4 | 2, slow | 8 ep 4, release | 8 ep 8, release", samples=SAMPLES, **AUX
+        "auxiliary losses",
+        "1 | 4 ep 2 | 4 ep 4, slow | 2, slow | 8 ep 4, release | 8 ep 8, release",
+        samples=SAMPLES,
+        **AUX,
     ),
     *rows("2 micro-batches", "4 ep 2 hybrid | 2 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=2),
     *rows("4 micro-batches", "4, slow | 8 ep 4 hybrid, release", samples=SAMPLES, z=0.01, accumulation=4, **GROUPED),
@@ -61,7 +64,7 @@ DIVIDED: list[Row] = [
     ),
     *rows(
         "tp, recomputed in part",
-        "4 ep 4 cp 2 tp 2 | 4 ep 2 tp 2, slow | 8 ep 2 pp 2 tp 2, release | 4 ep 4 tp 4, slow",
+        "4 ep 4 cp 2 tp 2, slow | 4 ep 2 tp 2, slow | 8 ep 2 pp 2 tp 2, release | 4 ep 4 tp 4, slow",
         **(HEADS | AUX | SELECTIVE),
     ),
     *rows("tp, compiled", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, compile=True, within=within.aot_eager),
@@ -70,7 +73,7 @@ DIVIDED: list[Row] = [
     *rows("tp, shampoo", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, **SHAMPOO),
     *rows("cp", "2 ep 2 cp 2", samples=HALF, **AUX, **GROUPED),
     *rows("cp, 2 micro-batches", "4 ep 2 cp 2 | 4 ep 4 cp 4, slow", samples=HALF, z=0.01, accumulation=2, **FULL),
-    *rows("cp, in part", "4 ep 2 cp 2 hybrid, slow | 4 ep 4 cp 2", samples=HALF, **AUX, **SELECTIVE, **GROUPED),
+    *rows("cp, in part", "4 ep 2 cp 2 hybrid, slow | 4 ep 4 cp 2, slow", samples=HALF, **AUX, **SELECTIVE, **GROUPED),
     *rows(
         "pp",
         "4 ep 2 pp 2 | 2 pp 2, slow | 4 pp 2, slow | 4 pp 4, slow | 8 ep 2 pp 2, release",
@@ -114,11 +117,11 @@ EDGES: list[Row] = [
     *rows("one expert", "4 ep 4", samples=SAMPLES[:8], **ONE_EXPERT, **GROUPED),
     *rows("one expert, loop", "4 ep 2, slow", samples=SAMPLES[:8], **ONE_EXPERT),
     *rows("near fp32", "1 | 4 ep 2, slow", samples=HALF, steps=1, allowed=NEAR_FP32, **BF16),
-    *rows("2 experts", "4 ep 2 | 8 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, changes=TWO_EXPERTS),
+    *rows("2 experts", "4 ep 2, slow | 8 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, changes=TWO_EXPERTS),
     *rows("4 experts", "4 ep 4, slow", samples=SAMPLES, balance=0.05, changes={"num_local_experts": 4}),
     *rows("6 experts, top 3", "4 ep 2 hybrid", samples=SAMPLES, balance=0.05, changes=SMALL),
-    *rows("tied", "4 ep 2 hybrid | 4 ep 4, slow", samples=SAMPLES, balance=0.05, changes=TIED),
-    *rows("window", "4 ep 2", samples=SAMPLES, balance=0.05, changes=WINDOW),
+    *rows("tied", "4 ep 2 hybrid, slow | 4 ep 4, slow", samples=SAMPLES, balance=0.05, changes=TIED),
+    *rows("window", "4 ep 2, slow", samples=SAMPLES, balance=0.05, changes=WINDOW),
     # DeepSeek-V4's compressors make one of 4 and of 8 tokens: sequences that reach both, one, and none
     *(
         row
@@ -232,24 +235,24 @@ MEGABLOCKS: dict[str, Any] = {
 BITS: list[Row] = [
     *rows("in chunks", "2 ep 2", **IN_THREE, **KEPT),
     *rows("in chunks, grouped", "4 ep 2 hybrid, slow", **IN_THREE, **KEPT, **GROUPED),
-    *rows("in chunks, biases", "2 ep 2", **IN_THREE, **FULL, **GROUPED, family="gpt_oss"),
+    *rows("in chunks, biases", "2 ep 2, slow", **IN_THREE, **FULL, **GROUPED, family="gpt_oss"),
     *rows("in chunks, adapters", "2 ep 2, slow", **IN_THREE, **KEPT, **GROUPED, **LORA, base_dtype="fp8"),
     *rows("in chunks, frozen", "2 ep 2, slow", **IN_THREE, **FULL, freeze=["experts"]),
     *rows("in chunks, copies", "4 ep 2 hybrid, slow", **IN_THREE, **SELECTIVE, **BF16, reshard_after_forward=False),
     *rows("again", "2 ep 2", **(AGAIN | {"against": {}}), **AUX, **BF16, changes=NOISE),
-    *rows("in full, noise", "2 | 4 ep 2, slow", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
+    *rows("in full, noise", "2, slow | 4 ep 2, slow", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
     *rows("in part, noise", "1 | 4 ep 4, slow", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2, slow", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
     *rows("in part, fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **BF16, kernel="fp8"),
     *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
-    *rows("in part, adapters", "2 ep 2", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
+    *rows("in part, adapters", "2 ep 2, slow", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
     *rows("in part, adapters and fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **LORA, base_dtype="fp8"),
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
     *rows("activations offloaded, adapters", "2, slow", **AGAIN, **(AWAY | SELECTIVE), **DROPOUT),
     *rows("activations offloaded, biases", "2 ep 2, slow", **AGAIN, **AWAY, **BF16, family="gpt_oss"),
     *rows("MXFP4 as published", "1 | 2 ep 2, slow | 4 ep 2 hybrid, slow | 4, slow", **AS_PUBLISHED, **FULL),
-    *rows("MXFP4 as published, bf16", "2 | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
+    *rows("MXFP4 as published, bf16", "2, slow | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
     *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
     *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
     *rows("experts offloaded", "1 | 2 ep 2, slow | 2, slow", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
@@ -338,7 +341,7 @@ STAGES: list[Row] = [
         allowed=NEAR_BF16_TIED,
         bits="",
     ),
-    *stages("tied", "4 ep 2 pp 2", ZERO_BUBBLE, **TIED_STAGES),
+    *stages("tied", "4 ep 2 pp 2, slow", ZERO_BUBBLE, **TIED_STAGES),
     *stages("tied, hybrid", "8 ep 2 pp 2 hybrid, release", **TIED_STAGES, **MUON),
     *stages("tied, offloaded", "4 pp 2, release", **TIED_STAGES, offload=True),
     *stages("tied, frozen", "2 pp 2, release", changes={"tie_word_embeddings": True}, freeze=["embeddings"]),
@@ -352,7 +355,7 @@ STAGES: list[Row] = [
     *stages("experts alone", "4 pp 2, release", freeze=["router", "embeddings", "norms", "attention"]),
     *stages("not resharded, bf16", "4 pp 2, slow", ZERO_BUBBLE, reshard_after_forward=False, **BF16),
     *stages("in chunks", "4 ep 2 pp 2, release", ZERO_BUBBLE, overlap_chunks=2),
-    *stages("bias update", "2 pp 2", ZERO_BUBBLE, **BIAS),
+    *stages("bias update", "2 pp 2, slow", ZERO_BUBBLE, **BIAS),
     *stages("bias update, dp", "4 pp 2, release", **BIAS),
     *stages("compiled", "2 pp 2, release", INTERLEAVED, compile=True, within=within.eager, **SELECTIVE),
 ]

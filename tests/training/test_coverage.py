@@ -80,6 +80,7 @@ def figures(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) 
     return list(json.loads(capsys.readouterr().out))
 
 
+@pytest.mark.slow
 def test_what_has_no_effect_changes_no_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither of a plan, whose launch line keeps it, nor of a dry run."""
     tiny_config("mixtral").save_pretrained(tmp_path)

@@ -25,6 +25,7 @@ from expertmesh.training.planning.rehearsal.run_setting import planned, setting_
 from expertmesh.training.planning.rehearsal.world import Rehearsed, rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
+from tests.tiers import tiered
 from tests.tiny import tiny_config as tiny_mixtral
 
 TOKENS = 256
@@ -106,7 +107,7 @@ def test_bytes_moved_by_an_update(monkeypatch: pytest.MonkeyPatch, optim: str, f
     assert update_moved(run) == pytest.approx(sum(e.moved for e in events if e.collective is None), rel=0.02)
 
 
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("bf16", tiered([True], slow=[False]))
 def test_what_offloading_brings_back(bf16: bool) -> None:
     """To gather a layer, its shard is copied to the GPU first: here this is when most is held there."""
     sizes = tiny_mixtral(hidden_size=256, intermediate_size=8)

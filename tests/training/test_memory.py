@@ -28,6 +28,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
 from tests.sharding.planned import launched
+from tests.tiers import tiered
 from tests.training.test_pairs import tokenizer_in
 
 GIB = 2**30
@@ -51,11 +52,13 @@ def test_what_no_batch_fits_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--ep-size 2 --pp-size 2 --pipeline-layers 1,1 --gradient-checkpointing --elastic",
-        "--bf16 --offload-activations --gradient-checkpointing --compile --eval-ratio 0.1",
-        "--adapter lora --base-dtype nf4 --merge --optim adamw_bf16 --learning-rate 1 --gradient-checkpointing",
-    ],
+    tiered(
+        ["--ep-size 2 --pp-size 2 --pipeline-layers 1,1 --gradient-checkpointing --elastic"],
+        slow=[
+            "--bf16 --offload-activations --gradient-checkpointing --compile --eval-ratio 0.1",
+            "--adapter lora --base-dtype nf4 --merge --optim adamw_bf16 --learning-rate 1 --gradient-checkpointing",
+        ],
+    ),
 )
 def test_what_would_fit_is_tried_by_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str

@@ -16,6 +16,7 @@ from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.imbalance import GivenRouting, skewed
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
+from tests.tiers import tiered
 
 LAYERS = 7
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
@@ -192,7 +193,7 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
     assert flops["4"]["expert GEMMs"] == flops["1"]["expert GEMMs"]
 
 
-@pytest.mark.parametrize("ep_size", ["8", "4", "1"])
+@pytest.mark.parametrize("ep_size", tiered(["1"], slow=["8", "4"]))
 def test_what_a_step_needs_is_the_same_by_every_kernel(
     model: str, capsys: pytest.CaptureFixture[str], ep_size: str
 ) -> None:

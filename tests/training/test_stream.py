@@ -18,6 +18,7 @@ from expertmesh.training.data.samples import DataOptions, Sample, load_samples
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.data.stream import Place, Stream, place_in
 from expertmesh.training.inputs import _read_samples
+from tests.tiers import tiered
 
 RECORDS = (7, 5, 9)
 """Of each file."""
@@ -119,7 +120,7 @@ def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:
         assert names_of(tokenizer, later.batch(step, 5)) == steps[step], step
 
 
-@pytest.mark.parametrize("size", [1, 5, 7, 21, 100])
+@pytest.mark.parametrize("size", tiered([5, 100], slow=[1, 7, 21]))
 def test_epochs_are_those_of_samples_in_the_cache(tmp_path: Path, tokenizer: Any, size: int) -> None:
     """Complete passes, step by step, also from a checkpoint on."""
     stream = stream_of(tmp_path / "data", tokenizer, size=size)

@@ -393,6 +393,7 @@ def test_an_engine_that_was_resumed(tiny_model: Path, rows: Any, tmp_path: Path)
     assert train(tiny_model, rows, tmp_path / "a").trainer.engine.step_number == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_schedule(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
     """It is the checkpoint's, which is told; one that is damaged is named."""
     train(tiny_model, rows, tmp_path, {"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
@@ -504,6 +505,7 @@ def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEX
     return trainer
 
 
+@pytest.mark.slow
 def test_balancing_as_trl_has_it(tiny_model: Path, tmp_path: Path) -> None:
     """By its argument, else by the model's config: to the last bit what the same coefficient given to `load` does."""
 
