@@ -9,7 +9,7 @@ from tests.fuzz.fuzz import mechanisms_of, run_seeds
 
 SECONDS, SHARES = 6.0, 2
 """Of `make test`: of each of so many parts that may run at once."""
-SECONDS_OF_REST, SHARES_OF_REST = 45.0, 4
+SECONDS_OF_REST, SHARES_OF_REST = 30.0, 3
 FIRST_OF_REST = 1000
 ENOUGH = 15
 """Seeds that were compared, among which each axis is to be."""
