@@ -38,11 +38,12 @@ from tests.distributed.reference import my_batches, ours, reference, sharded_mod
 from tests.families.configs import TEXT_IDS
 from tests.families.test_families import compare
 from tests.parity.case import Case, hf_model, random_samples
+from tests.rounding import OTHER_ORDER, near
 from tests.streams import watching_counts
 from tests.tiers import tiered
 from tests.tiny import relative_error, tiny_block
 
-TOLERANCE = 1e-5
+TOLERANCE = OTHER_ORDER
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
 RANK: dict[str, Any] = {"dispatch": "rank"}
 
@@ -486,7 +487,7 @@ def test_in_a_pipeline(ranks: RankPool, tmp_path: Path) -> None:
     settings = node(2) | {"pipeline_schedule": "zero-bubble", "pipeline_layers": "1,2"}
     found = ranks.run(ours, 8, tmp_path, Topology(8, 4, pp_size=2), replace(case, settings=settings))[0]
     want = reference(case, seed=1)
-    assert found.losses == pytest.approx(want.losses, rel=1e-5)
+    assert found.losses == near(want.losses)
     compare(found.grads, want.grads, "stages")
 
 

@@ -194,7 +194,7 @@ def with_trainer(
 def assert_same_run(found: list[dict[str, Any]], expected: Ended, written: Path) -> None:
     for name in ("loss", "grad_norm", "eval_loss"):
         want = {row["step"]: row[name] for row in expected.lines(name)}
-        assert {row["step"]: row[name] for row in found if name in row} == pytest.approx(want, rel=1e-5), name
+        assert {row["step"]: row[name] for row in found if name in row} == near(want), name
         assert want, name
     assert_same_bits(read(written), expected.weights)
 
@@ -354,7 +354,7 @@ def step_in_context_parallel(model: Path, cp_size: int, packed: bool) -> tuple[f
 def test_context_parallelism(ranks: RankPool, models: dict[str, Path], packed: bool) -> None:
     (alone,) = ranks.run(step_in_context_parallel, 1, models["mixtral"], 1, packed)
     for found in ranks.run(step_in_context_parallel, 2, models["mixtral"], 2, packed):
-        assert found == pytest.approx(alone, rel=1e-5)
+        assert found == near(alone)
 
 
 def draws(model: Path, seed: int) -> float:

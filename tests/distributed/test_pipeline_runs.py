@@ -16,6 +16,7 @@ from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import round_trip
 from tests.distributed.whole_runs import Runs, assert_equal_weights, read
+from tests.rounding import near
 
 LEARNING = "--learning-rate 1e-3 --router-z-loss-coef 0.01 --per-device-train-batch-size 3"
 
@@ -64,9 +65,9 @@ def test_a_whole_run(runs: Runs, tmp_path: Path) -> None:
         config = parse_config(["--config", str(found.out / "config.yaml"), "--resume", "auto", *more.split()])
         assert recorded_pipeline(config, world_size) == recorded, more
     for name in ("expert_tokens", "router_entropy", "loss", "grad_norm", "tokens", "target_tokens", "dropped_tokens"):
-        assert np.array(found.values(name)) == pytest.approx(np.array(expected.values(name)), rel=1e-5), name
+        assert np.array(found.values(name)) == near(np.array(expected.values(name))), name
     for name in ("eval_loss", "eval_target_tokens"):
-        assert found.values(name) == pytest.approx(expected.values(name), rel=1e-5)
+        assert found.values(name) == near(expected.values(name))
     assert "drawAll" in (found.out / "report.html").read_text()
     best, hf, shards = found.checkpoint("best").resolve(), str(found.out / "hf"), str(tmp_path / "shards")
     assert best.name == expected.checkpoint("best").resolve().name

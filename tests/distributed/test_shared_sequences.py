@@ -30,6 +30,7 @@ from tests.distributed.whole_runs import Runs, assert_equal_weights
 from tests.families.configs import TEXT_IDS
 from tests.parity.case import SAMPLES, Case, hf_model, random_samples
 from tests.parity.compare import with_other_bits
+from tests.rounding import near
 from tests.tiny import tiny_mixtral
 
 COMMON = (
@@ -61,7 +62,7 @@ def test_a_run(runs: Runs, flags: str) -> None:
         found = runs(world_size, f"{COMMON} {flags} {layout} --max-steps {steps} --save-steps 1", "divided")
     for key in ("loss", "eval_loss", "grad_norm", "z_loss", "tokens"):
         of_steps, wanted = ({line["step"]: line[key] for line in run.lines(key)} for run in (found, expected))
-        assert {step: of_steps[step] for step in wanted} == pytest.approx(wanted, rel=1e-5), key
+        assert {step: of_steps[step] for step in wanted} == near(wanted), key
     assert found.values("generations")[-1] == expected.values("generations")[-1]
     # an adapter's B begins at zero: some of its first gradients are noise, of which Adam's step takes the sign
     assert_equal_weights(found.weights, expected.weights, 1e-3 if "lora" in flags else 2e-5)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, MixtralForCausalLM
 
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Ended, Runs, assert_same_bits
+from tests.rounding import near
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_evaluation_is_that_of_transformers(chats: Runs) -> None:
         targets += len(answer)
     (found,) = ended.lines("eval_loss")
     assert found["eval_target_tokens"] == targets
-    assert found["eval_loss"] == pytest.approx(total / targets, rel=1e-5)
+    assert found["eval_loss"] == near(total / targets)
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-4)
 
 
@@ -77,7 +78,7 @@ def test_early_stop_and_best_checkpoint(chats: Runs) -> None:
     assert sum(ended.values("steps")) == len(losses)
     assert ended.saved == [best, best + 2, best + 3]
     assert best_of(ended) == f"step-{best:08d}"
-    assert evaluated(chats, ended.out / "hf") == pytest.approx(min(losses), rel=1e-5)
+    assert evaluated(chats, ended.out / "hf") == near(min(losses))
     exported = ended.weights
     again = chats(2, f"{flags} --resume auto")
     assert again.values("eval_loss") == losses
@@ -121,7 +122,7 @@ def test_best_checkpoint_after_going_back(chats: Runs) -> None:
         ended = chats(2, f"{flags} 2.0 --resume {first.checkpoint(2)}", out)
         assert best_of(ended) == "step-00000002"
         assert ended.values("eval_loss")[-1] > losses[0]
-        assert evaluated(chats, ended.out / "hf") == pytest.approx(losses[0], rel=1e-5)
+        assert evaluated(chats, ended.out / "hf") == near(losses[0])
 
 
 @pytest.mark.slow

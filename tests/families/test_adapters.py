@@ -12,11 +12,11 @@ from tests.distributed.reference import ours
 from tests.families.configs import TEXT_IDS
 from tests.families.lora import reference
 from tests.parity.case import Case, hf_model, random_samples
-from tests.rounding import AFTER_ADAMW, gradient_errors
+from tests.rounding import AFTER_ADAMW, OTHER_ORDER, gradient_errors
 from tests.tiny import relative_error
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
-TOLERANCE = 1e-5
+TOLERANCE = OTHER_ORDER
 WEIGHT_TOLERANCE = AFTER_ADAMW
 """Of all adapters together. AdamW's first steps follow the signs of gradients, also of single numbers that cancel but
 for noise, and what starts from zero is the sum of a few such steps: a single one may be off by ten times as much."""

@@ -21,12 +21,13 @@ from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import TEXT_IDS, load_model
 from tests.parity.case import Case, hf_model, random_samples
+from tests.rounding import OTHER_ORDER
 from tests.tiers import REPRESENTATIVES
 from tests.tiny import save_tokenizer
 
 PAIR = Topology(2, 2)
 SAMPLES = random_samples([5 + (5 * i) % 9 for i in range(8)], vocabulary=TEXT_IDS)
-TOLERANCE = 1e-5
+TOLERANCE = OTHER_ORDER
 NEW_TOKENS = 6
 
 

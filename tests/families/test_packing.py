@@ -20,10 +20,10 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.families.configs import few_choices, tiny_config, tiny_model
 from tests.parity.case import random_samples
-from tests.rounding import assert_near, gradient_errors
+from tests.rounding import OTHER_ORDER, assert_near, gradient_errors
 from tests.tiny import loaded
 
-TOLERANCE = 1e-5
+TOLERANCE = OTHER_ORDER
 LEAK = 1e-4
 """What choices and windows change the loss by, at least: far more than the tolerance."""
 # of one token, and longer than windows (8) and than what DeepSeek-V4 compresses; one row is padded

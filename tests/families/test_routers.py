@@ -15,11 +15,11 @@ from tests.distributed.whole_runs import read, run_main
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.parity.case import Case, hf_model, random_samples
 from tests.parity.reference import loss_of
-from tests.rounding import AFTER_ADAMW
+from tests.rounding import AFTER_ADAMW, OTHER_ORDER
 from tests.tiny import relative_error, save_tokenizer
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
-TOLERANCE = 1e-5
+TOLERANCE = OTHER_ORDER
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _selective_contexts
 from expertmesh.training.attention.flash import flash_attention
 from tests.moe.kernel_contract import Calls
+from tests.rounding import OTHER_ORDER
 from tests.sharding.test_kept_attention import _layer
 from tests.training.test_attention import UNEQUAL, assert_same_as_under_a_mask
 from tests.training.test_flash import WIDTHS, WINDOWS, assert_same_as_by_all_scores
 
-WIDEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+WIDEST_ERROR = {torch.float32: OTHER_ORDER, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", WIDEST_ERROR, ids=str)

@@ -20,6 +20,7 @@ from tests.moe.test_fp8 import product as fp8_product
 from tests.moe.test_fp8_linear import in_fp8
 from tests.moe.test_megablocks import SIZES, check_joined_swiglu, check_swiglu, original_of
 from tests.moe.test_permute import PADDING, SHAPES, order_of, results
+from tests.rounding import OTHER_ORDER, assert_near
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
 from tests.training.test_head import check_halves, inputs, loss_and_gradients
@@ -129,7 +130,7 @@ def test_permutations(device: str, shape: tuple[int, int, int], padding: float, 
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     exact = results(order_of(num_tokens, top_k, padding, "cpu"), width, dtype, "cpu")
     for mine, plain in zip(found, exact, strict=True):
-        assert relative_error(mine.cpu().float(), plain.float()) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert relative_error(mine.cpu().float(), plain.float()) < (OTHER_ORDER if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2100])
@@ -191,12 +192,12 @@ def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
     num_rows, vocabulary = (100, 32000) if device == "cuda" else (3, 320)
     logits_CV = (torch.randn(num_rows, vocabulary) * 5).to(device, dtype)
     targets_C = torch.randint(0, vocabulary, (num_rows,), device=device)
-    rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    rtol = 2**-8 if dtype == torch.bfloat16 else OTHER_ORDER
     expected_CV = logits_CV.float().requires_grad_()
     expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
     (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
     loss, found_CV = head._loss_and_logit_gradient(logits_CV.clone(), targets_C)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
+    assert_near(loss, expected.detach())
     torch.testing.assert_close(found_CV.float(), gradient_CV, rtol=rtol, atol=1e-6)
     check_halves(logits_CV, targets_C, rtol)
 
@@ -208,7 +209,7 @@ def test_cross_entropy_by_liger(share: float, dtype: torch.dtype, has_bias: bool
     pytest.importorskip("liger_kernel")
     found, expected = (loss_and_gradients(kind, inputs(share, dtype, "cuda", has_bias)) for kind in ("liger", "full"))
     for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert relative_error(one, other) < (OTHER_ORDER if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("settings", [EXACT, USUAL], ids=["exact", "usual"])

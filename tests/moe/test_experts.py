@@ -81,7 +81,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return x_TD.requires_grad_(), torch.stack([first_T, second_T], dim=1), weights_TK.requires_grad_()
 
 
-def check(theirs: Any, kernel: str, tolerance: float = 1e-5) -> None:
+def check(theirs: Any, kernel: str, tolerance: float = OTHER_ORDER) -> None:
     """Output, and the gradients of tokens, weights of choices and every parameter."""
     ours = our_experts(theirs, TOP_K, kernel)
     results = []
@@ -170,7 +170,7 @@ def test_norm_behind_each_expert() -> None:
     assert relative_error(found.detach(), expected.detach()) < OTHER_ORDER
     grads = [torch.autograd.grad(out.square().sum(), (x_TD, weights_TK)) for out in (found, expected)]
     for mine, other in zip(*grads, strict=True):
-        assert relative_error(mine, other) < 1e-5
+        assert relative_error(mine, other) < OTHER_ORDER
 
 
 def test_experts_of_an_unknown_kind_are_refused() -> None:

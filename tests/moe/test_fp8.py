@@ -30,6 +30,7 @@ from tests.interpreter import interpreted, round_to_nearest
 from tests.moe.kernel_contract import COUNTS
 from tests.moe.test_experts import KINDS, TOP_K, adapted, experts_of, of_family, random
 from tests.moe.test_kernels import fused
+from tests.rounding import OTHER_ORDER
 from tests.tiny import our_experts, relative_error
 
 D, WIDTH = 32, 48
@@ -185,7 +186,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     """Sums in fp32, rounded once to bf16; of an expert without rows nothing but zeros."""
     assert found.dtype == torch.bfloat16
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected.double(), rtol=2.0**-8, atol=1e-5 * largest)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2.0**-8, atol=OTHER_ORDER * largest)
 
 
 def test_rows_of_several_products_are_cast_once() -> None:
