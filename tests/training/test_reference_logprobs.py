@@ -1,0 +1,98 @@
+"""Log-probabilities by the reference: whose they are, where they are kept, and when they are not taken."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training import reference_logprobs
+from expertmesh.training.loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
+from expertmesh.training.reference_logprobs import FILE, LabelledInputs, PairInputs, ReferencePass
+
+REFERENCE_P2 = torch.arange(8, dtype=torch.float64).view(4, 2)
+
+
+def rows(*groups: list[int]) -> Any:
+    """Entries of the data, each of so many pairs."""
+    return SimpleNamespace(numbers=lambda number: groups[number])
+
+
+def test_pairs_of_a_batch_in_their_order() -> None:
+    """In entries of two pairs and of one; a step of three pairs has 6 chosen targets, so each counts half in a mean
+    over pairs."""
+    inputs = PairInputs(torch.tensor([[2, 5], [1, 1], [9, 9], [3, 4]]), REFERENCE_P2)
+    found = inputs.within(rows([3, 0], [2], [1]), together=[0, 2])([2, 0]).by_sample
+    assert found[REFERENCE].tolist() == [2, 3, 6, 7, 0, 1]
+    assert found[TARGETS].tolist() == [1, 1, 3, 4, 2, 5]
+    assert found[SFT].tolist() == [0.5, 0] * 3
+
+
+@pytest.mark.parametrize("estimates", [True, False])
+def test_labelled_answers_of_a_batch(estimates: bool) -> None:
+    inputs = LabelledInputs(torch.tensor([1.0, 0.0, 0.0, 1.0]), REFERENCE_P2, estimates)
+    found = inputs.within(rows([3], [0, 2], [1]), together=[0, 1, 2])([1, 0])
+    assert found.by_sample[REFERENCE].tolist() == [0, 4, 6]
+    assert found.by_sample[DESIRABLE].tolist() == [1, 0, 1]
+    assert (found.mismatched is not None) == estimates
+    if found.mismatched is not None:
+        assert found.mismatched.by_sample[REFERENCE].tolist() == [1, 5, 7]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The data of which something was computed, by the only rank."""
+    calls: list[Any] = []
+
+    def compute(self: Any, part: Any, estimates: bool) -> torch.Tensor:
+        calls.append(part)
+        return REFERENCE_P2[: len(part.samples)] + len(calls)
+
+    monkeypatch.setattr(ReferencePass, "_of_both", compute)
+    monkeypatch.setattr(reference_logprobs, "_inputs", lambda samples, reference_P2, estimates: reference_P2)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield calls
+    dist.destroy_process_group()
+
+
+def reference_pass(**facts: Any) -> ReferencePass:
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", store=dist.HashStore(), watchdog=None)
+    padding: Any = None
+    return ReferencePass(None, None, ranks, 1, padding, facts)
+
+
+def test_what_is_kept_is_taken_by_the_same_model_and_data_alone(computed: list[Any], tmp_path: Path) -> None:
+    data: Any = SimpleNamespace(samples=[0] * 4)
+    held_out: Any = SimpleNamespace(samples=[0] * 3)
+    first, was_kept = reference_pass(model="a").run(tmp_path, data, held_out, can_compute=True)
+    assert (was_kept, computed) == (False, [data, held_out])
+    kept = load_file(tmp_path / FILE)
+    assert torch.equal(kept["training"], REFERENCE_P2 + 1)
+    assert torch.equal(kept["evaluation"], REFERENCE_P2[:3] + 2)
+    # a resumed run, which has not read the reference's weights, computes nothing
+    again, was_kept = reference_pass(model="a").run(tmp_path, data, held_out, can_compute=False)
+    assert (was_kept, len(computed)) == (True, 2)
+    for name in ("training", "evaluation"):
+        mine, theirs = (getattr(found, name) for found in (again, first))
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ExpertMeshError, match=r"reference\.safetensors: is of another model or other data"):
+        reference_pass(model="b").run(tmp_path, data, held_out, can_compute=False)
+    _, was_kept = reference_pass(model="b").run(tmp_path, data, held_out, can_compute=True)
+    assert (was_kept, len(computed)) == (False, 4)
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "is not there"), (b"x", "cannot be read")])
+def test_a_resumed_run_without_them_is_refused(
+    computed: list[Any], tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / FILE).write_bytes(content)
+    data: Any = SimpleNamespace(samples=[0] * 4)
+    with pytest.raises(ExpertMeshError, match=rf"--resume: .*{FILE}: {said}.*bring the file back, or begin anew"):
+        reference_pass(model="a").run(tmp_path, data, None, can_compute=False)
+    assert not computed
