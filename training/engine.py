@@ -46,7 +46,7 @@ from ..moe.util.errors import ExpertMeshError, warn_user
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.collectives.node_groups import check_tp_groups
 from ..sharding.mesh import Mesh, build_mesh
-from ..sharding.parallelize.parallelize import fill_adapters, free_gathered
+from ..sharding.parallelize.parallelize import fill_adapters, free_gathered, without_copies
 from ..sharding.parallelize.unreached import agree_on_gradients
 from ..sharding.pipeline.pipeline import cut_into_stages
 from ..sharding.runtime.process import Ranks, raise_together
@@ -350,6 +350,8 @@ class Engine:
         overlaps = config.overlap_chunks > 1
         self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
         checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from, self.tell)
+        if config.keep_expert_copies and (why := without_copies(self.model, compute_dtype(config))):
+            self.tell(f"note: --keep-expert-copies has no effect: {why}")
         if self.balance.bias_rate:
             checkpoint = checkpoint.exporting(correction_biases(self.model), "F32")
         if carried := checkpoint.carried_summary:

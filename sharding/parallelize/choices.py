@@ -32,6 +32,8 @@ class Strategy:
         dispatch: how tokens travel to their experts (see `moe.dispatch.dispatcher_entries`).
         ranks_per_node: of all ranks, as many as have fast links between them; None: those that share a host.
         offload_experts: keep frozen experts in host memory, but for two layers' (see `offload_frozen`).
+        keep_expert_copies: keep experts' weights in the compute dtype, where FSDP does not gather them, from a step's
+            first forward to its update; so does no `reshard_after_forward` (see `moe.experts.bf16_copies`).
         sums_in_fp32: whether sums of several experts' results, and of gradients, travel in fp32; else as tokens do.
     """
 
@@ -45,6 +47,7 @@ class Strategy:
     ranks_per_node: int | None = None
     sums_in_fp32: bool = False
     offload_experts: bool = False
+    keep_expert_copies: bool = False
 
 
 def ranks_of_nodes(nodes: Sequence[str], ep_size: int) -> int | None:

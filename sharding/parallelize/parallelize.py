@@ -73,7 +73,7 @@ def parallelize(
         if not strategy.reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
     for layer in moe_layers(model):
-        layer.mlp.working.are_kept = not strategy.reshard_after_forward
+        layer.mlp.working.are_kept = strategy.keep_expert_copies or not strategy.reshard_after_forward
     # over gloo nothing overlaps: it would only cost the memory of another layer
     if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
         by_stage = layers_by_stage(model)
@@ -134,6 +134,17 @@ def shard_dense(
             ignored_params=set(unit.module.parameters()) - own,
             reshard_after_forward=unit.reshards,
         )
+
+
+def without_copies(model: nn.Module, compute_dtype: torch.dtype) -> str | None:
+    """Why this rank's experts have no copies in the compute dtype that could be kept, in words; None where they do."""
+    experts = [layer.mlp for layer in experts_here(model)]
+    if any(isinstance(mlp, FSDPModule) for mlp in experts):
+        return "experts are sharded over dp, or come from host memory, and are gathered; see --no-reshard-after-forward"
+    weights = [weight for mlp in experts for weight in mlp.parameters() if weight.is_floating_point()]
+    if weights and all(weight.dtype == compute_dtype for weight in weights):
+        return f"experts are held in {str(compute_dtype).removeprefix('torch.')}, as they are computed"
+    return None
 
 
 def _make_unit(module: nn.Module, **how: Any) -> None:

@@ -130,6 +130,22 @@ def test_working_weights_that_are_kept(runs: Runs, precision: str) -> None:
     assert any(relative_error(anew[name], before[name]) > 1e-4 for name in anew if "experts" in name)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "flags", "why"),
+    [
+        (2, "--bf16", "experts are sharded over dp, or come from host memory, and are gathered"),
+        (2, "--bf16 --ep-size 2", ""),
+        pytest.param(1, "", "experts are held in float32, as they are computed", marks=pytest.mark.slow),
+        pytest.param(1, "--bf16 --optim adamw_bf16", "experts are held in bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_copies_that_there_are_none_of(runs: Runs, tmp_path: Path, world_size: int, flags: str, why: str) -> None:
+    ended = runs(world_size, f"{flags} --keep-expert-copies --max-steps 0 --no-export", tmp_path / "out")
+    said = " ".join(ended.printed.split())
+    assert (f"--keep-expert-copies has no effect: {why}" in said) == bool(why)
+    assert ("has no effect" in said) == bool(why)
+
+
 @pytest.mark.slow
 def test_config_that_asks_for_router_logits(runs: Runs) -> None:
     """Models saved after training with HF's balancing loss say so in their config; ours is then on by default."""

@@ -343,4 +343,6 @@ def _layout(rng: random.Random, num_experts: int, sizes: Sequence[int]) -> Layou
         flags["loss_parallel"] = False
     if "pp_size" in flags and rng.random() < 0.3:
         flags |= {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
+    if rng.random() < 0.3:
+        flags["keep_expert_copies"] = True
     return Layout(world_size, flags)

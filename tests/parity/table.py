@@ -224,6 +224,10 @@ AS_PUBLISHED: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "family": "gpt_oss", "mxfp4": True, "base_dtype": "mxfp4",
     "changes": {"intermediate_size": 64}, "against": {"base_dtype": "bfloat16"},
 } | LORA  # fmt: skip
+COPIES: dict[str, Any] = {
+    "samples": HALF, "steps": 2, "bits": "all", "accumulation": 2, "keep_expert_copies": True,
+    "against": {"keep_expert_copies": None},
+}  # fmt: skip
 FROM_HOST: dict[str, Any] = LORA | {
     "samples": HALF, "steps": 2, "bits": "all", "accumulation": 4, "offload_experts": True,
     "against": {"offload_experts": None},
@@ -248,6 +252,7 @@ BITS: list[Row] = [
     *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
     *rows("in part, adapters", "2 ep 2, slow", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
     *rows("in part, adapters and fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **LORA, base_dtype="fp8"),
+    *rows("copies kept", "2 ep 2 | 4 ep 2 pp 2, slow", **COPIES, **FULL, **BF16),
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
     *rows("activations offloaded, adapters", "2, slow", **AGAIN, **(AWAY | SELECTIVE), **DROPOUT),
     *rows("activations offloaded, biases", "2 ep 2, slow", **AGAIN, **AWAY, **BF16, family="gpt_oss"),

@@ -48,6 +48,11 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "not checkpointed": ("mixtral", 8, {"ep_size": 4, "gradient_accumulation_steps": 2}),
     "experts of one rank": ("mixtral", 8, {"ep_size": 8, "gradient_checkpointing": "full"}),
     "kept casts": ("mixtral", 8, {"ep_size": 8, "reshard_after_forward": False}),
+    "casts kept alone": (
+        "mixtral",
+        8,
+        {"ep_size": 8, "keep_expert_copies": True, "gradient_checkpointing": "full", "gradient_accumulation_steps": 2},
+    ),
     "hybrid": ("mixtral", 16, {"ep_size": 4, "dense_shard": "hybrid", "optim": "adamw_bf16"}),
     "alone": ("mixtral", 1, {}),
     "1,024 ranks": ("qwen3_moe", 1024, {"ep_size": 8, "gradient_checkpointing": "selective"}),
@@ -105,6 +110,24 @@ def test_bytes_moved_by_an_update(monkeypatch: pytest.MonkeyPatch, optim: str, f
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=1), 4, ep_size=2, optim=optim, max_seq_length=32, **flags)
     events = [event for event in rehearsed.recorder.events if event.phase == "optimizer step"]
     assert update_moved(run) == pytest.approx(sum(e.moved for e in events if e.collective is None), rel=0.02)
+
+
+def test_copies_that_are_kept_are_rounded_once_a_step() -> None:
+    """Else in each of two micro-batches' forwards and recomputations: in a dry run, which runs the product's code, and
+    in the planner's sums, to the last byte and launch."""
+    model_config, flags = tiny_mixtral(num_hidden_layers=1), {"ep_size": 4, "gradient_checkpointing": "full"}
+    found = []
+    for kept in (False, True):
+        settings = dict(flags, max_seq_length=32, gradient_accumulation_steps=2, keep_expert_copies=kept)
+        rehearsed, run = both(model_config, 4, **settings)
+        kernels = [event for event in rehearsed.recorder.events if event.collective is None]
+        moved = sum(times_of(rehearsed, 2)[event.micro] * event.moved for event in kernels)
+        found.append((moved, kernel_seconds_of(rehearsed, 2), step_time(run, H100, gpus_per_node=8).kernels))
+    experts = model_config.num_local_experts // 4 * 3 * model_config.hidden_size * model_config.intermediate_size
+    anew, kept_ones = found
+    # three of four times, fp32 read and bf16 written
+    assert anew[0] - kept_ones[0] == 3 * experts * (4 + 2)
+    assert anew[1] - kept_ones[1] == pytest.approx(anew[2] - kept_ones[2], rel=1e-6)
 
 
 @pytest.mark.parametrize("bf16", tiered([True], slow=[False]))
@@ -189,11 +212,12 @@ def check_kernels_and_calls(rehearsed: Rehearsed, run: PlannedRun, micro: int) -
     [
         (16, {"ep_size": 4, "overlap_chunks": 2}),
         (8, {"ep_size": 8, "keep_expert_products": 2}),
+        (8, {"ep_size": 8, "keep_expert_copies": True, "gradient_accumulation_steps": 2}),
         (16, {"ep_size": 8, "cp_size": 4}),
         (16, {"ep_size": 8, "expert_precision": "fp8", "gradient_accumulation_steps": 3}),
         (16, {"ep_size": 8, "tp_size": 4, "cp_size": 2, "per_device_train_batch_size": 4}),
     ],
-    ids=["rows in two parts", "products kept", "shared rows", "fp8", "divided, shared rows"],
+    ids=["rows in two parts", "products kept", "copies kept", "shared rows", "fp8", "divided, shared rows"],
 )
 def test_memory_and_kernels_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
     """At which kernels take longer than their launch. What the host does once in a run, a dry run counts too."""

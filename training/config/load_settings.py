@@ -107,6 +107,7 @@ class LoadSettings(TypedDict, total=False):
     offload: bool
     offload_experts: bool
     reshard_after_forward: bool
+    keep_expert_copies: bool
     force: bool
 
     # What computes, and in which dtype.

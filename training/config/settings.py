@@ -774,6 +774,11 @@ class MemorySettings:
     reshard_after_forward: bool = _flag(
         True, "Free each layer's gathered parameters after its forward; off: after its backward", of=_LAYOUT
     )
+    keep_expert_copies: bool = _flag(
+        False,
+        "Round experts' weights to the compute dtype once in a step, and keep them so; off: in each forward, and again "
+        "where backward recomputes it",
+    )
     force: bool = _flag(
         False, "Start even if the model does not fit by the memory forecast", of=_OUTPUT, moves=Moves.NOTHING
     )

@@ -173,6 +173,7 @@ class TrainConfig(
             self.ranks_per_node,
             self.dispatch_sums == "float32",
             self.offload_experts,
+            self.keep_expert_copies,
         )
 
     @property

@@ -168,7 +168,7 @@ class StepTime:
         sharding: all-gathers, reduce-scatters and all-reduces in all, alone.
         exposed: what these add to a step: waited for, or by which kernels beside them take longer.
         update: kernels of clipping and the optimizer's step; in a forecast the host's calls for these, where they take
-            longer.
+            longer, and kernels that round weights once a step.
         host: what the host takes to call all operators; launching: the part of it that kernels wait for.
         bubble: waited for other stages of a pipeline.
         gathers: all-gathers and reduce-scatters of activations in tensor-parallel groups, all of them waited for.

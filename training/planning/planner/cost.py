@@ -140,7 +140,8 @@ def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardwar
     call = hardware.rates.call
     host = call * (often * sum(stage.calls for stage in stages) + update_calls)
     time = StepTime.of([(often, stage.clock) for stage in stages], host)
-    return replace(time, update=max(_update_seconds(run, hardware, update_calls), call * update_calls))
+    update = max(_update_seconds(run, hardware, update_calls), call * update_calls)
+    return replace(time, update=update + _rounding_seconds(run, hardware))
 
 
 def _stage_times(
@@ -384,6 +385,18 @@ def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> floa
         for flops, work, times in update_kernels(run)
     )
     return moved / bandwidth + products + kernels * hardware.rates.launch
+
+
+def _rounding_seconds(run: PlannedRun, hardware: Hardware) -> float:
+    """Of rounding experts' weights that are kept in the compute dtype: once after each update."""
+    if not run.setting.keeps_casts:
+        return 0.0
+    experts = (each for name, each in run.units.items() if name.kind == "experts" and each.cast)
+    return sum(
+        number * kernel_seconds(0.0, (each.stored + each.cast) / number, MEMORY, hardware)
+        for each in experts
+        for number in (each.num_parameters,)
+    )
 
 
 def update_kernels(run: PlannedRun) -> list[tuple[float, Work, float]]:

@@ -440,7 +440,7 @@ def communicators(run: PlannedRun) -> list[Communicator]:
 def _lasting_casts(run: PlannedRun) -> float:
     """Bytes of the weights that experts which are no FSDP unit keep in the compute dtype (see
     `moe.experts.bf16_copies`)."""
-    if run.setting.experts_are_gathered or run.setting.reshard_after_forward:
+    if not run.setting.keeps_casts:
         return 0.0
     return float(sum(unit.cast for name, unit in run.units.items() if name.kind == "experts"))
 

@@ -30,6 +30,7 @@ class Setting:
         tf32: whether fp32 products are computed in TF32.
         optimizer: the name of one (see `training.config.optimizers`).
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
+        keep_expert_copies: whether experts that are not gathered are in the compute dtype from one update to the next.
         overlap_chunks: chunks in which a layer's tokens are sent to their experts.
         keep_expert_products: in how many layers selective checkpointing keeps the outputs of the first expert GEMMs;
             what that takes is measured.
@@ -71,6 +72,7 @@ class Setting:
     ranks_per_node: int = 8
     sums_in_fp32: bool = False
     tp_size: int = 1
+    keep_expert_copies: bool = False
 
     @cached_property
     def topology(self) -> Topology:
@@ -109,6 +111,12 @@ class Setting:
         memory."""
         return self.dp_size > 1 or self.offload or self.offload_experts
 
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether experts that are no FSDP unit, and are not computed with in the dtype that they are held in, keep
+        their weights in the other one."""
+        return not self.experts_are_gathered and (self.keep_expert_copies or not self.reshard_after_forward)
+
     def dispatcher(self, top_k: int) -> DispatcherEntry:
         """How tokens travel to their `top_k` experts each."""
         if self.ep_size == 1:
@@ -119,7 +127,7 @@ class Setting:
     def workload(self, model: ModelParameters) -> Workload:
         """What one rank computes for a micro-batch."""
         own = not self.experts_are_gathered
-        is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
+        is_cast = any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
         dispatch = self.dispatcher(model.top_k)
         return Workload(
             self.micro_batch,
@@ -134,7 +142,7 @@ class Setting:
             self.offload_activations,
             self.experts_are_gathered,
             own and self.accumulation > 1,
-            is_cast and not self.reshard_after_forward,
+            is_cast and self.keeps_casts,
             self.device,
             dispatch.name,
             self.ranks_of_ep if dispatch.by_nodes else 1,

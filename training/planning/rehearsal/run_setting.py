@@ -47,6 +47,7 @@ def setting_of(
         dispatch=config.dispatch,
         ranks_per_node=config.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", Setting.ranks_per_node)),
         sums_in_fp32=config.dispatch_sums == "float32",
+        keep_expert_copies=config.keep_expert_copies,
     )
     return replace(setting, **changes)
 
