@@ -4,8 +4,10 @@ What is assumed is tested where it is used first: a release that has changed it 
 changed. Attention and masks that are registered by transformers' public interfaces do not belong here.
 """
 
+import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -16,6 +18,7 @@ from unittest import mock
 import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
+from transformers.integrations import hub_kernels
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .util.errors import ExpertMeshError
@@ -173,6 +176,44 @@ def in_place_of_trainers(method: _Method) -> _Method:
     if mine != list(parameters)[: len(mine)] or (len(mine) < len(parameters) and not takes_more):
         raise changed(f"Trainer.{method.__name__} takes {', '.join(parameters)}, not {', '.join(mine)}")
     return method
+
+
+def looping_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str, FunctionType]]:
+    """Functions that these modules' classes call by names of their files, and whose code has a loop."""
+    found: dict[ModuleType, dict[str, FunctionType]] = {}
+    for kind in {type(module) for module in modules}:
+        file = sys.modules[kind.__module__]
+        if not file.__name__.startswith("transformers.models."):
+            continue
+        methods = (inspect.unwrap(method) for method in vars(kind).values() if isinstance(method, FunctionType))
+        for name in {name for method in methods for name in method.__code__.co_names}:
+            function = vars(file).get(name)
+            if isinstance(function, FunctionType) and _has_loop(function):
+                found.setdefault(file, {})[name] = function
+    return found
+
+
+def _has_loop(function: FunctionType) -> bool:
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return False
+    return any(isinstance(node, ast.For | ast.While) for node in ast.walk(source))
+
+
+def missing_kernels(modules: Iterable[nn.Module]) -> dict[str, list[str]]:
+    """Packages, by their names for pip, in which transformers looked in vain for kernels of what these modules compute
+    in loops, with the names of the functions that do so. Where it looks is in no interface: nothing is found where a
+    release has changed that, and it then warns by itself, at the first call."""
+    known: Mapping[str, str] = getattr(hub_kernels, "_PACKAGE_TO_DISTRIBUTION", {})
+    missing: dict[str, list[str]] = {}
+    for functions in looping_functions(modules).values():
+        for name, function in functions.items():
+            decorated = inspect.getclosurevars(function).nonlocals
+            if decorated.get("is_new_implementation") is False:
+                package = decorated["package"]
+                missing.setdefault(known.get(package, package), []).append(name)
+    return missing
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from ..moe.hf_model.counts import ParameterCounts
 from ..moe.hf_model.mtp import mtp_of
 from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
+from ..moe.transformers_private import missing_kernels
 from ..moe.util.errors import ExpertMeshError, warn_user
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.collectives.node_groups import check_tp_groups
@@ -956,7 +957,24 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
     engine = Engine(config, source, ranks, tell)
     if engine.changes:
         engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
+    if ranks.device.type == "cuda" and (missing := missing_kernels(engine.model.modules())):
+        engine.tell(_slower(missing))
     return engine, choose_matmul_libraries(engine.config, ranks)
+
+
+def _slower(missing: Mapping[str, Sequence[str]]) -> str:
+    """A warning that a GPU will run functions of transformers that loop in Python, which forecasts assume (see
+    `training.planning.coverage.assumed_code`).
+
+    Args:
+        missing: by package, from `missing_kernels`.
+    """
+    names, packages = sorted(name for names in missing.values() for name in names), sorted(missing)
+    return (
+        f"warning: {' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed: transformers' "
+        f"Python code computes {', '.join(names)}, token by token or in chunks, and steps take about ten times as long "
+        f"on a GPU; pip install {' '.join(packages)}"
+    )
 
 
 def _objective(

@@ -14,14 +14,18 @@ from unittest import mock
 import pytest
 import torch
 from transformers import Trainer, masking_utils
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.moe import torch_private, transformers_private
 from expertmesh.moe.experts.forward import Forward
+from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.torch_private import flash_operator
 from expertmesh.moe.transformers_private import (
     in_place_of_trainers,
+    looping_functions,
+    missing_kernels,
     never_tracing,
     replacing_attention,
     replacing_sample_search,
@@ -30,6 +34,7 @@ from expertmesh.moe.transformers_private import (
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.offload import offload_inputs
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
+from tests.families import configs
 from tests.tiny import loaded, tiny_config, tiny_mixtral
 
 ROOT = Path(__file__).parents[2]
@@ -286,3 +291,29 @@ def test_what_takes_the_place_of_trainers(monkeypatch: pytest.MonkeyPatch, chang
     changes(monkeypatch)
     with pytest.raises(ExpertMeshError, match=f"Trainer._clip_grad_norm {said}"):
         in_place_of_trainers(_clip_grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("family", "package", "distribution"),
+    [("mixtral", "", ""), ("qwen3_next", "fla", "flash-linear-attention"), ("jamba", "mamba_ssm", "mamba_ssm")],
+)
+def test_packages_with_kernels_are_missed_until_they_are_there(
+    monkeypatch: pytest.MonkeyPatch, family: str, package: str, distribution: str
+) -> None:
+    """By transformers' own decorator, with a package that has all of these functions."""
+    model = build_model(configs.tiny_config(family))
+    missing = missing_kernels(model.modules())
+    assert set(missing) == {distribution} - {""}
+    found = looping_functions(module for layer in decoder_layers(model) for module in layer.modules())
+    assert sorted(name for names in missing.values() for name in names) == sorted(
+        name for functions in found.values() for name in functions
+    )
+    installed = ModuleType(package)
+    monkeypatch.setitem(sys.modules, package, installed)
+    for file, functions in found.items():
+        for name, function in functions.items():
+            of_package = inspect.getclosurevars(function).nonlocals["func_name"]
+            monkeypatch.setattr(installed, of_package, lambda *args: None, raising=False)
+            decorate = use_kernel_func_from_hub_with_fallback(of_package, package)
+            monkeypatch.setattr(file, name, decorate(inspect.unwrap(function)))
+    assert missing_kernels(model.modules()) == {}

@@ -1,15 +1,23 @@
 """What forecasts say of each setting of a run: all of them are read, told, refused, or without effect for a reason."""
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from expertmesh.moe.experts.model_layers import decoder_layers
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.transformers_private import looping_functions
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
+from expertmesh.training import engine
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
 from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
@@ -117,3 +125,34 @@ def test_what_is_not_modelled_is_told_beside_json(
         captured = capsys.readouterr()
         assert json.loads(captured.out)
         assert f"note: {said}" in " ".join(captured.err.split())
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "is_warned"),
+    [("qwen3_next", "cuda", True), ("qwen3_next", "cpu", False), ("mixtral", "cuda", False)],
+)
+def test_a_run_on_a_gpu_without_kernels_is_warned(
+    monkeypatch: pytest.MonkeyPatch, family: str, device: str, is_warned: bool
+) -> None:
+    """At its start, of the functions that a forecast assumes to be transformers' Python code."""
+    told: list[str] = []
+    config, model = TrainConfig(model="-"), build_model(tiny_config(family))
+    started = SimpleNamespace(model=model, config=config, changes=[], tell=told.append)
+    for name, value in (
+        ("raise_together", lambda patient: nullcontext()),
+        ("open_model", lambda config: SimpleNamespace(path=Path())),
+        ("side_files", lambda path: []),
+        ("Engine", lambda *arguments: started),
+        ("choose_matmul_libraries", lambda config, ranks: None),
+    ):
+        monkeypatch.setattr(engine, name, value)
+    ranks: Any = SimpleNamespace(device=torch.device(device))
+    engine.start_engine(config, ranks, told.append)
+    assert len(told) == is_warned
+    in_layers = (module for layer in decoder_layers(model) for module in layer.modules())
+    looped = {name for names in looping_functions(in_layers).values() for name in names}
+    assert (looped == set()) == (family == "mixtral")
+    for line in told:
+        assert re.findall(r"computes ([\w, ]+), token by token", line) == [", ".join(sorted(looped))]
+        assert "warning: flash-linear-attention is not installed" in line
+        assert line.endswith("about ten times as long on a GPU; pip install flash-linear-attention")

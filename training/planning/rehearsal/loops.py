@@ -6,19 +6,16 @@ such a function is run at four short lengths, by itself, and what it does at oth
 many operators there are, are polynomials of the length. Three lengths make them, the fourth must agree in everything.
 """
 
-import ast
 import inspect
-import sys
-import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -213,29 +210,6 @@ def _extended(numbers: Sequence[Numbers], units: int) -> Numbers:
     return tuple(
         a + beyond * (b - a) + beyond * (beyond - 1) // 2 * (c - 2 * b + a) for a, b, c in zip(*numbers, strict=True)
     )
-
-
-def looping_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str, FunctionType]]:
-    """Functions that these modules' classes call by names of their files, and whose code has a loop."""
-    found: dict[ModuleType, dict[str, FunctionType]] = {}
-    for kind in {type(module) for module in modules}:
-        file = sys.modules[kind.__module__]
-        if not file.__name__.startswith("transformers.models."):
-            continue
-        methods = (inspect.unwrap(method) for method in vars(kind).values() if isinstance(method, FunctionType))
-        for name in {name for method in methods for name in method.__code__.co_names}:
-            function = vars(file).get(name)
-            if isinstance(function, FunctionType) and _has_loop(function):
-                found.setdefault(file, {})[name] = function
-    return found
-
-
-def _has_loop(function: FunctionType) -> bool:
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
-        return False
-    return any(isinstance(node, ast.For | ast.While) for node in ast.walk(source))
 
 
 @dataclass(frozen=True)

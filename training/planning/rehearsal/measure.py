@@ -35,7 +35,7 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
 from ....moe.torch_private import replacing_attention, replacing_collectives
-from ....moe.transformers_private import never_tracing, replacing_calls, replacing_functions
+from ....moe.transformers_private import looping_functions, never_tracing, replacing_calls, replacing_functions
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives import context_parallel
@@ -73,7 +73,7 @@ from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors
 from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
-from .loops import Given, Loop, Results, Source, call_told, looping_functions, loops_at, loops_between
+from .loops import Given, Loop, Results, Source, call_told, loops_at, loops_between
 from .recorder import Event, Recorder, recording_triton
 from .seen_spans import SeenSpans, Tape, between
 from .triton_stand_in import import_kernels

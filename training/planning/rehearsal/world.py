@@ -32,7 +32,7 @@ from ....moe.torch_private import (
     around_shapes_found_out,
     replacing_attention,
 )
-from ....moe.transformers_private import never_tracing, replacing_functions
+from ....moe.transformers_private import looping_functions, never_tracing, replacing_functions
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....moe.util.recompute_cache import is_replaying
@@ -61,7 +61,7 @@ from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
 from .live_memory import LiveTensors
-from .loops import Loop, call_told, looping_functions
+from .loops import Loop, call_told
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .triton_stand_in import import_kernels
