@@ -16,186 +16,139 @@ from ...moe.util.parser import Switch, truth_of
 Others = Mapping[str, str] | Callable[[], Mapping[str, str]]
 """What stands beside settings (see `OtherTools`); a function where it depends on what is registered."""
 
-TORCHRUN = "set the number of processes and nodes with torchrun's --nproc-per-node and --nnodes"
-_NEVER = "has no equivalent here; leave it out"
-_PAIRS = "the loss of pairs is DPO's or IPO's as published; leave it out"
-_REFERENCE = "the reference is the model as it is before training; leave it out"
-_SHARDED = "FSDP2 always shards parameters, gradients and optimizer state; leave it out (see --dense-shard, --offload)"
-_EVALUATES = "evaluation runs if --eval-dataset or --eval-ratio is given, every --eval-steps N or epoch; leave it out"
-_LOWEST = "the best checkpoint has the lowest evaluation loss; leave it out"
+TORCHRUN = "give torchrun the number of processes and nodes: --nproc-per-node and --nnodes"
+_NEVER = "has no equivalent here"
+_PAIRS = "the loss of pairs is DPO's or IPO's as published"
+_REFERENCE = "the reference is the model as it is before training"
+_SHARDED = "FSDP2 always shards parameters, gradients and optimizer state (see --dense-shard, --offload)"
+_EVALUATES = "evaluation runs if --eval-dataset or --eval-ratio is given, every --eval-steps N or epoch"
+_LOWEST = "the best checkpoint has the lowest evaluation loss"
 _TOKENS = "change special tokens in the tokenizer and give its directory as --tokenizer, with --resize-vocab"
 _FREEZE = "give --freeze with the parameters that are not trained"
-_TRACKERS = "give --report-to and --run-name; set everything else with the tracker's environment variables"
+_TRACKERS = "give --report-to and --run-name, and everything else by the tracker's environment variables"
 
 WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
-    # names or patterns of them, what to do, values that ask for nothing else than what is done anyway
+    # names or patterns of them, what to give instead or why to leave it out, values that ask for what is done anyway
     # ---- the model ----
     ("model_revision", "download that revision and give its directory as --model", "main"),
-    ("trust_remote_code", "expertmesh never runs a checkpoint's code; leave it out", "false"),
+    ("trust_remote_code", "expertmesh never runs a checkpoint's code", "false"),
     ("fp16 float16", "float16 is not supported; give --bf16", "false"),
-    ("bf16_full_eval fp16_full_eval", "evaluation uses the precision of training (--bf16); leave it out", "false"),
+    ("bf16_full_eval fp16_full_eval", "evaluation uses the precision of training (--bf16)", "false"),
     ("model_init_kwargs model_kwargs model_type tokenizer_type processor_type model_name model_author", _NEVER, "{}"),
-    ("use_cache low_cpu_mem_usage", "has no effect in training; leave it out", "true false"),
+    ("use_cache low_cpu_mem_usage", "has no effect in training", "true false"),
     ("special_tokens eot_tokens eos_token pad_token new_special_tokens add_special_tokens", _TOKENS, "{} []"),
-    ("use_hf cache_dir", "models come from the Hugging Face hub or a directory (HF_HOME); leave it out", "true"),
+    ("use_hf cache_dir", "models come from the Hugging Face hub or a directory (HF_HOME)", "true"),
     ("hf_hub_token hub_token token", "log in with `hf auth login` or set HF_TOKEN", ""),
-    (
-        "flash_attention sdp_attention flex_attention eager_attention attention_backend",
-        "give --attn-implementation, or leave it out: auto uses a flash-attention kernel if one fits",
-        "false auto",
-    ),
-    (
-        "use_liger_kernel enable_liger_kernel liger_* cross_entropy_loss_fusion",
-        "leave it out: on a GPU, runs use liger-kernel if it is installed (pip install 'expertmesh[gpu]') and computes "
-        "the same; --cross-entropy chooses the loss",
-        "",
-    ),
-    ("plugins use_kernels lora_*_kernel", "kernels are chosen by themselves; leave it out", "[] false"),
-    ("torch_compile_backend torch_compile_mode", "--compile has no other settings; leave it out", "inductor"),
+    ("flash_attention sdp_attention flex_attention eager_attention attention_backend",
+     "give --attn-implementation, or leave it out: auto uses a flash-attention kernel if one fits", "false auto"),
+    ("use_liger_kernel enable_liger_kernel liger_* cross_entropy_loss_fusion",
+     "on a GPU, runs use liger-kernel if it is installed (pip install 'expertmesh[gpu]') and computes the same", ""),
+    ("plugins use_kernels lora_*_kernel", "kernels are chosen by themselves", "[] false"),
+    ("torch_compile_backend torch_compile_mode", "--compile has no other settings", "inductor"),
     ("experts_implementation experts_impl", "give --expert-kernel, or leave it out", "grouped_mm"),
     # ---- data ----
-    ("dataset_prepared_path tokenized_path", "tokenized data are cached by themselves; leave it out", ""),
-    ("overwrite_cache load_from_cache_file", "the cache follows the data and their settings; leave it out", "true"),
+    ("dataset_prepared_path tokenized_path", "tokenized data are cached by themselves", ""),
+    ("overwrite_cache load_from_cache_file", "the cache follows the data and their settings", "true"),
     ("dataset_dir custom_dataset_info", "give --dataset with the files, directories or hub ids themselves", ""),
-    ("truncation_mode truncation_strategy", "samples keep their first --max-seq-length tokens; leave it out",
-     "keep_start right"),
-    ("excess_length_strategy", "samples are cut to --max-seq-length tokens; leave it out", "truncate"),
-    ("packing_strategy", "--packing packs complete samples, which never see each other; leave it out", "bfd binpack"),
-    ("eval_packing eval_sample_packing", "--packing also packs evaluation data; leave it out", ""),
-    ("pad_to_sequence_len pad_to_multiple_of", "the engine pads as its kernels need; leave it out", "false auto"),
+    ("truncation_mode truncation_strategy", "samples keep their first --max-seq-length tokens", "keep_start right"),
+    ("excess_length_strategy", "samples are cut to --max-seq-length tokens", "truncate"),
+    ("packing_strategy", "--packing packs complete samples, which never see each other", "bfd binpack"),
+    ("eval_packing eval_sample_packing", "--packing also packs evaluation data", ""),
+    ("pad_to_sequence_len pad_to_multiple_of", "the engine pads as its kernels need", "false auto"),
     ("train_sampling_strategy", "--seed shuffles the samples; give --group-by-length to batch by length", "random"),
-    (
-        "shuffle_dataset shuffle_merged_datasets dataset_shuffle",
-        "--seed shuffles the samples every epoch; leave it out",
-        "true",
-    ),
+    ("shuffle_dataset shuffle_merged_datasets dataset_shuffle", "--seed shuffles the samples every epoch", "true"),
     ("max_samples", "give --max-steps, or a --dataset with fewer samples", ""),
     ("interleave_probs interleave_prob mix_strategy", "give --dataset NAME:WEIGHT", "concat"),
     ("template", "give --chat-template, or leave it out: the tokenizer's own is used", ""),
     ("default_system_message system", "give --system-column, or write it into the data", ""),
-    (
-        "assistant_only_loss completion_only_loss",
-        "answers alone are trained on; give --train-on all for all tokens, or leave it out",
-        "true",
-    ),
+    ("assistant_only_loss completion_only_loss",
+     "answers alone are trained on; give --train-on all for all tokens, or leave it out", "true"),
     ("dataset_kwargs remove_unused_columns length_column_name strict", _NEVER, "length true false"),
     ("skip_prepare_dataset", _NEVER, "false"),
-    ("image_* video_* max_pixels", "only text is trained on; leave it out", ""),
-    ("dataloader_*", "batches are made without a data loader's workers; leave it out", "true 0"),
+    ("image_* video_* max_pixels", "only text is trained on", ""),
+    ("dataloader_drop_last", "no sequence is dropped: the last step of an epoch may be short", "false"),
+    ("dataloader_*", "batches are made without a data loader's workers", "true 0"),
     # ---- ranks and memory ----
-    ("sequence_parallel", "--tp-size 2 or more always splits sequences between layers; leave it out", "true"),
-    (
-        "data_parallel_size dp_shard_size dp_replicate_size parallelism_config",
-        "the data-parallel size follows from the number of ranks and the other sizes; leave it out",
-        "",
-    ),
+    ("sequence_parallel", "--tp-size 2 or more always splits sequences between layers", "true"),
+    ("data_parallel_size dp_shard_size dp_replicate_size parallelism_config",
+     "the data-parallel size follows from the number of ranks and the other sizes", ""),
     ("fsdp fsdp_* deepspeed deepspeed_* zero_*", _SHARDED, "false []"),
-    ("ddp_backend", "GPUs use NCCL, CPUs gloo; leave it out", ""),
-    ("ddp_*", "parameters are sharded, not in DDP; leave it out", "false"),
+    ("ddp_backend", "GPUs use NCCL, CPUs gloo", ""),
+    ("ddp_*", "parameters are sharded, not in DDP", "false"),
     ("num_processes num_machines nproc_per_node num_gpus gpus gpu nnodes num_nodes local_rank", TORCHRUN, "-1"),
     ("accelerator_config", _NEVER, "{}"),
-    (
-        "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant_gc",
-        "recomputation is always non-reentrant; leave it out",
-        '{"use_reentrant":false} false',
-    ),
-    ("recompute_method recompute_num_layers", "--gradient-checkpointing is of every layer; leave it out", "uniform 1"),
+    ("gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant_gc",
+     "recomputation is always non-reentrant", '{"use_reentrant":false} false'),
+    ("recompute_method recompute_num_layers", "--gradient-checkpointing is of every layer", "uniform 1"),
     ("auto_find_batch_size", "give --per-device-train-batch-size; `plan` says what fits", "false"),
-    ("torch_empty_cache_steps skip_memory_metrics", "memory is not emptied between steps; leave it out", "true"),
+    ("torch_empty_cache_steps skip_memory_metrics", "memory is not emptied between steps", "true"),
     # ---- the loss ----
-    ("average_tokens_across_devices", "the loss is a mean over all ranks' target tokens; leave it out", "true"),
-    ("label_smoothing_factor", "the loss is the cross-entropy of the labels; leave it out", "0 0.0"),
-    ("neftune_noise_alpha", "embeddings get no noise; leave it out", "0 0.0"),
+    ("average_tokens_across_devices", "the loss is a mean over all ranks' target tokens", "true"),
+    ("label_smoothing_factor", "the loss is the cross-entropy of the labels", "0 0.0"),
+    ("neftune_noise_alpha", "embeddings get no noise", "0 0.0"),
     ("label_smoothing dpo_label_smoothing", _PAIRS, "0 0.0"),
     ("loss_weights dpo_loss_weights ld_alpha use_weighting discopop_tau", _PAIRS, "false"),
     ("f_divergence_type f_alpha_divergence_coef", _PAIRS, "reverse_kl"),
-    ("precompute_ref_log_probs", "the reference is always read before training; leave it out", "true"),
-    ("precompute_ref_batch_size", "the reference is read in the batches of training; leave it out", ""),
+    ("precompute_ref_log_probs", "the reference is always read before training", "true"),
+    ("precompute_ref_batch_size", "the reference is read in the batches of training", ""),
     ("ref_model ref_adapters ref_model_mixup_alpha ref_model_sync_steps sync_ref_model", _REFERENCE, "false"),
-    ("disable_dropout", "only --lora-dropout, 0 by default, and a model's own config drop; leave it out", "true"),
+    ("disable_dropout", "only --lora-dropout, 0 by default, and a model's own config drop", ""),
     ("sft_alpha kd_ce_alpha", "give --teacher-weight, which leaves the rest to the data's own tokens", "0 0.0"),
-    ("lmbda seq_kd temperature teacher_* kd_*", "the --teacher predicts the data's own tokens, once; leave it out",
-     "0 0.0 1.0 false"),
+    ("lmbda seq_kd teacher_* kd_*", "the --teacher predicts the data's own tokens, once", "0 0.0 false"),
+    ("temperature", "probabilities are taken as they are", "1 1.0"),
     ("trl", "give --task dpo or kto, and its flags", "{}"),
     ("reward_model reward_funcs num_generations use_vllm vllm_*", "there is only --task sft, dpo and kto", "false"),
     # ---- schedule and optimizer ----
-    (
-        "min_lr min_lr_ratio cosine_min_lr_ratio",
-        """give --lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs '{"min_lr_rate": 0.1}'""",
-        "",
-    ),
-    (
-        "optim_args optim_target_modules",
-        "give --adam-beta1, --adam-beta2, --adam-epsilon or --weight-decay",
-        "",
-    ),
+    ("min_lr min_lr_ratio cosine_min_lr_ratio",
+     """give --lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs '{"min_lr_rate": 0.1}'""", ""),
+    ("optim_args optim_target_modules", "give --adam-beta1, --adam-beta2, --adam-epsilon or --weight-decay", ""),
     ("use_galore galore_* use_apollo apollo_* use_badam badam_* loraplus_*", _NEVER, "false"),
     # ---- experts ----
     ("output_router_logits", "give --router-aux-loss-coef", ""),
-    ("moe_expert_capacity_factor", "no token is ever dropped; leave it out", ""),
+    ("moe_expert_capacity_factor", "no token is ever dropped", ""),
     ("moe_shared_expert_overlap", "give --overlap-chunks to overlap experts with the all-to-all", "false"),
-    ("moe_permute_fusion moe_grouped_gemm use_distributed_optimizer", "always on; leave it out", "true"),
+    ("moe_permute_fusion moe_grouped_gemm use_distributed_optimizer", "always on", "true"),
     ("moe_router_load_balancing_type", "give --router-aux-loss-coef or --router-bias-update-rate", "none"),
     ("ignore_bias_buffers", _NEVER, "false"),
     # ---- adapters ----
-    ("lora_task_type task_type", "a causal language model is trained; leave it out", "causal_lm"),
-    ("tuner_backend", "adapters are of expertmesh's own, and written for PEFT; leave it out", "peft"),
-    ("use_dora peft_use_dora", "DoRA is not supported; leave it out", "false"),
-    (
-        "use_bnb_nested_quant bnb_* double_quantization quant_method quantization_method quantization_type",
-        "--base-dtype nf4 has no other settings; leave it out",
-        "nf4 bnb",
-    ),
-    ("quantize_moe_experts", "--base-dtype quantizes experts, too; leave it out", "true"),
+    ("lora_task_type task_type", "a causal language model is trained", "causal_lm"),
+    ("tuner_backend", "adapters are of expertmesh's own, and written for PEFT", "peft"),
+    ("use_dora peft_use_dora", "DoRA is not supported", "false"),
+    ("use_bnb_nested_quant bnb_* double_quantization quant_method quantization_method quantization_type",
+     "--base-dtype nf4 has no other settings", "nf4 bnb"),
+    ("quantize_moe_experts", "--base-dtype quantizes experts, too", "true"),
     ("pissa_* init_weights lora_bias lora_dtype create_new_adapter peft_*", _NEVER, "true false none"),
     ("unfrozen_parameters trainable_parameters freeze_trainable_layers freeze_trainable_modules", _FREEZE, "[]"),
     ("freeze_vit freeze_aligner freeze_vision_tower freeze_multi_modal_projector",
-     "a vision tower is not trained; leave it out", "true"),
+     "a vision tower is not trained", "true"),
     # ---- evaluations, checkpoints and logs ----
-    ("do_train", "the command always trains (--max-steps 0: does not); leave it out", "true"),
+    ("do_train", "the command always trains (--max-steps 0: does not)", "true"),
     ("do_eval do_predict eval_strategy evals_per_epoch eval_delay eval_on_start", _EVALUATES, ""),
     ("metric_for_best_model", _LOWEST, "loss eval_loss"),
     ("greater_is_better", _LOWEST, "false"),
-    (
-        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
-        "include_for_metrics batch_eval_metrics label_names",
-        "an evaluation computes only the loss; leave it out",
-        "false",
-    ),
+    ("prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics",
+     "an evaluation computes only the loss", "false"),
+    ("batch_eval_metrics label_names", "an evaluation computes only the loss", "false"),
     ("predict_with_generate", "give --generate-steps for sample generations", "false"),
-    (
-        "save_strategy saves_per_epoch",
-        "checkpoints are saved every --save-steps N (0: never); leave it out",
-        "steps",
-    ),
-    (
-        "save_only_model no_save_optim no_save_rng",
-        "checkpoints are for resuming, the export is the model; give --save-steps 0 for no checkpoints",
-        "false",
-    ),
-    ("finetune", "a run begins at step 0 without --resume; leave it out", "true"),
-    ("save_safetensors", "exports are always safetensors; leave it out", "true"),
-    ("save_on_each_node", "checkpoints go to one directory that all nodes share; leave it out", "false"),
-    ("enable_jit_checkpoint", "a signal always saves a checkpoint; leave it out", "true"),
-    ("ignore_data_skip", "a resumed run continues with the next batch; leave it out", "false"),
-    ("restore_callback_states_from_checkpoint", "a resumed run keeps its count of evaluations; leave it out", "true"),
-    ("push_to_hub* hub_*", "upload OUTPUT_DIR/hf yourself (`hf upload`); leave it out", "false"),
+    ("save_strategy saves_per_epoch", "checkpoints are saved every --save-steps N (0: never)", "steps"),
+    ("save_only_model no_save_optim no_save_rng",
+     "checkpoints are for resuming, the export is the model; give --save-steps 0 for no checkpoints", "false"),
+    ("finetune", "a run begins at step 0 without --resume", "true"),
+    ("save_safetensors", "exports are always safetensors", "true"),
+    ("save_on_each_node", "checkpoints go to one directory that all nodes share", "false"),
+    ("enable_jit_checkpoint", "a signal always saves a checkpoint", "true"),
+    ("ignore_data_skip", "a resumed run continues with the next batch", "false"),
+    ("restore_callback_states_from_checkpoint", "a resumed run keeps its count of evaluations", "true"),
+    ("push_to_hub* hub_*", "upload OUTPUT_DIR/hf yourself (`hf upload`)", "false"),
     ("logging_strategy", "give --logging-steps", "steps"),
     ("logging_first_step", "--logging-steps 1, the default, logs every step", "false"),
-    ("logging_dir", "metrics are in OUTPUT_DIR (--output-dir); leave it out", ""),
+    ("logging_dir", "metrics are in OUTPUT_DIR (--output-dir)", ""),
     ("wandb_* mlflow_* comet_* swanlab_* trackio_* project", _TRACKERS, "false"),
-    ("plot_loss", "OUTPUT_DIR/report.html shows the losses; leave it out", "true"),
-    (
-        "include_num_input_tokens_seen include_tokens_per_second",
-        "OUTPUT_DIR/metrics.jsonl counts tokens; leave it out",
-        "true all",
-    ),
-    (
-        "log_on_each_node log_level log_level_replica disable_tqdm logging_nan_inf_filter",
-        "--logging-steps and --verbose set what the log shows; leave it out",
-        "",
-    ),
-    ("loss_watchdog_threshold loss_watchdog_patience", "--on-nonfinite says what a NaN does; leave it out", ""),
+    ("plot_loss", "OUTPUT_DIR/report.html shows the losses", "true"),
+    ("include_num_input_tokens_seen include_tokens_per_second", "OUTPUT_DIR/metrics.jsonl counts tokens", "true all"),
+    ("log_on_each_node log_level log_level_replica disable_tqdm logging_nan_inf_filter",
+     "--logging-steps and --verbose set what the log shows", ""),
+    ("loss_watchdog_threshold loss_watchdog_patience", "--on-nonfinite says what a NaN does", ""),
     ("debug", "give --detect-anomaly or --debug-ranks", "false"),
 )  # fmt: skip
 """Keys without a setting of the same meaning: for `expertmesh.Trainer` too, where it refuses them (see
@@ -215,9 +168,9 @@ def _row(name: str, exactly: bool) -> tuple[str, frozenset[str]] | None:
     Args:
         exactly: whether the table must have the name itself, not a pattern for it.
     """
-    for names, advice, accepted in WITHOUT_EQUIVALENT:
+    for names, told, accepted in WITHOUT_EQUIVALENT:
         if name in names.split() if exactly else any(fnmatchcase(name, pattern) for pattern in names.split()):
-            return advice, frozenset(accepted.split())
+            return told if "give " in told else f"{told}; leave it out", frozenset(accepted.split())
     return None
 
 
