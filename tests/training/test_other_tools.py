@@ -106,6 +106,7 @@ def test_every_field_of_transformers_and_trl_has_an_answer() -> None:
         ("loss_type: [sigmoid]", {"task": "dpo", "preference_loss": "sigmoid"}),
         ("loss_type: kto", {"task": "kto", "preference_loss": "sigmoid"}),
         ("loss_type: apo_zero_unpaired", {"task": "kto", "preference_loss": "apo_zero_unpaired"}),
+        ("disable_gradient_checkpointing: false", {"gradient_checkpointing": "full"}),
         ("finetuning_type: lora", {"adapter": "lora"}),
         ("tuner_type: lora", {"adapter": "lora"}),
         ("target_modules: all-linear", {"lora_targets": ["all-linear"]}),
@@ -175,6 +176,9 @@ def test_optimizers_of_transformers() -> None:
         (["--save-steps", "0.25"], "--save-steps: invalid int value: '0.25'; give a number of steps, not a fraction"),
         (["--rlhf_type", "grpo"], "unknown flag --rlhf_type: give --task: sft, dpo or kto"),
         (["--num_generations", "8"], "unknown flag --num_generations: there is only --task sft, dpo and kto"),
+        (["--pissa_init", "true"], "unknown flag --pissa_init: has no equivalent here; leave it out"),
+        (["--dataloader_drop_last", "true"], "unknown flag --dataloader_drop_last: no sequence is dropped"),
+        (["--lmbda", "1.0"], "unknown flag --lmbda: the --teacher predicts the data's own tokens"),
         (["--reshard_after_foward"], "unknown flag --reshard-after-foward; did you mean --reshard-after-forward"),
     ],
 )  # fmt: skip

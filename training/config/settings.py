@@ -713,6 +713,7 @@ class MemorySettings:
         "gradient_checkpointing": "activation_checkpointing recompute_granularity",
         "--offload": "optimizer_cpu_offload",
         "--gradient-checkpointing none": "disable_gradient_checkpointing",
+        "--gradient-checkpointing full": "disable_gradient_checkpointing=false",
         "--gradient-checkpointing full --offload-activations": "gradient_checkpointing=unsloth "
         "gradient_checkpointing=offload* activation_offloading activation_cpu_offload",
     }
