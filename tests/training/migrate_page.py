@@ -36,7 +36,7 @@ python -m tests.training.migrate_page > docs/how-to/migrate.md
 - **Epoch**: no sequence is dropped or repeated; the last step of an epoch may be short. With `--packing`, a step counts
   packed sequences.
 - **Length**: a sample keeps its first `--max-seq-length` tokens (1024). If no answer is left, a warning counts it, and
-  it is left out. ms-swift leaves out every longer sample.
+  it is left out. ms-swift and axolotl leave out every longer sample.
 - **Loss**: one mean over all target tokens of the global batch, on all ranks and in all micro-batches.
 - **Trained tokens**: answers alone, unless you give `--train-on all`. Plain text (`--text-column`) is trained on
   completely.
