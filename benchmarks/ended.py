@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import psutil  # type: ignore[import-untyped]
 
+BEGUN = time.monotonic()
+"""When this process began, before it imports torch, which a machine that is new reads from its disk."""
 MARK = "EXPERTMESH_STARTED_BY"
 GRACE = 15.0
 """Seconds between SIGINT, at which a command may write what it has, and SIGKILL."""

@@ -5,13 +5,15 @@
     PYTHONPATH=.package:site python -m benchmarks.first_gpu   # from the checkout, until it ends with 0 or 1
 
 Steps, what matters most first; each is made of parts, a command with a time limit of its own. --minutes is what one
-call may take. The next call reads what earlier ones have left in --out, and goes on: with the parts that had no time,
-and in the midst of a run of tests, each of whose results is kept as it ends. (On a machine that has lost --out, give
-the file that it left, `--earlier first_gpu.tar`.) A part that fails or is stopped ends no other.
+call may take, from the start of its process. The next call reads what earlier ones have left in --out, and goes on:
+with the parts that had no time, and in the midst of a run of tests, each of whose results is kept as it ends. (On a
+machine that has lost --out, give the file that it left, `--earlier first_gpu.tar`.) A part that fails or is stopped
+ends no other.
 
 After each part --out/first_gpu.md, a page to be kept, first_gpu.json and first_gpu.tar, with both, all logs and all
 figures, are written anew: commit, card, driver, versions and date, and of each step what was expected beside what was
-found. Where there is no .git, the commit is taken from the environment's COMMIT.
+found. These three are all that need be copied from a machine that is given back. Where there is no .git, the commit is
+taken from the environment's COMMIT.
 
 Exit code 0: every step met its expectation; 1: one did not; 75: parts are left, for the same command again. With
 --use-cpu the same steps run at tiny size on a CPU over gloo: to know before a card is at hand that they do.
@@ -31,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import kept_tests
-from benchmarks.ended import GRACE, in_time, seconds_until
+from benchmarks.ended import BEGUN, GRACE, in_time, seconds_until
 from benchmarks.first_gpu_verdicts import (
     OF_ALL_EXPERTS,
     Read,
@@ -62,6 +64,8 @@ besides."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64"]
 NAMED = ("torch", "triton", "transformers", "megablocks", "stanford-stk", "liger-kernel", "accelerate", "datasets")
 """Packages whose versions the page states."""
+MAY_DIFFER = ("date", "driver")
+"""What of a machine may be another in the next call: machines that are lent have the drivers that they have."""
 CALL_AGAIN = 75
 LEAST_SECONDS = 20.0
 """With less left of a call, no part is begun."""
@@ -153,7 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.prepare is not None:
         return prepare(arguments.prepare, arguments.python_version)
-    call = Call(time.monotonic() + 60 * arguments.minutes)
+    call = Call(BEGUN + 60 * arguments.minutes)
     out = arguments.out.absolute()
     steps = cpu_steps(out) if arguments.use_cpu else gpu_steps(out)
     try:
@@ -208,7 +212,7 @@ def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> Stat
         state = State(left["machine"], parts, left["calls"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--out {out}: first_gpu.json cannot be read ({error}); give another --out") from None
-    differs = [name for name in machine if name != "date" and machine[name] != state.machine.get(name)]
+    differs = [name for name in machine if name not in MAY_DIFFER and machine[name] != state.machine.get(name)]
     if differs:
         what = ", ".join(f"{name} {state.machine.get(name)}, now {machine[name]}" for name in differs)
         raise ValueError(f"--out {out}: has results of another run ({what}); give another --out")
@@ -467,7 +471,7 @@ RATES = ("-m", "benchmarks.rates")
 
 
 def preflight(out: Path, *more: str) -> Part:
-    return Part("preflight", python("-m", "benchmarks.preflight", "--json", str(out / "preflight.json"), *more), 1.2)
+    return Part("preflight", python("-m", "benchmarks.preflight", "--json", str(out / "preflight.json"), *more), 1.8)
 
 
 def sanitized(test: str) -> list[str]:
@@ -490,13 +494,14 @@ def describe_machine(use_cpu: bool) -> dict[str, str]:
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
-    card = (
-        "" if use_cpu else said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    )
+    def asked(*of_card: str) -> str:
+        return "" if use_cpu else said("nvidia-smi", f"--query-gpu={','.join(of_card)}", "--format=csv,noheader")
+
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": commit_of(CHECKOUT) or os.environ.get("COMMIT") or "unknown",
-        "device": card or f"{cpu_model()}, {os.cpu_count()} cores",
+        "device": asked("name", "memory.total") or f"{cpu_model()}, {os.cpu_count()} cores",
+        "driver": asked("driver_version") or "none",
         "Python": platform.python_version(),
     }
     return found | {name: installed_version(name) or "not installed" for name in NAMED}

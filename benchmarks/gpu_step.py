@@ -4,8 +4,8 @@ A model of published sizes, cut to `--layers` layers, by default to as many as f
 random weights that are never on a disk, assembled and sharded as `train_ep.py` does it, in a process group of one.
 `--free 78 94 139` prints what would fit so many GiB, and ends. Printed: seconds a step (median), tokens/s, MFU, the
 loss, peak memory beside the planner's forecast, seconds beside its forecast, how often the host waited for the device
-in a step, and from a profile of one more step the share of it in which no kernel ran, the longest times between two
-kernels, and which attention ran.
+in a step, and from a profile of one more step the share of the others in which no kernel ran, the longest times between
+two kernels, and which attention ran.
 
 On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out, and said to be.
 """
@@ -55,11 +55,14 @@ from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.peak_memory import peak
 from expertmesh.training.planning.rehearsal.building import ConfigAlone
 from expertmesh.training.planning.rehearsal.run_setting import planned
+from expertmesh.training.planning.this_machine import NETWORK, known_gpu
 from expertmesh.training.step import StepResult, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 ATTENTION = ("flash", "cudnn", "fmha", "efficient", "attention")
 """Parts of the names of kernels that attend."""
+WAIT = "called a synchronizing CUDA operation"
+"""What torch warns of then."""
 LONGEST = 3
 """Times between kernels that are told."""
 
@@ -124,7 +127,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
     parser.add_argument("--gradient-checkpointing", choices=("none", "selective", "full"), default="selective")
     parser.add_argument("--optim", default="adamw_torch_fused")
-    parser.add_argument("--gpu", default="H100", help="preset that the forecast is of")
     parser.add_argument("--tiny", action="store_true", help="the same family at widths that a CPU computes in seconds")
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
     parser.add_argument("--json", type=Path, help="also write all figures here")
@@ -251,7 +253,7 @@ def measure(arguments: argparse.Namespace) -> Found:
         [result.loss for result in figures],
         peak_bytes,
         forecast,
-        step_time(run, preset(arguments.gpu, "infiniband-ndr"), 8).total if is_gpu else None,
+        step_time(run, preset(known_gpu(name), NETWORK), 8).total if is_gpu else None,
         len(moe_layers(model)),
     )
     if is_gpu:
@@ -272,9 +274,9 @@ def waits_of(step: Any) -> dict[str, int]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    places = (f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in told)
-    mine = Path(__file__).name
-    return dict(Counter(place for place in places if mine not in place).most_common())
+    # torch says of the mode itself, once, that it does not see all of them
+    waits = (each for each in told if WAIT in str(each.message) and Path(each.filename) != Path(__file__))
+    return dict(Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in waits).most_common())
 
 
 def profile(step: Any, found: Found) -> None:
@@ -284,7 +286,9 @@ def profile(step: Any, found: Found) -> None:
         step()
     events: Any = profiler.events()
     kernels = kernels_of(events)
-    found.idle_share, found.gaps = idle(kernels)
+    busy, found.gaps = busy_time(kernels)
+    # steps are slower under the profiler, kernels are not
+    found.idle_share = max(0.0, 1 - busy / 1e6 / statistics.median(found.seconds))
     names: dict[str, float] = {}
     for start, end, name in kernels:
         names[name] = names.get(name, 0.0) + end - start
@@ -305,26 +309,23 @@ def kernels_of(events: Iterable[Any]) -> list[tuple[float, float, str]]:
     ]
 
 
-def idle(kernels: list[tuple[float, float, str]]) -> tuple[float, list[str]]:
-    """The share of the time from the first kernel to the last in which none ran, and the longest such times.
+def busy_time(kernels: list[tuple[float, float, str]]) -> tuple[float, list[str]]:
+    """The time in which a kernel ran, and the longest times between kernels, in words.
 
     Args:
         kernels: (start, end, name) in microseconds, in any order, of streams that may overlap.
     """
-    ordered = sorted(kernels)
-    if not ordered:
-        return 0.0, []
     covered: list[tuple[float, float, str, str]] = []  # spans in which kernels run, with their first and last names
-    for start, end, name in ordered:
+    for start, end, name in sorted(kernels):
         if covered and start <= covered[-1][1]:
             first, until, first_name, last_name = covered[-1]
             covered[-1] = (first, max(until, end), first_name, name if end > until else last_name)
         else:
             covered.append((start, end, name, name))
     gaps = [(b[0] - a[1], f"{a[3][:40]} -> {b[2][:40]}") for a, b in pairwise(covered)]
-    total = covered[-1][1] - covered[0][0]
     longest = sorted(gaps, reverse=True)[:LONGEST]
-    return sum(gap for gap, _ in gaps) / total, [f"{gap / 1e3:.2f} ms, {between}" for gap, between in longest]
+    busy = sum(end - start for start, end, *_ in covered)
+    return busy, [f"{gap / 1e3:.2f} ms, {between}" for gap, between in longest]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ this a CPU has.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -16,17 +17,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.ended import MARK, kill_all
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 
-SECONDS = 55
-"""That a check may take."""
+SECONDS = 85
+"""That a check may take: on a machine that has just begun, torch is read from the disk."""
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "psutil", "pytest", "xdist", "hypothesis")
 """What runs, benchmarks and tests import."""
+ON_GPUS = ("liger_kernel",)
+"""What forecasts assume of a GPU's machine."""
 
 
 class Missing(Exception):
@@ -53,13 +55,18 @@ def main() -> int:
             found[name] = "" if process.returncode == 0 else last or f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
             kill_all(f"{mark} {name}")
-            process.communicate()
-            found[name] = f"nothing after {SECONDS} s"
+            said, _ = process.communicate()
+            found[name] = f"nothing after {SECONDS} s; it said: {end_of(said)}"
         print(f"{name}: {found[name] or 'works'}", flush=True)
     if arguments.json:
         with whole(arguments.json) as partial:
             partial.write_text(json.dumps(found, indent=1))
     return int(any(found.values()))
+
+
+def end_of(said: str) -> str:
+    """The last lines of what a process has printed, in one: errors of NCCL have several."""
+    return " / ".join(line.strip() for line in said.splitlines()[-4:] if line.strip())[-300:] or "nothing"
 
 
 def start(name: str, use_cpu: bool, mark: str) -> "subprocess.Popen[str]":
@@ -79,18 +86,27 @@ def check(name: str, device: str) -> int:
 
 
 def _packages(device: str) -> None:
-    missing = [name for name in PACKAGES if find_spec(name) is None]
+    missing = [said for name in PACKAGES + ON_GPUS * (device == "cuda") if (said := _fault_of(name))]
     compilers = () if device == "cpu" else ("gcc", "cc", "clang")
     if compilers and not any(map(shutil.which, compilers)):
         missing.append("a C compiler (Triton needs one)")
     if missing:
-        raise Missing(f"not installed: {', '.join(missing)}")
+        raise Missing(f"missing: {', '.join(missing)}")
     import torch
 
     import expertmesh.training.engine  # noqa: F401, all that a run imports
 
     if device == "cuda" and not torch.cuda.is_available():
         raise Missing(f"torch {torch.__version__} sees no GPU")
+
+
+def _fault_of(package: str) -> str:
+    """Why it cannot be imported, in words: a package may be there and what it needs not."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return package if getattr(error, "name", None) == package else f"{package} ({error})"
+    return ""
 
 
 def _grouped_mm(device: str) -> None:
@@ -142,10 +158,22 @@ def _two_ranks(device: str) -> None:
     """An all-to-all; on one card each rank seems to have a host of its own, else NCCL refuses."""
     with tempfile.TemporaryDirectory() as directory:
         code = f"from benchmarks.preflight import rank; import sys; rank(int(sys.argv[1]), {device!r}, {directory!r})"
-        ranks = [subprocess.Popen([sys.executable, "-c", code, str(number)]) for number in range(2)]
-        codes = [process.wait() for process in ranks]
-        if any(codes):
-            raise Missing(f"two ranks do not exchange over {'NCCL' if device == 'cuda' else 'gloo'}")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(number)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for number in range(2)
+        ]
+        # of one that has failed the other may wait forever
+        while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
+            time.sleep(0.1)
+        failed = next((number for number, process in enumerate(ranks) if process.poll()), None)
+        for process in ranks:
+            process.kill()
+        said = [process.communicate()[0] for process in ranks]
+        if failed is not None:
+            backend = "NCCL" if device == "cuda" else "gloo"
+            raise Missing(f"two ranks do not exchange over {backend}: {end_of(said[failed])}")
 
 
 def rank(number: int, device: str, directory: str) -> None:

@@ -2,14 +2,17 @@
 of results."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +21,10 @@ from benchmarks import first_gpu, first_gpu_verdicts, gpu_step, kept_tests, pref
 from benchmarks.ended import in_time
 from benchmarks.first_gpu import Call, Part, State, Step, go_on, open_state
 from benchmarks.first_gpu_verdicts import is_not_slower, kernels_found, no_errors, nothing_missing, passed, steps_found
-from benchmarks.gpu_step import idle, kernels_of
+from benchmarks.gpu_step import busy_time, kernels_of
 from expertmesh.training.environment import CHECKOUT
+from tests.distributed.whole_runs import Runs
+from tests.gpu.one_card import run_on
 
 MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 
@@ -27,7 +32,7 @@ MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 @pytest.mark.slow
 def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
     """Those that are no tests, which the suite runs anyway; cut off and resumed until all are over."""
-    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "1.2"]
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "2.5"]
     for _ in range(12):
         done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=580)
         if done.returncode != first_gpu.CALL_AGAIN:
@@ -157,6 +162,26 @@ def test_results_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None
         open_state(tmp_path / "new", tmp_path / "none.tar", MACHINE)
 
 
+def test_the_next_call_may_have_another_driver(tmp_path: Path) -> None:
+    State(MACHINE | {"driver": "580.1"}).write(tmp_path, [])
+    assert open_state(tmp_path, None, MACHINE | {"driver": "580.2", "date": "tomorrow"}).machine["driver"] == "580.1"
+    with pytest.raises(ValueError, match="device a card, now another"):
+        open_state(tmp_path, None, MACHINE | {"driver": "580.1", "device": "another"})
+
+
+def test_a_call_counts_from_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes half a minute of a machine's ten that is new."""
+    (tmp_path / "torch.py").write_text("import sys; sys.exit(7 if 'benchmarks.ended' in sys.modules else 1)")
+    environment = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}:{CHECKOUT / '.package'}"}
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--out", str(tmp_path / "out")]
+    assert subprocess.run(command, cwd=CHECKOUT, env=environment, timeout=60).returncode == 7
+    monkeypatch.setattr(first_gpu, "BEGUN", time.monotonic() - 8.9 * 60)
+    monkeypatch.setattr(sys, "argv", ["first_gpu", "--use-cpu", "--out", str(tmp_path / "out")])
+    assert first_gpu.main() == first_gpu.CALL_AGAIN
+    parts = json.loads((tmp_path / "out" / "first_gpu.json").read_text())["parts"]
+    assert {part["seconds"] for part in parts.values()} == {0.0}
+
+
 TESTS = """
 import time, pytest
 @pytest.mark.parametrize("number", range(8))
@@ -196,6 +221,52 @@ def test_tests_keep_their_results_and_go_on(tmp_path: Path, monkeypatch: pytest.
     # nothing is left: pytest then says that no test was collected, which is no failure of a test
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert len(kept_tests.read(kept)) == 8
+
+
+TORCH = """
+class cuda:
+    is_lost = False
+    @staticmethod
+    def is_initialized():
+        return True
+    @classmethod
+    def synchronize(cls):
+        if cls.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+LOSES_ITS_GPU = """
+import torch, pytest
+@pytest.mark.parametrize("number", range(6))
+def test_each(number):
+    torch.cuda.synchronize()
+    torch.cuda.is_lost = number == 1
+"""
+
+
+def test_a_test_that_loses_the_gpu_fails_no_other(tmp_path: Path) -> None:
+    """Of a kernel that has failed a test's own code is not told; every call on the GPU after it fails. Another worker
+    goes on, with as many tests left out as the first one: those of an earlier session."""
+    (tmp_path / "kept.jsonl").write_text('{"id": "test_six.py::test_each[0]", "outcome": "passed"}\n')
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "test_six.py").write_text(LOSES_ITS_GPU)
+    environment = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}", kept_tests.VARIABLE: str(tmp_path / "kept.jsonl")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.kept_tests"]
+    command += ["-n", "1", "test_six.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    results = {each["id"][-2]: each["outcome"] for each in kept_tests.read(tmp_path / "kept.jsonl")}
+    assert results == {**dict.fromkeys("02345", "passed"), "1": "failed"}, done.stdout
+
+
+@pytest.mark.parametrize(("device", "is_closed", "most"), [("cuda", True, 240), ("cpu", False, 600)])
+def test_a_run_that_fails_on_a_card_leaves_no_process(
+    tmp_path: Path, device: str, is_closed: bool, most: float
+) -> None:
+    """Of which a card may be lost; and one that hangs takes no more than its part of a step's time."""
+    ranks = mock.Mock(run=mock.Mock(return_value=[(2, "", "error: CUDA error: an illegal memory access")]))
+    with pytest.raises(AssertionError, match="illegal memory access"):
+        run_on(device, Runs(ranks, tmp_path, tmp_path, tmp_path), 1, "--bf16", "run")
+    assert ranks.close.called == is_closed
+    assert ranks.run.call_args.kwargs["timeout"] <= most
 
 
 # ---- what it makes of results ----
@@ -313,10 +384,42 @@ def test_every_step_has_a_judgement_that_was_tested(tmp_path: Path) -> None:
 
 def test_idle_time_is_what_no_stream_fills() -> None:
     kernels = [(0.0, 10.0, "a"), (5.0, 20.0, "b"), (8.0, 12.0, "c"), (30.0, 40.0, "d"), (45.0, 100.0, "e")]
-    share, gaps = idle(kernels)
-    assert share == pytest.approx(15 / 100)
+    busy, gaps = busy_time(kernels)
+    assert busy == 85.0
     assert gaps == ["0.01 ms, b -> d", "0.01 ms, d -> e"] or gaps[0].endswith("b -> d")
-    assert idle([]) == (0.0, [])
+    assert busy_time([]) == (0.0, [])
+
+
+def test_idle_is_a_share_of_steps_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which makes the host slower, and so the times between kernels longer."""
+    cuda = torch.autograd.DeviceType.CUDA
+    kernel = SimpleNamespace(
+        time_range=SimpleNamespace(start=0, end=3e5), name="flash_fwd", device_type=cuda, is_user_annotation=False
+    )
+    profiler = mock.MagicMock()
+    profiler.return_value.__enter__.return_value.events.return_value = [kernel]
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    found: Any = SimpleNamespace(seconds=[9.0, 0.4, 0.4])
+    gpu_step.profile(lambda: None, found)
+    assert found.idle_share == pytest.approx(0.25)
+    assert (found.busiest, found.attention) == (["flash_fwd 100%"], ["flash_fwd"])
+
+
+def test_waits_are_what_torch_warns_of_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what it says of the mode, the first time, nor what else is warned of in a step."""
+
+    def set_mode(mode: Any) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature, synchronizing operations", stacklevel=1)
+
+    def step() -> None:
+        for _ in range(2):
+            warnings.warn_explicit("called a synchronizing CUDA operation (Triggered ...)", UserWarning, "/a/b/c.py", 7)
+        warnings.warn("expandable segments are experimental", stacklevel=1)
+
+    for name, value in (("synchronize", lambda: None), ("get_sync_debug_mode", lambda: 0)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    assert gpu_step.waits_of(step) == {"b/c.py:7": 2}
 
 
 def test_annotations_are_no_kernels() -> None:
@@ -333,7 +436,7 @@ def test_annotations_are_no_kernels() -> None:
         event(0, 130, "aten::mm", on=device.CPU),
         event(20, 20, "nothing"),
     ]
-    assert idle(kernels_of([*others, *kernels]))[0] == pytest.approx(100 / 130)
+    assert busy_time(kernels_of([*others, *kernels]))[0] == 30
 
 
 def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,6 +481,26 @@ def test_what_the_preflight_says(
     monkeypatch.setattr(preflight, "CHECKS", checks)
     assert preflight.check(name, "cuda") == 1
     assert capsys.readouterr().out == "RuntimeError: CUDA error: no kernel image\n"
+
+
+def test_the_preflight_imports_what_runs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may be there without what it needs itself; of GPUs more is expected."""
+    (tmp_path / "half_there.py").write_text("import no_such_package_either")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(preflight, "PACKAGES", ("json", "no_such_package", "half_there"))
+    monkeypatch.setattr(preflight, "ON_GPUS", ("of_gpus",))
+    of_both = r"missing: no_such_package, half_there \(No module named 'no_such_package_either'\)"
+    for device, more in (("cpu", "$"), ("cuda", ", of_gpus")):
+        with pytest.raises(preflight.Missing, match=of_both + more):
+            preflight._packages(device)
+
+
+@pytest.mark.slow
+def test_the_preflight_says_why_ranks_do_not_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that has failed, for which the other would wait."""
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / '.package'}")
+    with pytest.raises(preflight.Missing, match=r"two ranks do not exchange over gloo: .*device string: nowhere"):
+        preflight._two_ranks("nowhere")
 
 
 def test_the_preflight_tells_a_wrong_kernel_from_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:

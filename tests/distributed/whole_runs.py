@@ -115,15 +115,18 @@ class Runs:
         code: int | None = 0,
         call: Callable[..., Told] = tell,
         given: Sequence[Any] = (),
+        seconds: float = 600.0,
     ) -> Ended:
         """
         Args:
             code: what every rank is to end with; None: whatever it is.
             call: what a rank runs, with `given` after argv.
+            seconds: after which it counts as hung.
         """
         out = self.directory / out
         argv = ["--model", str(self.model), "--dataset", str(self.data), "--output-dir", str(out), "--use-cpu"]
-        results = self.ranks.run(call, world_size, [*argv, *shlex.split(flags)], *given, join_group=False)
+        all_flags = [*argv, *shlex.split(flags)]
+        results = self.ranks.run(call, world_size, all_flags, *given, join_group=False, timeout=seconds)
         codes = [result[0] for result in results]
         assert code is None or codes == [code] * world_size, results
         return Ended(out, codes, *results[0][1:])

@@ -14,6 +14,9 @@ THREE_STEPS = (
 )
 """With an epsilon so large that updates are nearly gradients, with another rate."""
 
+SECONDS = 150.0
+"""That a run on a card may take, what it compiles included: `benchmarks.first_gpu` gives a file eight minutes."""
+
 
 def tell_on(argv: list[str], device: str) -> Told:
     """train_ep.py on this rank. NCCL takes several ranks on one GPU if each seems to have a host of its own."""
@@ -24,7 +27,15 @@ def tell_on(argv: list[str], device: str) -> Told:
 
 
 def run_on(device: str, runs: Runs, world_size: int, flags: str, out: str | Path) -> Ended:
-    return runs(world_size, f"{THREE_STEPS} {flags}", out, call=tell_on, given=[device])
+    """On a card a run that hangs, or after which its processes can no longer use the card, costs no other test its
+    time or its result."""
+    seconds = SECONDS if device == "cuda" else 600.0
+    try:
+        return runs(world_size, f"{THREE_STEPS} {flags}", out, call=tell_on, given=[device], seconds=seconds)
+    except AssertionError:
+        if device == "cuda":
+            runs.ranks.close()
+        raise
 
 
 def assert_near(found: Ended, expected: Ended, model: Path, tolerance: float, of_weights: float | None = None) -> None:

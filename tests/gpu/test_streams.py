@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import expertmesh
+from benchmarks.gpu_step import WAIT
 from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.offload import InputStore, copies_of
@@ -70,7 +71,7 @@ def _waits_of_a_step(model: Path, device: str) -> list[str]:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     end_process_group()
-    return [f"{each.filename}:{each.lineno}" for each in told if "synchronizing" in str(each.message)]
+    return [f"{each.filename}:{each.lineno}" for each in told if WAIT in str(each.message)]
 
 
 def test_offloaded_inputs_keep_every_bit(device: str) -> None:

@@ -32,11 +32,13 @@ def this_machine(config: TrainConfig, ranks: Ranks, memory: float) -> Cluster:
     Raises:
         ExpertMeshError: the experts' matmuls are to run in fp8, which this GPU does not have.
     """
-    hardware = CPU if ranks.device.type == "cpu" else preset(_known(torch.cuda.get_device_name(ranks.device)), NETWORK)
+    hardware = (
+        CPU if ranks.device.type == "cpu" else preset(known_gpu(torch.cuda.get_device_name(ranks.device)), NETWORK)
+    )
     hardware = products_in(hardware, config.bf16, config.tf32, config.in_fp8)
     return Cluster(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory)
 
 
-def _known(device_name: str) -> str:
+def known_gpu(device_name: str) -> str:
     """The preset of a GPU that calls itself so, such as "NVIDIA H100 80GB HBM3"."""
     return next((name for name in DEVICES if re.search(rf"\b{name}\b", device_name)), UNKNOWN_GPU)
