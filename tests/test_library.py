@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 import expertmesh
 from expertmesh import train_ep
@@ -250,8 +251,33 @@ def test_tokenizer_of_the_settings(tiny_model: Path, engine: Any, tmp_path: Path
     engine.merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
     for made in (saved / "model", tmp_path / "adapter", tmp_path / "merged"):
         assert transformers.AutoTokenizer.from_pretrained(made).chat_template == tokenizer.chat_template
-    with pytest.raises(expertmesh.ExpertMeshError, match="nowhere: has no tokenizer"):
+    with pytest.raises(expertmesh.ExpertMeshError, match="--tokenizer /nowhere: no such directory"):
         load(tiny_model, tokenizer="/nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(expertmesh.ExpertMeshError, match=r"--tokenizer .*empty: has no tokenizer"):
+        load(tiny_model, tokenizer=tmp_path / "empty")
+
+
+def test_what_is_said_of_an_adapter(tiny_model: Path, engine: Any, tmp_path: Path) -> None:
+    """Where it is exported, which rank servers must allow; where a run begins with it, that its base is another."""
+    for form, is_told in (("per-expert", False), ("packed", True)):
+        adapter, settings = tmp_path / form, {"adapter": "lora", "lora_rank": 2}
+        said = load(tiny_model, adapter_format=form, **settings).export(adapter)
+        assert any("have rank 4, the others 2; give servers that much" in line for line in said) is is_told
+    ranks = {
+        x.shape[0] // 8
+        for name, x in load_file(adapter / "adapter_model.safetensors").items()
+        if "experts" in name and "lora_A" in name
+    }
+    assert ranks == {4, 2}
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for name, is_told in ((str(tiny_model), False), ("org/Other", True)):
+        file.write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(tiny_model, init_adapter=adapter, **settings)
+        assert any(f"names {name} as the adapter's base" in str(each.message) for each in caught) is is_told
 
 
 def test_arguments_that_will_not_do(engine: Any) -> None:

@@ -885,8 +885,9 @@ class Engine:
             overwrite: whether to replace what is in the directory, which is done atomically.
 
         Returns:
-            On rank 0, in lines: which tokens end generation there, if others than in the model's own; with
-            --export-encoding source, what quantizing has changed.
+            On rank 0, in lines: which tokens end generation there, if others than in the model's own; what config.json
+            no longer claims; which rank servers must allow an adapter; with --export-encoding source, what quantizing
+            has changed.
 
         Raises:
             ExpertMeshError: on all ranks, when the directory is not empty, or cannot be written.
@@ -903,7 +904,7 @@ class Engine:
             told += export_model(self.model, self.checkpoint, self.topology, out, *how)
         else:
             written = (lora_of(config), config.model, config.adapter_format, tokenizer)
-            export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+            told += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
         return told if self.ranks.rank == 0 else []
 
     def merge(self, adapter: str | Path, directory: str | Path, tokenizer: Any = None) -> list[str]:
@@ -927,6 +928,7 @@ class Engine:
             drop_untrained=self.config.drop_untrained,
             tokenizer=self._saved(tokenizer),
             as_source=self.checkpoint.origin is not None,
+            tell=told.append,
             tell_errors=told.append,
         )
         with raise_together(patient=self.ranks):

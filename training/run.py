@@ -272,10 +272,10 @@ def export(engine: Engine, output_dir: Path, tokenizer: Any) -> list[str]:
     hf, adapter = output_dir / "hf", output_dir / "adapter"
     if engine.config.adapter == "none":
         return [*engine.export(hf, tokenizer, overwrite=True), f"exported to {hf}"]
-    engine.export(adapter, tokenizer, overwrite=True)
+    told = engine.export(adapter, tokenizer, overwrite=True)
     if not engine.config.merge:
-        return [f"exported to {adapter}"]
-    return [*engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
+        return [*told, f"exported to {adapter}"]
+    return [*told, *engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
 
 
 def tell(line: str) -> None:

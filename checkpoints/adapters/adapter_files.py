@@ -79,7 +79,7 @@ def export_adapter(
     base_model: str,
     form: Form = "auto",
     tokenizer: Any = None,
-) -> None:
+) -> list[str]:
     """Write the adapters of a sharded model as a directory that PEFT loads. All ranks call it together.
 
     Args:
@@ -89,6 +89,9 @@ def export_adapter(
         form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
             PEFT reads such adapters.
         tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
+
+    Returns:
+        What servers must be told, in lines.
 
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
@@ -121,6 +124,12 @@ def export_adapter(
                 (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             write_generation_config(checkpoint.source, directory)
             write_tokenizer(checkpoint.source, tokenizer, directory)
+    if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
+        return []
+    return [
+        f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that much "
+        f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})"
+    ]
 
 
 def read_rope(path: Path) -> RopeScaling | None:

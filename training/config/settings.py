@@ -1142,14 +1142,16 @@ class AdapterSettings:
     }
 
     adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights", is_firm=True)
-    lora_rank: int = _flag(16, "LoRA rank r", _LORA, aliases=["lora_r"], least=1, moves=Moves.MODEL | Moves.STATE)
+    lora_rank: int = _flag(
+        16, "LoRA rank r", _LORA, aliases=["lora_r"], least=1, most=2**16, moves=Moves.MODEL | Moves.STATE
+    )
     lora_alpha: float = _flag(
         32.0, "LoRA deltas are scaled by alpha / r", _LORA, above=0, moves=Moves.MODEL | Moves.STATE
     )
     lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", _LORA, least=0, below=1, of=_STEPS, moves=Moves.UPDATES)
     lora_targets: list[str] = _list(
-        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular "
-        "expressions for names of linear layers; separated by commas or spaces",
+        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, all-linear (all of these), or "
+        "regular expressions for names of linear layers; separated by commas or spaces",
         _LORA,
         default=("attention", "experts"),
         metavar="NAME",
