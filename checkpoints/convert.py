@@ -34,7 +34,7 @@ from .files.directories import (
 from .files.dtypes import as_bytes, cast
 from .files.encodings import Errors, error_lines
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, FileRecord, OutputFile, hf_index, plan_hf_files
-from .hf.reader import ParameterReader, kept_encodings, tied_copies_that_differ
+from .hf.reader import ParameterReader, check_tied_copies, kept_encodings
 from .hf.requantized import hf_outputs
 from .hf.side_files import copy_side_files, export_side_files, side_files
 from .hf.source import Checkpoint
@@ -83,8 +83,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
         )
     check_all_bytes(source_path)
-    for copy, original in tied_copies_that_differ(checkpoint):
-        raise ExpertMeshError(f"{source.path}: {copy.name} differs from {original}, which config.json ties to it")
+    check_tied_copies(checkpoint)
     stored_dtypes = checkpoint.parameter_dtypes
     dtypes = {
         name: stored_dtypes[name] if dtype is None or name in names.buffers else dtype for name in names.parameters
@@ -102,7 +101,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     with write_errors(out):
         # beside codes the config goes on to say how they are read
         origin = source.path if made.encodings else None
-        copy_side_files(source, place, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
+        drops = checkpoint.drops_untrained
+        copy_side_files(source, place, drop_parts=drops, drop_predictors=drops, quantized_as=origin)
         written = {record.name for record in records}
         # a process that was ended here may have left the manifest, or what was to become it
         beside = {path for path in place.rglob("*") if path.is_file() and path.suffix != PARTIAL}
@@ -139,8 +139,9 @@ def write_hf(checkpoint: Checkpoint, out: Path, how: HowToWrite, origin: Checkpo
         origin: in whose encoding, if that is asked for; None: its own.
 
     Raises:
-        ExpertMeshError: `out` is not to be had.
+        ExpertMeshError: `out` is not to be had, or tied tensors differ.
     """
+    check_tied_copies(checkpoint)
     checkpoint = _to_be_written(checkpoint, how)
     if how.as_source:
         checkpoint = encoded_as_source(checkpoint, origin or checkpoint, how.tell)
@@ -193,6 +194,9 @@ def _prepare(checkpoint: Checkpoint, out: Path, last: str, overwrite: bool) -> P
         finish_replacement_of_missing(out)
     if out.exists() and not out.is_dir():
         raise ExpertMeshError(f"{out}: is not a directory; choose another")
+    if any((out / name).exists() for name in (INDEX_NAME, MANIFEST)):
+        with write_errors(out):
+            forget_progress(out)  # as a process that was killed after writing what comes last was about to
     begun = bool(traces(out))
     if (out / last).exists() and not begun and not overwrite:
         raise ExpertMeshError(f"{out}: already exists and is complete; choose another, or replace it with --overwrite")
@@ -314,26 +318,31 @@ def _write_or_skip(
     advance: Callable[[int], None],
 ) -> FileRecord:
     note = out / (file.name + DONE)
-    noted = _noted(note) if (out / file.name).exists() else None
-    if noted is not None and noted[0] == fingerprint:
+    noted, record = (_noted(note) if (out / file.name).exists() else None) or ("", None)
+    if noted == fingerprint and record is not None:
         advance(file.num_bytes)
-        return noted[1]
+        return record
     reader = make_reader()
+    _note(note, fingerprint, None)  # who finds the file from its first moment on is to find that more was to come
     # else the note could survive a crash of the machine and the file not
     with whole(out / file.name, durable=True) as partial, open(partial, "wb") as stream:
         record = _write_file(file, stream, reader, advance)
     reader.close()
-    with whole(note) as partial:
-        partial.write_text(json.dumps({"fingerprint": fingerprint, "record": asdict(record)}))
+    _note(note, fingerprint, record)
     return record
 
 
-def _noted(note: Path) -> tuple[str, FileRecord] | None:
-    """(its fingerprint, what it has noted of a file) of an earlier call; None if it noted nothing, or the note is
-    damaged."""
+def _note(note: Path, fingerprint: str, record: FileRecord | None) -> None:
+    with whole(note) as partial:
+        partial.write_text(json.dumps({"fingerprint": fingerprint, "record": record and asdict(record)}))
+
+
+def _noted(note: Path) -> tuple[str, FileRecord | None] | None:
+    """(its fingerprint, what it has noted of a file once that was finished) of an earlier call; None if there is no
+    note, or it is damaged."""
     try:
         content = json.loads(note.read_text())
-        return content["fingerprint"], FileRecord(**content["record"])
+        return content["fingerprint"], None if content["record"] is None else FileRecord(**content["record"])
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 

@@ -85,7 +85,7 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
             yield f"  {part.file.name}  {name}  {list(part.shape)}  {ALL_NAMES[part.dtype]}"
 
 
-def describe_model(checkpoint: Checkpoint, without_tensors: str | None = None) -> Iterator[str]:
+def describe_model(checkpoint: Checkpoint, without_tensors: str = "") -> Iterator[str]:
     """Lines: the model's experts, parameters in all, active per token and per rank at each ep; what is left out;
     whether the checkpoint is complete."""
     names = checkpoint.names
@@ -99,7 +99,7 @@ def describe_model(checkpoint: Checkpoint, without_tensors: str | None = None) -
     yield f"per rank    {held} (with as many ranks as ep, non-expert parameters sharded over them)"
     if checkpoint.carried:
         yield f"carried     {checkpoint.carried_summary}; not trained, copied unchanged"
-    if without_tensors is not None:
+    if without_tensors:
         yield f"no tensors  of {without_tensors}"
     if checkpoint.activation_scales:
         yield f"left out    {len(checkpoint.activation_scales):,} tensors of activation quantization scales"
@@ -110,18 +110,20 @@ def describe_model(checkpoint: Checkpoint, without_tensors: str | None = None) -
         yield "complete    yes"
 
 
-def with_claims_checked(checkpoint: Checkpoint) -> tuple[Checkpoint, str | None]:
+def with_claims_checked(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     """The same, what transformers would fill with random values among the checkpoint's problems, and tied tensors that
-    differ; and what config.json claims and transformers does without, if no tensor is of it."""
+    differ; and what config.json claims and transformers does without, if no tensor is of it; else empty."""
     raw = read_json(checkpoint.source.path / "config.json")
-    lacking, without_tensors = unfilled(raw, checkpoint)
-    if lacking is not None:
-        said = f"{lacking}; an export with --drop-untrained has a config that does not claim them"
+    lacking = unfilled(raw, checkpoint)
+    if lacking.parts:
+        said = f"{lacking.parts}; an export with --drop-untrained has a config that does not claim them"
         checkpoint = replace(checkpoint, problems=[*checkpoint.problems, said])
     differing = [
         f"tensor {copy.name} differs from {original}, though config.json ties them"
         for copy, original in tied_copies_that_differ(checkpoint)
     ]
+    claimed = lacking.predictors
+    without_tensors = f"layers for multi-token prediction that config.json names: {claimed}" if claimed else ""
     return replace(checkpoint, problems=[*checkpoint.problems, *differing]), without_tensors
 
 

@@ -20,7 +20,7 @@ from .files.codes import EXPONENTS
 from .files.dtypes import as_tensor
 from .files.tensors import DiskTensor, overlap
 from .hf.names import Names
-from .hf.reader import SafetensorsReader
+from .hf.reader import SafetensorsReader, differing_copy
 from .hf.source import Checkpoint, ModelSource
 from .hf.untrained_tensors import check_carried_bytes
 
@@ -181,10 +181,7 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
             target = shard.view(rows)
             repeated = as_tensor(reader.read(copy, region, rows), copy.dtype)
             if not torch.equal(target, repeated.to(target.device).to(target.dtype)):
-                raise ExpertMeshError(
-                    f"{copy.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
-                    "set tie_word_embeddings to false in config.json"
-                )
+                raise differing_copy(copy, region.parameter)
 
 
 def _all_finite(tensor: Tensor) -> bool:

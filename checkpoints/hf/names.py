@@ -293,8 +293,16 @@ class Names:
                     if name in names:  # what is not there goes by another name that only transformers could say
                         problems[name] = f"tensor {name}: tensors that form {target} with it are missing"
                     else:
-                        problems[name] = f"tensor {name} is missing"
+                        problems[name] = f"tensor {name} is missing{self._untied(target)}"
                     break
+
+    def _untied(self, target: str) -> str:
+        """Of a head that a family can tie to its embedding, that the config does not."""
+        head = self.model.get_output_embeddings()
+        path = next((path for path, module in self.model.named_modules() if module is head), None)
+        if target != f"{path}.weight" or not self.model._tied_weights_keys:
+            return ""
+        return "; if it is the embedding's, set tie_word_embeddings to true in config.json"
 
     def _name_by_transformers(self, target: str) -> str:
         """What `save_pretrained` would call it; of several, the first."""

@@ -46,6 +46,22 @@ def tied_copies_that_differ(checkpoint: Checkpoint) -> Iterator[tuple[DiskTensor
     reader.close()
 
 
+def check_tied_copies(checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        ExpertMeshError: there are such tensors: what is written has one for both.
+    """
+    for copy, original in tied_copies_that_differ(checkpoint):
+        raise differing_copy(copy, original)
+
+
+def differing_copy(copy: DiskTensor, original: str) -> ExpertMeshError:
+    return ExpertMeshError(
+        f"{copy.file}: {copy.name} differs from {original}, though config.json ties them; set tie_word_embeddings to "
+        "false in config.json"
+    )
+
+
 def _differs(reader: SafetensorsReader, copy: DiskTensor, region: Region) -> bool:
     """Whether what a copy has in a region is not what the parameter's own tensors have there."""
     for start in range(0, len(region.rows), _ROWS_AT_ONCE):

@@ -11,7 +11,7 @@ from ...moe.util.errors import ExpertMeshError
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
 from .source import GENERATION_CONFIG, SIDE_FILES, Checkpoint, ModelSource, read_json
-from .untrained_parts import without_missing_predictors, without_untrained
+from .untrained_parts import Unfilled, describes_language_model, language_model_alone, unfilled, without_predictors
 
 CONFIG = "config.json"
 # every name under which transformers' tokenizers save themselves or their chat template, or others theirs
@@ -65,21 +65,42 @@ def side_files(directory: Path, quantized: bool = False) -> list[str]:
     return names
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has any file of a tokenizer's."""
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) -> list[str]:
-    """`copy_side_files` for an export of a checkpoint, whose config claims no layers that it has not.
+    """`copy_side_files` for an export of a checkpoint, whose config claims nothing that the files have not.
 
     Returns:
-        What of the config that has changed, in lines.
+        What of the config that has changed, or is still wrong, in lines.
     """
-    origin = None if checkpoint.origin is None else checkpoint.origin.source.path
-    copy_side_files(checkpoint.source, out, tokenizer, checkpoint.drops_untrained, origin)
-    config, told = without_missing_predictors(read_json(out / CONFIG), checkpoint)
-    if told:
-        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    source, told, lacking = checkpoint.source, [], Unfilled()
+    if not checkpoint.drops_untrained:
+        try:
+            lacking = unfilled(read_json(source.path / CONFIG), checkpoint)
+        except ExpertMeshError as error:  # of another class than the trained one
+            told.append(f"config.json is copied as it is: {error}")
+    drops_parts = lacking.has_none and not describes_language_model(source.config)
+    if lacking.parts:
+        instead = "the export is of the language model alone" if drops_parts else "transformers draws them at random"
+        told.append(f"{lacking.parts}; {instead}")
+    if lacking.predictors:
+        told.append(
+            f"config.json no longer has {lacking.predictors}: the model's files have no layer for multi-token "
+            "prediction"
+        )
+    copy_side_files(
+        *(source, out, tokenizer),
+        drop_parts=checkpoint.drops_untrained or drops_parts,
+        drop_predictors=checkpoint.drops_untrained or bool(lacking.predictors),
+        quantized_as=None if checkpoint.origin is None else checkpoint.origin.source.path,
+    )
     return told
 
 
@@ -87,7 +108,8 @@ def copy_side_files(
     source: ModelSource,
     out: Path,
     tokenizer: Any = None,
-    drop_untrained: bool = False,
+    drop_parts: bool = False,
+    drop_predictors: bool = False,
     quantized_as: Path | None = None,
 ) -> None:
     """Copy what goes along with the weights as it is; with `tokenizer`, this is saved in place of the source's own. A
@@ -95,7 +117,8 @@ def copy_side_files(
     output projection are no longer tied, or have more rows, it says so. Tokens that end answers end generation.
 
     Args:
-        drop_untrained: whether the config is no longer to claim what is not trained (see `untrained_parts`).
+        drop_parts: whether the config is to claim only the language model. drop_predictors: whether it is to claim no
+            layers for multi-token prediction, but for one that is trained.
         quantized_as: directory whose config.json says how the tensors beside the config are quantized.
 
     Raises:
@@ -105,8 +128,10 @@ def copy_side_files(
     config = without_quantization(found)
     if source.rope is not None:
         config = source.rope.apply(config)
-    if drop_untrained:
-        config = without_untrained(config, source.config, keeps_predictors=source.mtp is not None)
+    if drop_parts:
+        config = language_model_alone(config, source.config)
+    if drop_predictors and source.mtp is None:
+        config = without_predictors(config)
     if source.is_untied:
         config = _with(config, source.config, tie_word_embeddings=False)
     if source.vocab_size is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .untrained_tensors import by_module
@@ -16,32 +16,38 @@ _PREDICTORS = re.compile(r"(\w+_)?(nextn|mtp)(_\w+)?_(layers|modules|heads)|use_
 """Settings that say how many layers for multi-token prediction there are, or whether."""
 
 
-def without_untrained(raw: Mapping[str, Any], config: Any, keeps_predictors: bool = False) -> dict[str, Any]:
+def language_model_alone(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """A config.json that claims no more than the causal language model which is trained: of one with several parts, the
-    text part, where transformers has a class for it; and no layers for multi-token prediction.
+    text part, where transformers has a class for it.
 
     Args:
         config: transformers' object for it.
-        keeps_predictors: whether a layer for multi-token prediction is trained.
     """
     from ...moe.hf_model.build import model_class
 
+    if describes_language_model(config):
+        return dict(raw)
     causal, text = model_class(config), config.get_text_config()
-    if not issubclass(type(config), causal.config_class):
-        part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-        said = raw.get(part) if part is not None else None
-        kept = {name: raw[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in raw}
-        own = dict(said) if isinstance(said, dict) else text.to_dict()
-        if "tie_word_embeddings" in raw:  # by which the whole goes, and the text part now does (see `load_config`)
-            own["tie_word_embeddings"] = text.tie_word_embeddings
-        raw = {"architectures": [causal.__name__], **kept, **own, "model_type": text.model_type}
-        raw["architectures"] = [causal.__name__]
-    return dict(raw) if keeps_predictors else _without_predictors(raw)
+    part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    said = raw.get(part) if part is not None else None
+    kept = {name: raw[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in raw}
+    own = dict(said) if isinstance(said, dict) else text.to_dict()
+    if "tie_word_embeddings" in raw:  # by which the whole goes, and the text part now does (see `load_config`)
+        own["tie_word_embeddings"] = text.tie_word_embeddings
+    return {**kept, **own, "architectures": [causal.__name__], "model_type": text.model_type}
 
 
-def _without_predictors(raw: Mapping[str, Any]) -> dict[str, Any]:
+def describes_language_model(config: Any) -> bool:
+    """Whether the class that is trained takes a config as it is: then it has no smaller one to give way to."""
+    from ...moe.hf_model.build import model_class
+
+    return isinstance(config, model_class(config).config_class)
+
+
+def without_predictors(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that claims no layers for multi-token prediction."""
     return {
-        name: _without_predictors(value)
+        name: without_predictors(value)
         if isinstance(value, dict)
         else (type(value)(0) if _claims_predictors(name, value) else value)
         for name, value in raw.items()
@@ -61,54 +67,52 @@ def _predictors(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str | None, str | None]:
-    """What a config.json claims and no tensor of the checkpoint fills.
+@dataclass(frozen=True)
+class Unfilled:
+    """What a config.json claims and no tensor of a checkpoint fills, in words; empty where nothing is lacking.
 
-    Returns:
-        (what transformers would fill with random values, layers for multi-token prediction, which it does without), in
-        a line each; None where nothing is lacking.
+    parts: what transformers would fill with random values. has_none: whether of the parts beside the language model
+    there is no tensor at all. predictors: settings that claim layers for multi-token prediction, which transformers
+    does without, and by which a server that drafts would not start.
+    """
 
+    parts: str = ""
+    has_none: bool = False
+    predictors: str = ""
+
+
+def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> Unfilled:
+    """
     Raises:
         ExpertMeshError: transformers cannot build the class that config.json names.
     """
     from .class_names import whole_model  # needs torch, which to describe files does without
 
-    lacking = without_tensors = None
+    parts, has_none = "", False
     others = {tensor.name for tensor in checkpoint.carried}
     whole = whole_model(replace(checkpoint.source, mtp=None).config)
     if whole is not None:
         found = [tensor.name for tensor in checkpoint.exported] + sorted(others)
         targets = _targets(whole, found, checkpoint.names.shape.num_experts)
         missing = [same for same in _same_tensors(whole) if not same & targets.keys()]
-        others -= {name for target in targets for name in targets[target]}
+        of_parts = others & {name for target in targets for name in targets[target]}
+        others -= of_parts
         if missing:
             told = by_module([min(same) for same in missing], targets)
-            lacking = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
-    if predictors := missing_predictors(raw, checkpoint, others):
-        without_tensors = f"layers for multi-token prediction that config.json names: {predictors}"
-    return lacking, without_tensors
+            parts = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
+            has_none = all(map(checkpoint.names.is_computed, of_parts))
+    return Unfilled(parts, has_none, missing_predictors(raw, checkpoint, others))
 
 
-def missing_predictors(raw: Mapping[str, Any], checkpoint: Checkpoint, others: Iterable[str] | None = None) -> str:
+def missing_predictors(raw: Mapping[str, Any], checkpoint: Checkpoint, others: Iterable[str]) -> str:
     """The settings of a config.json that claim layers for multi-token prediction of which the checkpoint has no tensor;
-    empty if there is none. A server that drafts by them would not start.
+    empty if there is none.
 
     Args:
-        others: the tensors among which they would be; None: all that go along untrained.
+        others: untrained tensors that no other part of the model has.
     """
-    others = [tensor.name for tensor in checkpoint.carried] if others is None else others
     are_there = checkpoint.source.mtp is not None or not all(map(checkpoint.names.is_computed, others))
     return "" if are_there else ", ".join(_predictors(raw))
-
-
-def without_missing_predictors(raw: dict[str, Any], checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """A config.json that claims no such layers, and a line that says so, if it did."""
-    claimed = missing_predictors(raw, checkpoint)
-    if not claimed or checkpoint.drops_untrained:
-        return raw, []
-    return _without_predictors(raw), [
-        f"config.json no longer has {claimed}: the model's files have no layer for multi-token prediction"
-    ]
 
 
 def _targets(model: Any, found: Iterable[str], num_experts: int) -> dict[str, list[str]]:

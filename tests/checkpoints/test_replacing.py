@@ -13,6 +13,7 @@ from expertmesh.checkpoints.files.directories import replace_directory, sweep_be
 from expertmesh.checkpoints.training_state.marker import MARKER, whole_checkpoints
 from expertmesh.checkpoints.training_state.saving import checkpoint_name, sweep
 from tests.checkpoints.commands import contents, run
+from tests.tiers import tiered
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir", "chmod", "symlink")
 
@@ -22,9 +23,13 @@ class Killed(BaseException):
 
 
 @contextmanager
-def killed_before(operation: int) -> Iterator[list[str]]:
+def killed_before(operation: int, at_once: bool = False) -> Iterator[list[str]]:
     """In the block, the file system changes `operation` times and never again, whatever then cleans up: as if the
-    process had been killed. Yields the changes that were made."""
+    process had been killed. Yields the changes that were made.
+
+    Args:
+        at_once: whether the process goes no further than to the last of them, and writes no file after it.
+    """
     made: list[str] = []
 
     def guarded(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +37,10 @@ def killed_before(operation: int) -> Iterator[list[str]]:
             if len(made) >= operation:
                 raise Killed
             made.append(name)
-            return change(*arguments, **settings)
+            result = change(*arguments, **settings)
+            if at_once and len(made) == operation:
+                raise Killed
+            return result
 
         return call
 
@@ -114,6 +122,34 @@ def test_killed_before_any_operation_of_a_command_that_overwrites(
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert len(operations) > 6
     assert readable == kill, "all but once, between two renames, there is one of its name"
+
+
+@pytest.mark.parametrize(
+    "command", tiered([(["export"],)], slow=[(["convert", "--ep-size", "2"],)]), ids=["export", "convert"]
+)
+def test_killed_after_any_operation_of_a_command_that_begins(
+    tiny_model: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """What it left is no complete directory, and is gone on with, or written anew in other files."""
+    name, *more = command
+    argv = [name, tiny_model, tmp_path / "out", *more, "--workers", 1]
+    run(*argv)
+    made = contents(tmp_path / "out")
+    run(name, tiny_model, tmp_path / "other", *more, "--max-shard-size", "50KB")
+    other = contents(tmp_path / "other")
+    for kill in range(1, 100):
+        shutil.rmtree(tmp_path / "out")
+        with killed_before(kill, at_once=True) as operations:
+            run(*argv)
+        if len(operations) < kill:
+            break
+        # its notes may still be there
+        is_complete = (tmp_path / "out/manifest.json").exists() or contents(tmp_path / "out") == made
+        again = [*argv, "--max-shard-size", "50KB"] if kill % 2 else argv
+        said = run(*again, code=2 if is_complete else 0)
+        assert ("is complete" in said) is is_complete
+        assert contents(tmp_path / "out") == (other if kill % 2 and not is_complete else made), operations
+    assert len(operations) > 4, operations
 
 
 def test_what_is_overwritten_keeps_its_permissions_and_files_of_an_earlier_attempt_go(

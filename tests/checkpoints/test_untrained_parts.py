@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from expertmesh.checkpoints.hf.untrained_parts import missing_predictors, without_missing_predictors, without_untrained
+from expertmesh.checkpoints.hf.untrained_parts import language_model_alone, missing_predictors, without_predictors
 from expertmesh.moe.hf_model.build import model_class
 from tests.families.configs import tiny_config
 
@@ -16,7 +16,7 @@ def test_the_text_part_is_left_of_a_model_with_several() -> None:
     config: Any = tiny_config("qwen3_5_moe")
     raw = config.to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": False}
     raw["text_config"].pop("dtype")  # as config.json has it, where the whole says it
-    found = without_untrained(raw, config)
+    found = language_model_alone(raw, config)
     assert not {"vision_config", "text_config"} & found.keys()
     assert found["dtype"] == "bfloat16"
     built = transformers.AutoConfig.for_model(**found)
@@ -39,29 +39,24 @@ def test_the_text_part_is_left_of_a_model_with_several() -> None:
     ],
 )
 def test_layers_for_multi_token_prediction(said: dict[str, Any], left: dict[str, Any]) -> None:
-    """Counts become 0, and what says whether there are any, false; but where one is trained."""
+    """Counts become 0, and what says whether there are any, false."""
     config = tiny_config("mixtral")
     raw = config.to_dict()
-    assert without_untrained(raw | said, config) == raw | left
-    assert without_untrained(raw | said, config, keeps_predictors=True) == raw | said
+    assert without_predictors(raw | said) == raw | left
+    assert language_model_alone(raw | said, config) == raw | said, "it is one, which may have them"
 
 
-def checkpoint(carried: list[str], trains_it: bool = False) -> Any:
+def checkpoint(trains_it: bool = False) -> Any:
     """Of whose tensors those of layer 5 are no part of what transformers computes."""
     return SimpleNamespace(
-        carried=[SimpleNamespace(name=name) for name in carried],
         source=SimpleNamespace(mtp=object() if trains_it else None),
         names=SimpleNamespace(is_computed=lambda name: "layers.5." not in name),
-        drops_untrained=False,
     )
 
 
-def test_layers_of_which_there_is_no_tensor_are_no_longer_claimed() -> None:
+def test_layers_of_which_there_is_no_tensor() -> None:
     raw = {"num_nextn_predict_layers": 1, "text_config": {"use_mtp": True}, "hidden_size": 4}
-    nowhere = checkpoint(["visual.patch"])
-    assert missing_predictors(raw, nowhere) == "num_nextn_predict_layers 1, use_mtp True"
-    found, told = without_missing_predictors(raw, nowhere)
-    assert found == {"num_nextn_predict_layers": 0, "text_config": {"use_mtp": False}, "hidden_size": 4}
-    assert told[0].startswith("config.json no longer has num_nextn_predict_layers 1, use_mtp True: ")
-    for is_there in (checkpoint(["model.layers.5.eh_proj"]), checkpoint([], trains_it=True)):
-        assert without_missing_predictors(raw, is_there) == (raw, [])
+    claimed = "num_nextn_predict_layers 1, use_mtp True"
+    assert missing_predictors(raw, checkpoint(), ["model.rotary"]) == claimed
+    assert missing_predictors(raw, checkpoint(), ["model.layers.5.eh_proj"]) == ""
+    assert missing_predictors(raw, checkpoint(trains_it=True), []) == ""

@@ -93,7 +93,7 @@ def test_the_whole_decides_whether_embeddings_are_tied(multimodal: Saved, tmp_pa
     assert model.config.tie_word_embeddings == of_whole
     if of_whole:  # the file has both, with other values; from transformers' export it has one
         told = run("convert", source, out, "--ep-size", 2, code=2)
-        assert f"{name} differs from model.embed_tokens.weight, which config.json ties to it" in told
+        assert f"{name} differs from model.embed_tokens.weight, though config.json ties them; set tie_word" in told
         return
     assert not torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
     run("convert", source, out, "--ep-size", 2)
@@ -182,6 +182,53 @@ def test_predictors_that_the_files_lack_are_not_promised(deepseek: Saved, tmp_pa
     assert json.loads((tmp_path / "there" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+def without(source: Path, out: Path, prefix: str) -> dict[str, Tensor]:
+    """A copy of a model in one file, without the tensors of these names."""
+    shutil.copytree(source, out)
+    tensors = {name: tensor for name, tensor in read(out).items() if not name.startswith(prefix)}
+    for file in (*out.glob("*.safetensors"), *out.glob("*.index.json")):
+        file.unlink()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("via_shards", [False, True], ids=["directly", "via shards"])
+def test_a_tower_that_the_files_lack_is_not_promised(multimodal: Saved, tmp_path: Path, via_shards: bool) -> None:
+    """What is exported loads as the language model that it is, the untrained layers for prediction with it."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    tensors = without(multimodal[0], model, VISION)
+    source = model
+    if via_shards:
+        run("convert", model, source := tmp_path / "shards", "--ep-size", 2)
+    said = run("export", source, out)
+    assert "config.json names a Qwen3_5MoeForConditionalGeneration, which lacks" in said
+    assert "; the export is of the language model alone" in said
+    assert_same_bits(read(out), tensors)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert config["mtp_num_hidden_layers"] == 1
+    assert not (out / "preprocessor_config.json").exists()
+    ids = torch.arange(3, 20)[None]
+    exported, expected = load(AutoModelForCausalLM, out), load(AutoModelForCausalLM, model)
+    assert torch.equal(exported(ids).logits, expected(ids).logits)
+    assert "complete yes" in run("inspect", out, "--check")
+
+
+def test_a_tower_of_which_something_is_missing(multimodal: Saved, tmp_path: Path) -> None:
+    """It stays, and what transformers will draw is named."""
+    without(multimodal[0], tmp_path / "model", f"{VISION}patch_embed.proj.bias")
+    said = run("export", tmp_path / "model", tmp_path / "out")
+    assert "lacks 1 tensors: model.visual.patch_embed.proj.bias (1); transformers draws them at random" in said
+    assert "vision_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_tower_and_no_predictors(multimodal: Saved, tmp_path: Path) -> None:
+    without(multimodal[0], tmp_path / "model", PREDICTOR)
+    assert "config.json no longer has mtp_num_hidden_layers 1" in run("export", tmp_path / "model", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["text_config"]["mtp_num_hidden_layers"], "vision_config" in config) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("prefix", "claim"),
     [
@@ -192,11 +239,7 @@ def test_predictors_that_the_files_lack_are_not_promised(deepseek: Saved, tmp_pa
 )
 def test_inspect_names_claims_that_no_tensor_fills(multimodal: Saved, tmp_path: Path, prefix: str, claim: str) -> None:
     path = tmp_path / "model"
-    shutil.copytree(multimodal[0], path)
-    tensors = {name: tensor for name, tensor in read(path).items() if not name.startswith(prefix)}
-    for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
-        file.unlink()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    without(multimodal[0], path, prefix)
     # what transformers does without makes it no less whole: what it saves itself lacks that too
     assert claim in run("inspect", path, "--check", code=0 if prefix == PREDICTOR else 1)
 

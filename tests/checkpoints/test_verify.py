@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from expertmesh.checkpoints.files.checksums import file_checksum
 from expertmesh.checkpoints.files.tensors import DiskTensor, Region
@@ -166,6 +166,26 @@ def test_a_tied_copy_that_differs_from_its_twin(forms: list[Path], tmp_path: Pat
     assert "lm_head.weight differs from model.embed_tokens.weight" in run(
         "inspect", tmp_path / "copy", "--check", code=1
     )
+
+
+def test_a_config_that_says_otherwise_of_the_head_than_the_files(forms: list[Path], tmp_path: Path) -> None:
+    """Nothing is written of either, but the remedy said; with that, transformers loads the same weights."""
+    _edited(forms[0], both := tmp_path / "both", tie_word_embeddings=True)
+    _edited(forms[0], one := tmp_path / "one", _tied, tie_word_embeddings=False)
+    for model, said, tied in (
+        (both, "set tie_word_embeddings to false", False),
+        (one, "set tie_word_embeddings to true", True),
+    ):
+        for command in (("export", model, tmp_path / "out"), ("convert", model, tmp_path / "out", "--ep-size", 2)):
+            told = run(*command, code=2)
+            assert "lm_head.weight" in told
+            assert said in told
+        assert not (tmp_path / "out").exists()
+        _edited(model, mended := tmp_path / f"{model.name} mended", tie_word_embeddings=tied)
+        run("export", mended, out := tmp_path / f"{model.name} exported")
+        exported, expected = (AutoModelForCausalLM.from_pretrained(path) for path in (out, mended))
+        assert (exported.lm_head.weight is exported.model.embed_tokens.weight) is tied
+        assert all(torch.equal(x, exported.state_dict()[name]) for name, x in expected.state_dict().items())
 
 
 CONFIGS: list[dict[str, Any]] = [
