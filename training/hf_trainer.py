@@ -39,7 +39,7 @@ from .config.train_config import TrainConfig
 from .data.batch import IGNORED, Batch
 from .data.chat import answer_ends
 from .engine import Engine
-from .evaluate import inference
+from .evaluate import inference, token_accuracy
 from .loss.balance import choose_balance
 from .loss.objective import Objective
 from .loss.preference import preference_objective
@@ -54,9 +54,11 @@ STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""
 _SCHEDULER, _ARGUMENTS = "scheduler.pt", "training_args.bin"
 
-_OF_PAIRS = "trl.trainer.dpo_trainer"
-_LOSS_OWNERS = ("transformers.trainer", "trl.trainer.sft_trainer", _OF_PAIRS)
+_OF_PAIRS, _OF_ANSWERS = "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer"
+_LOSS_OWNERS = ("transformers.trainer", _OF_ANSWERS, _OF_PAIRS)
 """Modules of classes whose `compute_loss` is the cross-entropy of the labels, or DPO's loss, which ours are too."""
+_ACCURACY = "mean_token_accuracy"
+"""A figure of SFTTrainer's evaluations. It takes a second forward, so that they have it only where it decides."""
 _OF_ROUTING = ("output_router_logits", "router_aux_loss_coef")
 """Of a model's config, what trl sets for the balancing loss that ours takes the place of."""
 _NOT_TAKEN = {
@@ -220,7 +222,11 @@ class TrainerMixin(_Base):
 
     @property
     def _learns_pairs(self) -> bool:
-        return any(kind.__module__ == _OF_PAIRS for kind in type(self).__mro__)
+        return self._is_a(_OF_PAIRS)
+
+    def _is_a(self, module: str) -> bool:
+        """Whether its class is the one in a module of trl's, or derived from it."""
+        return any(kind.__module__ == module for kind in type(self).__mro__)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """In the place of DPOTrainer's."""
@@ -289,6 +295,7 @@ class TrainerMixin(_Base):
                 accuracies; Trainer would end at the first one.
         """
         asked, data = args.metric_for_best_model, given.get("eval_dataset")
+        self._tells_accuracy = asked is not None and asked.endswith(_ACCURACY) and self._is_a(_OF_ANSWERS)
         callbacks = [each if isinstance(each, type) else type(each) for each in given.get("callbacks") or ()]
         evaluate = next(kind for kind in type(self).__mro__ if "evaluate" in vars(kind))
         # these may add figures of their own
@@ -296,6 +303,7 @@ class TrainerMixin(_Base):
         if asked is None or args.eval_strategy == "no" or given.get("compute_metrics") is not None or any(own):
             return
         figures = ["loss", *(() if self._objective is None else self._objective.figures)]
+        figures += [_ACCURACY] if self._tells_accuracy else []
         prefixes = [f"{name}_" for name in data] if isinstance(data, dict) else [""]
         known = [f"eval_{prefix}{figure}" for prefix in prefixes for figure in figures]
         if f"eval_{asked.removeprefix('eval_')}" not in known:
@@ -583,9 +591,11 @@ class TrainerMixin(_Base):
         found = self.engine.evaluate(self._taken(batches), *own)
         number = torch.tensor(sum(len(inputs["input_ids"]) for inputs in batches), device=self.engine.ranks.device)
         dist.all_reduce(number)
-        metrics = {
-            f"{metric_key_prefix}_{name}": value for name, value in {"loss": found.loss, **found.figures}.items()
-        }
+        figures = {"loss": found.loss, **found.figures}
+        if self._tells_accuracy:
+            made, _ = self.engine._all_made(batches, for_loss=False)
+            figures[_ACCURACY] = token_accuracy(self.model, made, self.engine.ranks.device)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return EvalLoopOutput(None, None, metrics, int(number))  # type: ignore[arg-type]
 
     def _own_part(self, dataloader: Any) -> Iterable[Any]:

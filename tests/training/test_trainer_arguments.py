@@ -544,6 +544,28 @@ def test_defaults_of_trl_warn_of_nothing(tiny_model: Path, tmp_path: Path, recwa
     assert counted[0] < counted[1] == trainer.engine.tokens
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_best_model_by_trls_accuracy(tiny_model: Path, tmp_path: Path) -> None:
+    """Of sequences in batches that do not come out even, as trl has it by itself."""
+    texts = datasets.Dataset.from_list(TEXTS[:7])
+    best = {"eval_strategy": "steps", "eval_steps": 10, "metric_for_best_model": "mean_token_accuracy"}
+
+    def trainer_of(kind: Any, model: Any) -> Any:
+        args = trl.SFTConfig(str(tmp_path), **(BASE | best | {"max_steps": 20, "per_device_eval_batch_size": 3}))
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        return kind(model=model, args=args, train_dataset=texts, eval_dataset=texts, processing_class=tokenizer)
+
+    ours = trainer_of(SFT, load(tiny_model))
+    ours.train()
+    ours.save_model(str(tmp_path / "model"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    expected = trainer_of(trl.SFTTrainer, model).evaluate()["eval_mean_token_accuracy"]
+    assert 0.1 < expected < 1
+    found = [line["eval_mean_token_accuracy"] for line in ours.state.log_history if "eval_loss" in line]
+    assert found[-1] == near(expected)
+    assert ours.state.best_metric == max(found)
+
+
 def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path) -> None:
     """The argument reaches the data; without arguments the class's own are made for the engine's device."""
     for args in (trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), None):
