@@ -4,6 +4,7 @@ not even numpy."""
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -114,17 +115,31 @@ def test_trackers_are_known_without_accelerate() -> None:
     assert installed == {str(kind) for kind in get_available_trackers()}
 
 
-def test_a_model_of_the_hub_is_looked_for_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_of_the_hub_is_looked_for_before_torch_is_imported(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ((code, said, modules),) = run("train_ep.py --model no/where --dataset README.md")
-    assert (code, "--model no/where: no such directory, and not available from the hub" in said) == (2, True), said
-    assert not modules & {"torch", "transformers", "datasets", "accelerate"}
+    good = f"train_ep.py --model {tiny_model} --output-dir {tmp_path / 'run'} --dataset"
+    fetched = "no such directory, and not available from the hub"
+    expected = (
+        ("train_ep.py --model no/where --dataset README.md", f"--model no/where: {fetched}"),
+        (f"{good} docs --tokenizer no/where", f"--tokenizer no/where: {fetched}"),
+        (f"{good} no/where:0.5", "--dataset no/where: no such file or directory, nor a data set of that name in"),
+        (f"{good} docs --eval-dataset no/where", "--eval-dataset no/where: no such file or directory, nor a data"),
+    )
+    found = run(*(line for line, _ in expected))
+    for (line, text), (code, said, modules) in zip(expected, found, strict=True):
+        assert (code, text in said) == (2, True), (line, said)
+        assert not modules & {"torch", "transformers", "datasets", "accelerate"}, line
 
 
 def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     """Mistakes, a picture of a mesh, and heads of checkpoints; by the folders' names, as in a checkout."""
     shards, data = str(tmp_path / "ep4"), tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')
+    (tmp_path / "no").mkdir()
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(tiny_model / "config.json", bare)
     good = f"train_ep.py --model {tiny_model} --dataset {data} --output-dir {tmp_path / 'run'}"
     gone = next(name for name, packages in TRACKERS.items() if not any(map(find_spec, packages)))
     assert checkpoints_main(["convert", str(tiny_model), shards, "--ep-size", "4"]) == 0
@@ -145,6 +160,9 @@ def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
         (f"{good} --report-to no", 2, "--report-to no: unknown tracker; use one of all"),
         (f"{good} --report-to {gone}", 2, f"--report-to {gone}: not installed; pip install it first"),
         (f"{good} --teacher /no", 2, "--teacher /no: no such directory"),
+        (f"{good} --tokenizer /no", 2, "--tokenizer /no: no such directory"),
+        (f"{good} --tokenizer {tmp_path / 'no'}", 2, "no: has no tokenizer; give one with --tokenizer"),
+        (good.replace(str(tiny_model), str(bare)), 2, "bare: has no tokenizer; give one with --tokenizer"),
         (f"{good} --chat-template no", 2, "--chat-template no: neither a built-in template"),
         ("-m checkpoints convert /no OUT --ep-size 2", 2, "/no: no such directory"),
         ("-m checkpoints export /no OUT", 2, "/no: no such directory"),

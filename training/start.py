@@ -23,10 +23,11 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
         reads_data: whether it is a run of train_ep.py, which will read the data sets and have trackers.
 
     Raises:
-        ExpertMeshError: there is no such model, data set, training checkpoint, chat template or tracker, or a setting
-            does not work here.
+        ExpertMeshError: there is no such model, tokenizer, data set, training checkpoint, chat template or tracker, or
+            a setting does not work here.
     """
     # these need numpy, which --help does without
+    from ..checkpoints.hf.side_files import has_tokenizer
     from ..checkpoints.hf.source import open_source, resolve_model
     from ..checkpoints.training_state.marker import check_resumable
 
@@ -35,6 +36,9 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     for flag, model in (("--model", config.model), ("--teacher", config.teacher)):
         if model:
             open_source(resolve_model(model, flag, weights=False))
+    flag, place = ("--tokenizer", config.tokenizer) if config.tokenizer else ("--model", config.model)
+    if (config.tokenizer or reads_data) and not has_tokenizer(resolve_model(place, flag, weights=False)):
+        raise ExpertMeshError(f"{flag} {place}: has no tokenizer; give one with --tokenizer")
     if reads_data:
         check_places("--dataset", config.dataset)
         check_places("--eval-dataset", config.eval_dataset)

@@ -117,6 +117,22 @@ def check_places(flag: str, entries: list[str]) -> None:
             _files(flag, spec.name, [path], "line")
         else:
             _check_exists(flag, spec.name)
+            if not path.exists():
+                _check_cached(flag, spec.name)
+
+
+def _check_cached(flag: str, name: str) -> None:
+    """Refuse a data set of the hub of which nothing is here, where nothing may be fetched."""
+    from huggingface_hub import constants
+
+    owner = name.partition("/")[0]
+    hub, made = Path(constants.HF_HUB_CACHE), Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets"))
+    found = [*hub.glob(f"datasets--{name.replace('/', '--')}"), *made.glob(f"{owner}___*")]
+    if constants.HF_HUB_OFFLINE and "HF_DATASETS_OFFLINE" not in os.environ and not found:
+        raise ExpertMeshError(
+            f"{flag} {name}: no such file or directory, nor a data set of that name in {hub} or {made}, and "
+            "HF_HUB_OFFLINE keeps it from being fetched"
+        )
 
 
 def _check_exists(flag: str, name: str) -> None:
