@@ -21,7 +21,9 @@ def test_a_number_or_nothing() -> None:
     assert imbalance_of(read_imbalance(None), 128) == natural_imbalance(128)
     assert imbalance_of(1.0, 128) == 1.0
     # all tokens to one expert
-    assert imbalance_of(100.0, 8) == 8.0
+    assert imbalance_of(8.0, 8) == 8.0
+    with pytest.raises(ExpertMeshError, match="--imbalance 100: the busiest of 8 experts has at most 8 times the mean"):
+        imbalance_of(100.0, 8)
 
 
 def test_what_a_run_has_logged(tmp_path: Path) -> None:

@@ -42,8 +42,16 @@ def read_imbalance(given: str | None) -> float | None:
 
 
 def imbalance_of(busiest: float | None, num_experts: int) -> float:
-    """What was given, or what is natural."""
-    return natural_imbalance(num_experts) if busiest is None else min(busiest, float(num_experts))
+    """What was given, or what is natural.
+
+    Raises:
+        ExpertMeshError: it is more than so many experts can have.
+    """
+    if busiest is not None and busiest > num_experts:
+        raise ExpertMeshError(
+            f"--imbalance {busiest:g}: the busiest of {num_experts} experts has at most {num_experts} times the mean"
+        )
+    return natural_imbalance(num_experts) if busiest is None else busiest
 
 
 def _logged(file: Path) -> float:
