@@ -20,7 +20,8 @@ restarts=${MAX_RESTARTS:-3}
 config=${1:?usage: torchrun.sh CONFIG.yaml [flags of train_ep.py]}
 shift
 root=$(cd "$(dirname "$0")/../.." && pwd)
+case " $* " in *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
 
 exec torchrun --nnodes "$nodes" --nproc-per-node "$gpus" --max-restarts "$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$run" \
-    "$root/train_ep.py" --config "$config" --resume auto "$@"
+    "$root/train_ep.py" --config "$config" "$@"

@@ -65,8 +65,21 @@ class Parser(argparse.ArgumentParser):
 
     # with argparse's overloads this would be four signatures
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        self._refuse_repeated(words)
+        return super().parse_known_args(words, namespace)
+
+    def _refuse_repeated(self, words: Sequence[str]) -> None:
+        """Refuse a flag that is given twice, of which argparse takes the last."""
+        given: dict[str, str] = {}
+        for flag in (word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]):
+            action = self._option_string_actions.get(flag)
+            if action is None:
+                continue
+            if (first := given.get(action.dest)) is not None:
+                twice = f"{flag} is given twice; give it once{', with all its values' * (action.nargs == '+')}"
+                self.error(twice if first == flag else f"{first} and {flag} are one setting; give one of them")
+            given[action.dest] = flag
 
 
 class Switch(argparse.Action):

@@ -18,6 +18,7 @@ import expertmesh
 from expertmesh import train_ep
 from expertmesh.training import consistency as alike
 from tests.distributed.pool import RankPool
+from tests.flags import last_of_each
 from tests.tiny import save_model, save_tokenizer
 
 SETTINGS: dict[str, Any] = dict(use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2, learning_rate=1e-2)
@@ -42,7 +43,7 @@ def by_command(model: Path, data: Path, saved: Path, out: Path, more: dict[str, 
         argv += [f"--{name}", *values]
     # the newest in its directory, where the command looks for it
     shutil.copytree(saved, out / "checkpoints")
-    if train_ep.main([*argv, "--max-steps=3", "--logging-steps=9", "--resume", "auto"]):
+    if train_ep.main(last_of_each([*argv, "--max-steps=3", "--logging-steps=9", "--resume", "auto"])):
         raise expertmesh.ExpertMeshError
     return 2
 

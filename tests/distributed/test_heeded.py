@@ -18,6 +18,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import NEEDS, SETTINGS, TrainConfig, make_config, parse_config, read_by
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, tell
+from tests.flags import last_of_each
 
 NAMES = {setting.name for setting in fields(TrainConfig)}
 CONFIG = "expertmesh.training.config."
@@ -137,6 +138,7 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     world_size, more = MODES[mode]
     argv = ["--model", str(runs.model), "--dataset", str(runs.data), "--output-dir", str(runs.directory / "run")]
     argv += ["--use-cpu", *["--max-steps", "3", "--save-steps", "2", "--router-warn-steps", "2"], *more.split()]
+    argv = last_of_each(argv)
     results = runs.ranks.run(tell_recorded, world_size, argv, join_group=False)
     assert [code for code, _, _ in results] == [0] * world_size, results[0][1]
     read = set().union(*(found for _, _, found in results))
@@ -148,7 +150,7 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
         if setting.name in read | ONLY_WHEN_IT_HAPPENS or not is_met(setting, config):
             continue
         try:
-            parse_config([*argv, f"--{setting.name}=other"])
+            parse_config(last_of_each([*argv, f"--{setting.name}=other"]))
         except ExpertMeshError as error:
             if "invalid" not in str(error):
                 continue

@@ -32,6 +32,7 @@ from tests.distributed.whole_runs import (
     run_main,
     tell,
 )
+from tests.flags import last_of_each
 from tests.tiers import tiered
 from tests.tiny import relative_error, save_model, save_tokenizer
 
@@ -58,7 +59,7 @@ def unread(argv: list[str]) -> Told:
     os.close(read_end)
     with contextlib.redirect_stderr(io.StringIO()) as errors, os.fdopen(write_end, "w") as stream:
         with contextlib.redirect_stdout(stream):
-            code = train_ep.main([*FIXED_PRODUCTS, *argv])
+            code = train_ep.main(last_of_each([*FIXED_PRODUCTS, *argv]))
         return code, "", errors.getvalue()
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from expertmesh import train_ep
 from tests.distributed.pool import RankPool
+from tests.flags import last_of_each
 from tests.rounding import AFTER_ADAMW
 from tests.tiny import relative_error, save_model, save_tokenizer
 
@@ -38,7 +39,7 @@ def tell(argv: list[str]) -> Told:
     """train_ep.py on this rank."""
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = train_ep.main([*FIXED_PRODUCTS, "--verbose", *argv])
+        code = train_ep.main(last_of_each([*FIXED_PRODUCTS, "--verbose", *argv]))
     return code, printed.getvalue(), errors.getvalue()
 
 

@@ -17,6 +17,7 @@ from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import NEEDS, TrainConfig, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
+from tests.flags import last_of_each
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 
@@ -153,7 +154,10 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--config /no/such.yaml", "--config /no/such.yaml: no such file"),
         ("--learning-rat 1", "unknown flag --learning-rat; did you mean --learning-rate?"),
         ("--ep 2", "unknown flag --ep"),
-        ("--model m stray", "unknown flag stray"),
+        ("--ep-size 2 stray", "unknown flag stray"),
+        ("--seed 1 --seed 2", "--seed is given twice; give it once"),
+        ("--report-to a --report_to=b", "--report-to is given twice; give it once, with all its values"),
+        ("--export --no-export", "--export and --no-export are one setting; give one of them"),
         ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
         ("--learning-rate -1e-4", "--learning-rate -0.0001: must be 0 or more"),
         ("--adam-beta2 1", "--adam-beta2 1.0: must be 0 or more, and less than 1"),
@@ -268,7 +272,7 @@ def test_flags_without_effect_are_no_error(name: str) -> None:
         needed = [*WITH[:-1], "--teacher=d"]
     needed = ["--train-mtp"] if name == "mtp_detach" else needed
     needed = ["--streaming", "--max-steps=3"] if name == "shuffle_buffer" else needed
-    config = parse_config([*NEEDED, *needed, given])
+    config = parse_config(last_of_each([*NEEDED, *needed, given]))
     assert config.without_effect == []
     assert config.settled() is config
 

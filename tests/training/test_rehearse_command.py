@@ -16,6 +16,7 @@ from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.imbalance import GivenRouting, skewed
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
+from tests.flags import last_of_each
 from tests.tiers import tiered
 
 LAYERS = 7
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def told(model: str, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
-    assert main(["rehearse", "--model", model, *FLAGS, *flags]) == code
+    assert main(["rehearse", *last_of_each(["--model", model, *FLAGS, *flags])]) == code
     said = capsys.readouterr()
     return said.out if code < 2 else said.err
 

@@ -9,7 +9,7 @@ from ....moe.util.errors import ExpertMeshError
 from ....moe.util.parser import Parser, refuse_gone, tell_without_effect
 from ....moe.util.terminal import folded
 from ....sharding.topology import Topology, check_sizes
-from ...config.train_config import TrainConfig, parse_config
+from ...config.train_config import TrainConfig, given_settings, parse_config
 from ..coverage import check_covered
 from ..imbalance import add_imbalance_flags
 from ..planner.hardware import MOST, add_hardware_flags, check_positive, tell_nodes
@@ -69,7 +69,8 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     refuse_gone(rest, GONE)
-    asked = parse_config([*rest, "--dataset", "none"], list(parser._option_string_actions))
+    given = given_settings(rest, own := list(parser._option_string_actions))
+    asked = parse_config(rest if given.all.get("dataset") else [*rest, "--dataset", "none"], own)
     if asked.without_effect:
         print(folded(f"note: {'; '.join(asked.without_effect)}"), file=sys.stderr)
     config = asked.settled()
