@@ -163,6 +163,7 @@ def test_what_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
         (f"{good} --tokenizer /no", 2, "--tokenizer /no: no such directory"),
         (f"{good} --tokenizer {tmp_path / 'no'}", 2, "no: has no tokenizer; give one with --tokenizer"),
         (good.replace(str(tiny_model), str(bare)), 2, "bare: has no tokenizer; give one with --tokenizer"),
+        (good.replace(str(tmp_path / "run"), str(data)), 2, f"--output-dir {data}: is not a directory"),
         (f"{good} --chat-template no", 2, "--chat-template no: neither a built-in template"),
         ("-m checkpoints convert /no OUT --ep-size 2", 2, "/no: no such directory"),
         ("-m checkpoints export /no OUT", 2, "/no: no such directory"),

@@ -58,6 +58,8 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     check_alike(
         ranks, "settings or software", start_facts(config), "load with the same settings and software on all ranks"
     )
+    for line in config.without_effect_on(ranks.device.type):
+        warn_user(line)
     engine, _ = start_engine(config, ranks, warn_user)
     if config.tokenizer:
         with raise_together():

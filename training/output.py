@@ -29,6 +29,7 @@ from .lock import DirectoryLock
 from .monitoring.trackers import TRACKERS
 from .reference_logprobs import FILE as REFERENCE
 from .report.profiles import PROFILES
+from .start import check_directory
 from .teacher import DIRECTORY as TEACHER
 
 CHECKPOINTS = "checkpoints"
@@ -53,8 +54,7 @@ def output_directory(config: TrainConfig, ranks: Ranks) -> Iterator[Path]:
     try:
         with raise_together(patient=ranks), write_errors(output_dir):
             if ranks.rank == 0:
-                if os.path.lexists(output_dir) and not output_dir.is_dir():
-                    raise ExpertMeshError(f"--output-dir {output_dir}: is not a directory; give another name")
+                check_directory(output_dir)
                 _check_taken(config, output_dir)
                 _check_read(config, output_dir)
                 output_dir.mkdir(parents=True, exist_ok=True)

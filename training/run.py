@@ -74,8 +74,9 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
 
     What is held for as long as the run takes is given to `closing`.
     """
-    if ranks.rank == 0 and config.without_effect:
-        print(folded(f"note: {'; '.join(config.without_effect)}"), flush=True)
+    told = [*config.without_effect, *config.without_effect_on(ranks.device.type)]
+    if ranks.rank == 0 and told:
+        print(folded(f"note: {'; '.join(told)}"), flush=True)
     if (config.ends_after_data) and ranks.world_size == 1:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()

@@ -5,6 +5,7 @@ What needs torch is imported where it is used: a model that is not there is told
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,7 @@ def check_apart(config: TrainConfig) -> None:
     """
     if config.ends_after_data:
         return
+    check_directory(Path(config.output_dir))
     output_dir = Path(config.output_dir).resolve()
     for setting in fields(config):
         if setting.metadata.get("scope") != "input" or setting.name == "resume":  # a run's checkpoints are in its own
@@ -75,6 +77,15 @@ def check_apart(config: TrainConfig) -> None:
                     f"{'is' if output_dir == Path(name).resolve() else 'lies in'} {flag} {name}, which this "
                     "run reads; choose a directory outside"
                 )
+
+
+def check_directory(output_dir: Path) -> None:
+    """
+    Raises:
+        ExpertMeshError: --output-dir is there and is none.
+    """
+    if os.path.lexists(output_dir) and not output_dir.is_dir():
+        raise ExpertMeshError(f"--output-dir {output_dir}: is not a directory; give another name")
 
 
 TRACKERS = {

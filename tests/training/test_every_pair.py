@@ -106,3 +106,11 @@ def test_a_flag_wins_over_what_it_excludes() -> None:
 
 def test_flags_that_a_parser_takes_are_all_settings() -> None:
     assert set(make_parser().names.values()) == SETTINGS.keys()
+
+
+def test_what_is_for_another_device() -> None:
+    """In words, with what computes there and without."""
+    config = TrainConfig(model="m", cpu_matmul="blas", offload=True, gradient_checkpointing="full")
+    assert config.without_effect_on("cuda") == ["--cpu-matmul blas has no effect on a GPU"]
+    assert config.without_effect_on("cpu") == ["--offload has no effect on a CPU"]
+    assert DEFAULTS.without_effect_on("cuda") == DEFAULTS.without_effect_on("cpu") == []

@@ -52,8 +52,9 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
     Args:
         needs: without which it has no effect, beside what its part of a run needs.
         metadata: `excludes` and `requires`, lists of `Excludes` and `Requires`; `of`, a `Part`; `is_firm`, of what says
-            which kind of run it is: in a file, it does not give way to a flag that it excludes; `also`, further types
-            of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
+            which kind of run it is: in a file, it does not give way to a flag that it excludes; `device`, the only type
+            on which it has an effect; `also`, further types of a keyword argument; `moves`, see `Moves`; and see
+            `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -744,6 +745,7 @@ class MemorySettings:
     offload_activations: bool = _flag(
         False,
         "With --gradient-checkpointing: offload each layer's input to host memory until its backward",
+        device="cuda",
         requires=[
             (
                 lambda config: config.gradient_checkpointing != "none",
@@ -752,10 +754,13 @@ class MemorySettings:
             )
         ],
     )
-    offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU")
+    offload: bool = _flag(
+        False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU", device="cuda"
+    )
     offload_experts: bool = _flag(
         False,
         "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes",
+        device="cuda",
         requires=[
             (
                 lambda config: config.adapter != "none" or config.freeze,
@@ -861,7 +866,7 @@ class PrecisionSettings:
         of=ENGINE,
     )
     cpu_matmul: CpuMatmul = _flag(
-        "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume"
+        "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume", device="cpu"
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
     use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU", of=_PROCESS)

@@ -105,12 +105,21 @@ class TrainConfig(
         """What was asked for and changes nothing beside the other settings, in words, to be told."""
         flags: dict[str, list[str]] = {}
         for setting, needs in self._unmet():
-            why = needs.because or f"without {needs.in_words}"
-            flags.setdefault(why, []).append(as_flag(setting.name, getattr(self, setting.name)))
-        told = [
-            f"{', '.join(names)} ha{'ve' if len(names) > 1 else 's'} no effect {why}" for why, names in flags.items()
+            flags.setdefault(needs.because or f"without {needs.in_words}", []).append(setting.name)
+        return [*self.overridden, *(self._without_effect(names, why) for why, names in flags.items())]
+
+    def without_effect_on(self, device_type: str) -> list[str]:
+        """Likewise of what is for devices of another type alone."""
+        names = [
+            name
+            for name, setting in SETTINGS.items()
+            if setting.metadata.get("device", device_type) != device_type and getattr(self, name) != DEFAULTS[name]
         ]
-        return [*self.overridden, *told]
+        return [self._without_effect(names, f"on a {'GPU' if device_type == 'cuda' else 'CPU'}")] if names else []
+
+    def _without_effect(self, names: Sequence[str], why: str) -> str:
+        flags = ", ".join(as_flag(name, getattr(self, name)) for name in names)
+        return f"{flags} ha{'ve' if len(names) > 1 else 's'} no effect {why}"
 
     def settled(self) -> "TrainConfig":
         """The same for what computes: settings of the layout that have no effect in it are at their defaults, so that

@@ -268,7 +268,7 @@ def _entries(config: TrainConfig) -> str:
 
 def _notes(run: TrainConfig, setting: Setting) -> list[str]:
     """What to know of a run beside its figures."""
-    notes = [*run.without_effect, *not_modelled(run, rehearsed=False)]
+    notes = [*run.without_effect, *run.without_effect_on("cuda"), *not_modelled(run, rehearsed=False)]
     if run.sequences_per_row > 1:
         pairs = setting.micro_batch // run.sequences_per_row
         notes.append(f"a micro-batch of {setting.micro_batch} sequences has {pairs} pair{'' if pairs == 1 else 's'}")

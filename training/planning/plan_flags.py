@@ -2,6 +2,7 @@
 would take `--help` longer than all else."""
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, flag_of, refuse_gone, tell_without_effect
+from ...moe.util.terminal import folded
 from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
 from .coverage import check_covered
 from .imbalance import add_imbalance_flags, read_imbalance
@@ -163,6 +165,8 @@ def read_flags(argv: Sequence[str]) -> Asked:
     arguments, rest = parser.parse_known_args(argv)
     asked = asked_by(arguments, rest, list(parser._option_string_actions))
     tell_nodes(arguments.gpus, arguments.gpus_per_node)
+    for line in asked.given.overridden:
+        print(folded(f"note: {line}"), file=sys.stderr)
     if arguments.json:
         tell_without_effect(parser, arguments, "with --json, which has every layout", "top", "verbose")
     tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
