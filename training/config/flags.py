@@ -24,7 +24,19 @@ LIMITS = {
 }
 """Metadata of a field that say what numbers it takes, each with how it is compared, and in words."""
 
-NOT_OF_PARSERS = ("scope", "needs", "excludes", "requires", "is_firm", "of", "also", "device", "moves", *LIMITS)
+NOT_OF_PARSERS = (
+    "scope",
+    "needs",
+    "excludes",
+    "requires",
+    "is_firm",
+    "of",
+    "also",
+    "device",
+    "in_plans",
+    "moves",
+    *LIMITS,
+)
 """Metadata of a field that say nothing to a parser."""
 
 

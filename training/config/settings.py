@@ -53,8 +53,8 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
         needs: without which it has no effect, beside what its part of a run needs.
         metadata: `excludes` and `requires`, lists of `Excludes` and `Requires`; `of`, a `Part`; `is_firm`, of what says
             which kind of run it is: in a file, it does not give way to a flag that it excludes; `device`, the only type
-            on which it has an effect; `also`, further types of a keyword argument; `moves`, see `Moves`; and see
-            `FlagParser`.
+            on which it has an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise;
+            `also`, further types of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -107,7 +107,7 @@ class Part(NamedTuple):
     """A part of a run, with settings of its own.
 
     readers: who has it: "train_ep" alone, "load" and "Trainer", which have an engine, a "teacher", whose other settings
-    are at the defaults. needs: when a run has it.
+    are at the defaults, and a "plan" or dry run. needs: when a run has it.
     """
 
     readers: frozenset[str]
@@ -128,13 +128,13 @@ _BUILDS = Needs("", lambda config: not config.prepare_only, because="because onl
 _DATA = Part(frozenset({"train_ep"}))
 _LOOP = _DATA._replace(needs=(_TRAINS,))
 _OUTPUT = _DATA._replace(needs=(_WRITES,))
-_MODEL = Part(frozenset({"train_ep", "load", "Trainer"}))
+_MODEL = Part(frozenset({"train_ep", "load", "Trainer", "plan"}))
 _PROCESS = _MODEL._replace(readers=_MODEL.readers | {"teacher"})
 ENGINE = _MODEL._replace(needs=(_BUILDS,))
 """That of settings for which neither they nor their class, as OF, say otherwise."""
 _LAYOUT = _PROCESS._replace(needs=(_BUILDS,))
-_STEPS = ENGINE._replace(needs=(_TRAINS,))
-_FILES = ENGINE._replace(needs=(_WRITES,))
+_STEPS = Part(frozenset({"train_ep", "load", "Trainer"}), (_TRAINS,))
+_FILES = _STEPS._replace(needs=(_WRITES,))
 _EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
 _TP = Needs("--tp-size 2 or more", lambda config: config.tp_size > 1)
 _PP = Needs("--pp-size 2 or more", lambda config: config.pp_size > 1, resets=True)
@@ -246,6 +246,7 @@ class ModelSettings:
         scope="input",
         metavar="DIR",
         moves=Moves.MODEL | Moves.SAMPLES | Moves.EXPORT,
+        in_plans=False,
     )
     add_tokens: list[str] = _list(
         "Tokens that are added to the tokenizer, separated by commas or spaces, or files with one on each line. The "
@@ -389,6 +390,7 @@ class DataSettings:
         least=2,
         of=_DATA._replace(readers=_DATA.readers | {"teacher"}),
         moves=Moves.SAMPLES | Moves.BATCHES,
+        in_plans=True,
     )
     packing: bool = _flag(
         False,
@@ -437,12 +439,14 @@ class DataSettings:
         False,
         "Print the first sequences as the model sees them and what the data contain, then exit",
         moves=Moves.NOTHING,
+        in_plans=True,
     )
     prepare_only: bool = _flag(
         False,
         "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU",
         excludes=[("preview", "--preview and --prepare-only: give one of them; --preview fills the cache, too")],
         moves=Moves.NOTHING,
+        in_plans=True,
     )
 
     @property
@@ -682,6 +686,7 @@ class ParallelSettings:
         least=1,
         moves=Moves.NOTHING,
         of=_PROCESS,
+        in_plans=False,
     )
 
     def check_parallelism(self) -> None:
@@ -866,7 +871,10 @@ class PrecisionSettings:
         of=ENGINE,
     )
     cpu_matmul: CpuMatmul = _flag(
-        "auto", "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume", device="cpu"
+        "auto",
+        "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume",
+        device="cpu",
+        in_plans=False,
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
     use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU", of=_PROCESS)
@@ -893,10 +901,10 @@ class ScheduleSettings:
     }
 
     per_device_train_batch_size: int = _flag(
-        8, "Sequences per micro-batch, per rank (or CP group)", least=1, of=_DATA, moves=Moves.BATCHES
+        8, "Sequences per micro-batch, per rank (or CP group)", least=1, of=_DATA, moves=Moves.BATCHES, in_plans=True
     )
     gradient_accumulation_steps: int = _flag(
-        1, "Micro-batches per optimizer step", least=1, of=_DATA, moves=Moves.BATCHES
+        1, "Micro-batches per optimizer step", least=1, of=_DATA, moves=Moves.BATCHES, in_plans=True
     )
     global_batch_size: int | None = _flag(
         None,
@@ -907,6 +915,7 @@ class ScheduleSettings:
         ],
         of=_DATA,
         moves=Moves.BATCHES,
+        in_plans=True,
     )
     num_train_epochs: float = _flag(
         1.0,
@@ -919,7 +928,7 @@ class ScheduleSettings:
         least=0,
         of=_DATA,
     )
-    max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1)
+    max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1, in_plans=False)
     lr_scheduler_type: str = _flag(
         "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME", of=_STEPS
     )
@@ -941,7 +950,13 @@ class ScheduleSettings:
         of=_STEPS,
     )
     seed: int = _flag(
-        42, "Seed of the data order and of dropout and jitter", least=0, below=2**62, moves=Moves.BATCHES, of=_MODEL
+        42,
+        "Seed of the data order and of dropout and jitter",
+        least=0,
+        below=2**62,
+        moves=Moves.BATCHES,
+        of=_MODEL,
+        in_plans=False,
     )
 
     def check_batch(self) -> None:
@@ -991,6 +1006,7 @@ class OptimizerSettings:
         _heeded_as("shampoo_frequency"),
         least=1,
         moves=Moves.UPDATES | Moves.STATE,
+        in_plans=True,
     )
     shampoo_start: int | None = _flag(
         None,
@@ -1005,8 +1021,9 @@ class OptimizerSettings:
         _heeded_as("shampoo_block_size"),
         least=2,
         moves=Moves.UPDATES | Moves.STATE,
+        in_plans=True,
     )
-    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0)
+    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0, in_plans=True)
 
     @property
     def optimizer_entry(self) -> OptimizerEntry:
@@ -1153,7 +1170,9 @@ class AdapterSettings:
     lora_alpha: float = _flag(
         32.0, "LoRA deltas are scaled by alpha / r", _LORA, above=0, moves=Moves.MODEL | Moves.STATE
     )
-    lora_dropout: float = _flag(0.0, "Dropout on LoRA inputs", _LORA, least=0, below=1, of=_STEPS, moves=Moves.UPDATES)
+    lora_dropout: float = _flag(
+        0.0, "Dropout on LoRA inputs", _LORA, least=0, below=1, of=_STEPS, moves=Moves.UPDATES, in_plans=True
+    )
     lora_targets: list[str] = _list(
         "What gets adapters: attention, experts, router, shared-experts, dense-mlp, all-linear (all of these), or "
         "regular expressions for names of linear layers; separated by commas or spaces",
@@ -1201,6 +1220,7 @@ class AdapterSettings:
         metavar="DIR",
         requires=[(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora")],
         moves=Moves.MODEL,
+        in_plans=False,
     )
     adapter_format: AdapterFormat = _flag(
         "auto",
@@ -1368,7 +1388,10 @@ class CheckpointSettings:
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: resume even if the model or the data have changed: model, data", _RESUMES, metavar="NAME"
+        "With --resume: resume even if the model or the data have changed: model, data",
+        _RESUMES,
+        metavar="NAME",
+        in_plans=False,
     )
     elastic: bool = _flag(
         False,
@@ -1500,10 +1523,7 @@ class DebugSettings:
         least=0,
     )
     deterministic: bool = _flag(
-        False,
-        "Bitwise reproducible per layout; slower on GPUs",
-        of=_PROCESS,
-        moves=Moves.SPEED,
+        False, "Bitwise reproducible per layout; slower on GPUs", of=_PROCESS, moves=Moves.SPEED
     )
     debug_ranks: list[int] = _list(
         "Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit", metavar="RANK"

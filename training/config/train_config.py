@@ -282,8 +282,11 @@ DEFAULTS = vars(TrainConfig(model="-"))
 
 
 def read_by(reader: str) -> frozenset[str]:
-    """The settings that are read by "train_ep", by "load", by "Trainer", or for a "teacher"."""
-    return frozenset(name for name, part in PARTS.items() if reader in part.readers)
+    """The settings that are read by one of a `Part`'s readers."""
+    found = {name: reader in part.readers for name, part in PARTS.items()}
+    if reader == "plan":
+        found |= {name: s.metadata["in_plans"] for name, s in SETTINGS.items() if "in_plans" in s.metadata}
+    return frozenset(name for name in found if found[name])
 
 
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}

@@ -1,12 +1,11 @@
 """Which flags of a run its forecasts do not cover: refused, where the run would be another one than was forecast, or
-said beside the figures. All others are read by a forecast, or are in `NO_EFFECT` with the reason."""
+said beside the figures. All others are read by a forecast, or are in `NO_EFFECT`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
-from ..config.optimizers import OUR_OPTIMIZERS
-from ..config.train_config import TrainConfig
+from ..config.train_config import SETTINGS, TrainConfig, read_by
 
 NOT_MODELLED = {
     "add_tokens": "the rows of new tokens are not in it",
@@ -37,41 +36,9 @@ NOT_IN_PLANS = {
     "router_bias_update_rate": "moving the routers' biases is not in it",
 }
 """The same for what of a dry run all has but the seconds, and a plan has not."""
-NO_EFFECT: Mapping[str, tuple[str, ...]] = {
-    "sequences are taken to be full, whatever is in them": (
-        *("tokenizer", "dataset", "dataset_config", "dataset_split", "dataset_num_proc", "sample_by"),
-        *("messages_column", "prompt_column", "response_column", "system_column", "text_column"),
-        *("chat_template", "template_date", "prompt_template", "split_turns", "group_by_length", "shuffle_buffer"),
-    ),
-    "all tokens are taken to be trained on, the most that there can be": ("train_on",),
-    "one step is forecast, of however many": ("num_train_epochs", "max_steps"),
-    "a number with which the same kernels compute": (
-        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
-        *("preference_loss", "preference_beta", "preference_sft_weight", "desirable_weight", "undesirable_weight"),
-        "teacher_weight",
-        "mtp_detach",
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
-    ),
-    "a step is forecast as almost all of a run are": tuple(name for entry in OUR_OPTIMIZERS for name in entry.dry_run),
-    "what weights begin with": ("init_adapter",),
-    "of evaluations and generating, which are not modelled": (
-        *("eval_dataset_split", "eval_steps", "per_device_eval_batch_size", "early_stopping_patience"),
-        *("early_stopping_threshold", "load_best_model_at_end", "generate_prompts", "generate_max_new_tokens"),
-    ),
-    "between steps, or after the last one": (
-        *("output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "async_save", "on_save_error"),
-        *("allow_changed", "export", "max_shard_size", "export_encoding", "drop_untrained"),
-        *("adapter_format", "merge"),
-    ),
-    "says what is done with figures that every step has": (
-        *("logging_steps", "verbose", "report_to", "run_name", "router_warn_steps", "router_warn_load"),
-        "on_nonfinite",
-    ),
-    "of profiles, which are not modelled": ("profile_ranks",),
-    "of runs on CPUs, which are not forecast": ("cpu_matmul",),
-    "says when a run is given up, or not begun": ("ddp_timeout", "force"),
-}
-"""Flags on which neither memory nor time of a forecast depends, by the reason."""
+NO_EFFECT = SETTINGS.keys() - read_by("plan") - NOT_MODELLED.keys() - NOT_IN_PLANS.keys()
+"""Flags on which neither memory nor time of a forecast depends: of data, as all sequences are taken to be full, and all
+tokens to be trained on; numbers with which the same kernels compute; what comes between steps, or after the last."""
 
 
 def check_covered(config: TrainConfig) -> None:

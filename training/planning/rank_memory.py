@@ -123,7 +123,7 @@ def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
     here = ranks_per_equal_node(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     words = ["--gpus", str(world_size), "--gpus-per-node", str(here)]
     words += ["--gpu-memory", f"{int(memory / 2**20)}MiB"]
-    without = {*_SEARCHED, *NOT_MODELLED, *(name for names in NO_EFFECT.values() for name in names)}
+    without = {*_SEARCHED, *NOT_MODELLED, *NO_EFFECT}
     words += flags_of_config(config, ("model", "bf16", "max_seq_length", "optim"), never=without)
     return f"python -m expertmesh.sharding plan {shlex.join(words)}"
 
