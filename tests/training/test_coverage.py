@@ -24,6 +24,7 @@ from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_
 from expertmesh.training.planning.rehearsal.cached import _with_what_is_read
 from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.families.configs import tiny_config
+from tests.flags import last_of_each
 from tests.sharding.planned import launched
 from tests.training.other_values import BESIDE, other
 
@@ -83,7 +84,7 @@ def groups() -> Iterator[TrainConfig]:
 
 
 def figures(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    assert main([command, "--gpus", "2", "--json", *flags]) == 0
+    assert main([command, *last_of_each(["--gpus", "2", "--json", *flags])]) == 0
     return list(json.loads(capsys.readouterr().out))
 
 
