@@ -83,6 +83,7 @@ from tests.distributed.whole_runs import assert_equal_weights
 from tests.encoded import change_config
 from tests.families.configs import tiny_model as tiny_family
 from tests.families.test_context_parallel import all_ranks, losses_and_grads
+from tests.flags import last_of_each
 from tests.moe.test_experts import KINDS, check, random
 from tests.parity.case import Case, Figures, hf_model, random_samples
 from tests.rounding import AFTER_ADAMW, OF_ADDED, OTHER_ORDER, error_beyond, gradient_errors, near, norm_of
@@ -507,7 +508,7 @@ def mixtral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def figures_of(command: str, model: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
     common = ["--gpus", "2", "--ep-size", "2", "--tp-size", "1", "--max-seq-length", "32", "--json"]
     one_size = ["--per-device-train-batch-size", "1", "--gradient-checkpointing", "none", "--bf16"]
-    assert plan_or_rehearse([command, "--model", str(model), *common, *one_size, *flags]) == 0
+    assert plan_or_rehearse([command, "--model", str(model), *last_of_each([*common, *one_size, *flags])]) == 0
     figures = json.loads(capsys.readouterr().out)
     return [{name: figure for name, figure in each.items() if name != "launch"} for each in figures]
 
