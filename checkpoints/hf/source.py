@@ -112,6 +112,13 @@ class ModelSource:
             found.get_text_config().vocab_size = self.vocab_size
         return found if self.mtp is None else self.mtp.with_layer(found)
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """All that its config says: as config.json has it, where the run changes nothing in it."""
+        is_as_on_disk = self.rope is None and self.vocab_size is None and self.mtp is None
+        found: dict[str, Any] = read_json(self.path / "config.json") if is_as_on_disk else self.config.to_dict()
+        return found
+
     @cached_property
     def rope(self) -> RopeChange | None:
         """What RoPE scaling changes in config.json."""

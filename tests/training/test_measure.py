@@ -1,17 +1,19 @@
 """What is measured of single layers and composed, against a dry run of the full step."""
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.planner.cost import step_time, update_kernels, update_moved
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.measured import MeasuredModel, Workload
-from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.planner.model_config import find_config, read_config
 from expertmesh.training.planning.planner.peak_memory import communicators, peak, peaks
 from expertmesh.training.planning.planner.step_order import PlannedRun
 from expertmesh.training.planning.planner.traffic import step_traffic
@@ -400,10 +402,36 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # what a workload says has no file of its own, nor has what says nothing of the model
     for flags in ({"ep_size": 2}, {"learning_rate": 1e-3, "max_steps": 7}, {"eval_ratio": 0.1, "save_steps": 3}):
         assert measure_of(**flags).file == measure.file
+    # nor have two forms of one model
+    file, source = find_config(str(CONFIGS / "mixtral-8x7b")), open_source(CONFIGS / "mixtral-8x7b")
+    keys = [cached._key(flags_of(), said, "cuda") for said in (file.content, source.said)]
+    assert keys[0] == keys[1]
     # what a figure may depend on has
     monkeypatch.setattr(cached, "PACKAGES", ("torch",))
     with pytest.raises(AssertionError, match="a second time"):
         measure_of()
+
+
+def test_damaged_measurements_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure = measure_of()
+    measure(workload_of(measure))
+    measure.save()
+    file = cast(Path, measure.file)
+    kept, experts = file.read_text(), '"num_experts": '
+    file.write_text(kept.replace(experts, experts + "1", 1))
+    again = measure_of()
+    assert again.parameters == measure.parameters, "a digit more was taken for the number of experts"
+    assert not again.found
+    file.write_text(kept)
+    assert measure_of().found == measure.found
+    unread = file.with_name("of-another-release.json")
+    unread.write_text("{}")
+    os.utime(unread, (0, 0))
+    again(workload_of(again))
+    again.save()
+    assert file.exists()
+    assert not unread.exists()
 
 
 @dataclass

@@ -218,7 +218,7 @@ def _planned(
     # a micro-batch may be larger than the data
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
     sizes: dict[str, Any] = dict(seq_length=longest, micro_batch=most * config.sequences_per_row)
-    return planned(flags, source.config, topology.world_size, device, **sizes, trained=trained)
+    return planned(flags, source.config, topology.world_size, device, **sizes, trained=trained, said=source.said)
 
 
 def longest_sequence(rows: Rows | None, config: TrainConfig) -> int:

@@ -1,14 +1,16 @@
 """What was measured of a model, kept in memory and in the user's cache directory, so that it is measured once.
 
 What a figure depends on is part of its file's name: the model's config, the flags that are read for it, our sources and
-the packages that compute. So nothing is ever out of date, and the directory may be deleted at any time. What is kept is
-read without importing torch or transformers, which takes longer than the rest of a plan.
+the packages that compute. So nothing is ever out of date, and the directory may be deleted at any time; a file that
+nobody has read for a month is. What is kept is read without importing torch or transformers, which takes longer than
+the rest of a plan.
 """
 
 import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -16,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from ....checkpoints.files.checksums import check_seal, seal
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import ParameterCounts
@@ -62,13 +65,16 @@ KNOWN_ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attentio
 LAYER_KINDS_MODULE = f"{__package__.removesuffix('.planning.rehearsal')}.attention.layer_kinds"
 
 
+_UNREAD_SECONDS = 30 * 24 * 3600
+
+
 class CachedMeasure:
     """A `Measure` of one model for one kind of device.
 
     Args:
         config: of the run.
-        said: all that the model's config says. load: returns transformers' config object; called only if there is
-            something to measure.
+        said: all that the model's config says (see `ModelSource.said`). load: returns transformers' config object;
+            called only if there is something to measure.
         is_kept: whether figures go to the cache directory, and come from there; never where code from outside
             is registered, whose text is no part of the file's name.
 
@@ -185,7 +191,10 @@ class CachedMeasure:
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with whole(self.file, writer=str(os.getpid())) as partial:
-                partial.write_text(json.dumps(content), encoding="utf-8")
+                partial.write_text(json.dumps(seal(content)), encoding="utf-8")
+            for file in self.file.parent.glob("*.json"):
+                if time.time() - file.stat().st_mtime > _UNREAD_SECONDS:
+                    file.unlink(missing_ok=True)
             return True
         return False
 
@@ -214,7 +223,7 @@ def _with_what_is_read(config: TrainConfig) -> TrainConfig:
 
 
 def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
-    of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
+    of_model = {name: value for name, value in said.items() if name not in ("_name_or_path", "transformers_version")}
     everything = [
         asdict(config),
         of_model,
@@ -226,14 +235,16 @@ def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What was written; nothing where there is no such file, or another program's."""
+    """What was written; nothing where there is no such file, a damaged one, or another program's."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        check_seal(content, file)
+        os.utime(file)
         is_ours = isinstance(content, dict) and (
             {"parameters", "cuts", "found"} <= content.keys() or "refused" in content
         )
         return content if is_ours else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, ExpertMeshError):
         return {}
 
 

@@ -22,7 +22,7 @@ from ..coverage import not_modelled
 from ..imbalance import GivenRouting, imbalance_of, read_imbalance
 from ..memory import NEAR
 from ..planner.hardware import Hardware, chosen_hardware, gpus_per_node, products_in
-from ..planner.model_config import read_config
+from ..planner.model_config import find_config
 from ..planner.search import Cluster, Plan
 from ..planner.setting import Setting
 from ..planner.stage_costs import balanced
@@ -40,7 +40,8 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     hardware = _hardware(arguments, config)
     routing = _routing(arguments, config)
     ranks = _ranks(arguments, config, routing)
-    model_config, where = read_config(config.model)
+    file, where = find_config(config.model), config.model
+    model_config = file.load()
 
     # from here on torch is needed
     from ..tables import print_account
@@ -52,7 +53,7 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     started = time.time()
     here = gpus_per_node(arguments.gpus, arguments.gpus_per_node)
     cluster = Cluster(hardware, here, hardware.device.memory)
-    planner = _Planner(config, model_config, arguments, cluster)
+    planner = _Planner(config, file.content, model_config, arguments, cluster)
     config = planner.settled()
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
@@ -93,16 +94,18 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
 
 @dataclass(frozen=True)
 class _Planner:
-    """What the planner says of the run, for full sequences of --max-seq-length. config: as it was asked for."""
+    """What the planner says of the run, for full sequences of --max-seq-length. config: as it was asked for. said: in
+    the model's config.json."""
 
     config: TrainConfig
+    said: dict[str, Any]
     model_config: Any
     arguments: argparse.Namespace
     cluster: Cluster
 
     @cached_property
     def measure(self) -> CachedMeasure:
-        return CachedMeasure(self.config, self.model_config.to_dict(), lambda: self.model_config, "cuda")
+        return CachedMeasure(self.config, self.said, lambda: self.model_config, "cuda")
 
     def setting(self, config: TrainConfig, imbalance: float | None = None) -> Setting:
         given = read_imbalance(self.arguments.imbalance) if imbalance is None else imbalance

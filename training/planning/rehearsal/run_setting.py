@@ -1,6 +1,7 @@
 """A run's flags as the planner sees them."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ def planned(
     device: Literal["cuda", "cpu"] = "cuda",
     is_kept: bool = True,
     imbalance: float | None = 1.0,
+    said: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> PlannedRun:
     """A run, with what was measured of its model.
@@ -89,11 +91,12 @@ def planned(
     Args:
         is_kept: whether what is measured goes to the user's cache directory.
         imbalance: of the setting; None: what natural routing has.
+        said: the model's config.json, where that says all of it.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not compute this.
     """
-    measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, device, is_kept)
+    measure = CachedMeasure(config, said or model_config.to_dict(), lambda: model_config, device, is_kept)
     busiest = imbalance_of(imbalance, measure.parameters.num_experts)
     setting = setting_of(config, world_size, device, imbalance=busiest, **changes)
     run = planned_run(measure, setting)
