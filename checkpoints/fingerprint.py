@@ -24,6 +24,8 @@ _THREADS = 16
 """Threads that read at once: on a network file system each sample is a round trip."""
 _SAYS_NOTHING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Keys of config.json, also of those within it, that change nothing here."""
+_OF_PEFT = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
+"""Those of adapter_config.json."""
 
 
 def model_facts(path: Path) -> dict[str, str]:
@@ -36,6 +38,18 @@ def model_facts(path: Path) -> dict[str, str]:
     # of EP shards the manifest has checksums, and is compared with them
     files = sorted(path.glob("*.safetensors")) + [path / MANIFEST] if is_shards(path) else weight_files(path)
     return facts | file_facts(files)
+
+
+def adapter_facts(path: Path) -> dict[str, str]:
+    """The same of a directory with an adapter; none where it has no files of one.
+
+    Raises:
+        ExpertMeshError: adapter_config.json cannot be read.
+    """
+    config, weights = path / "adapter_config.json", sorted(path.glob("adapter_model*.safetensors"))
+    said = _flat(read_json(config)) if config.exists() else {}
+    facts = {f"{config.name}: {name}:": value for name, value in said.items() if name not in _OF_PEFT}
+    return facts | file_facts(weights)
 
 
 def explain_model(one: Mapping[str, str], other: Mapping[str, str]) -> str:

@@ -10,7 +10,9 @@ from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
-from ..checkpoints.fingerprint import file_facts, model_facts
+import xxhash
+
+from ..checkpoints.fingerprint import adapter_facts, model_facts
 from ..checkpoints.hf.source import ModelSource
 from ..moe.util.parser import flag_of
 from ..moe.util.sources import sources_digest
@@ -20,10 +22,8 @@ from ..sharding.runtime.process import Ranks, device_type, raise_together
 from ..sharding.torchrun import read_environment
 from .config.train_config import TrainConfig
 from .data.digest import explain_samples, samples_facts
-from .inputs import Inputs, Prompts
-
-Facts = dict[str, dict[str, str]]
-"""Facts of "model", "data" and, where there are any, "evaluation data", each by name."""
+from .fingerprints import Facts
+from .inputs import Inputs, Prompts, added_tokens
 
 _PACKAGES = ("torch", "transformers")
 
@@ -48,27 +48,32 @@ def start_facts(config: TrainConfig) -> dict[str, str]:
 _CODE = sources_digest(("moe", "sharding", "checkpoints", "training"))[:16]
 
 
-def compare_models(config: TrainConfig, source: ModelSource, ranks: Ranks) -> dict[str, str]:
-    """Compare config.json, the files of weights and those of --init-adapter over all nodes. All ranks call it together.
+def compare_models(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Facts:
+    """Compare config.json, the files of weights, those of --init-adapter and new tokens over all nodes. All ranks call
+    it together.
 
     Returns:
-        The model's facts, on the first rank of each node.
+        The facts of each that the run has, on the first rank of each node.
 
     Raises:
         ExpertMeshError: on all ranks, when they differ, or cannot be read.
     """
-    model: dict[str, str] = {}
-    adapter: dict[str, str] = {}
+    facts: Facts = {}
     with raise_together(patient=ranks):
         if _reads():
-            model = model_facts(source.path)
-            if config.init_adapter:
-                files = sorted(path for path in Path(config.init_adapter).glob("*") if path.is_file())
-                adapter = {f"--init-adapter {name}": value for name, value in file_facts(files).items()}
-    check_alike(
-        ranks, "the files of --model", {**model, **adapter} if _reads() else None, "copy one node's files to the others"
-    )
-    return model
+            facts["model"] = model_facts(source.path)
+            if config.init_adapter and (adapter := adapter_facts(Path(config.init_adapter))):
+                facts["adapter"] = adapter
+            if config.add_tokens or config.resize_vocab:
+                tokens = json.dumps([added_tokens(config), source.vocab_size, source.new_tokens])
+                facts["tokens"] = {
+                    "number": f"{len(source.new_tokens):,}",
+                    "digest": xxhash.xxh3_64_hexdigest(tokens.encode()),
+                }
+    flags = {"model": "", "adapter": "--init-adapter ", "tokens": "--add-tokens "}
+    mine = {flags[of] + name: value for of, table in facts.items() for name, value in table.items()}
+    check_alike(ranks, "the files of --model", mine if _reads() else None, "copy one node's files to the others")
+    return facts
 
 
 def compare_teachers(path: Path, ranks: Ranks) -> dict[str, str]:

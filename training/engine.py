@@ -300,7 +300,7 @@ class Engine:
         self.source, self.ranks = source, ranks
         self.tell: Tell = tell if ranks.rank == 0 else lambda line: None
         config = config.settled()
-        self.facts = {"model": compare_models(config, source, ranks)}
+        self.facts = compare_models(config, source, ranks)
         with raise_together():
             check_c_compiler(ranks.device.type)
             if config.cp_size > ranks.world_size:  # a trial takes sequences of at least so many positions
@@ -347,7 +347,7 @@ class Engine:
         """
         config, ranks = self.config, self.ranks
         if resume_from is not None:
-            check_resume(resume_from, config, self.facts, ranks, self.tell)
+            self.facts = check_resume(resume_from, config, self.facts, ranks, self.tell)
         overlaps = config.overlap_chunks > 1
         self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
         checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from, self.tell)
@@ -859,7 +859,7 @@ class Engine:
         found = find_resume(str(checkpoint), Path(checkpoint), self.tell, self.ranks)
         if found is None:
             raise ExpertMeshError(f"{checkpoint}: no training checkpoint there")
-        check_resume(found, self.config, self.facts, self.ranks, self.tell)
+        self.facts = check_resume(found, self.config, self.facts, self.ranks, self.tell)
         with raise_together():
             check_carried(found, self.checkpoint)
         self.load_state(found)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.atomic_write import sync, whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
-from .config.flags import moves_of
-from .config.moves import Moves
 from .config.train_config import TrainConfig
-from .consistency import Facts
 from .evaluate import Best
+from .fingerprints import Facts, exports_alike
 from .report.page import REPORT, write_report
 from .resume import Tell, check_order, compare_run
 
@@ -168,9 +166,7 @@ def _find(
 ) -> str | None:
     exports, earlier = exports_of(config), [name for name in EXPORTS if (output_dir / name).exists()]
     are_there = set(exports) <= set(earlier)
-    # what an earlier release did not record is taken for another, of which the exports are made anew
-    of_exports = [setting.name for setting in fields(config) if Moves.EXPORT in moves_of(TrainConfig, setting)]
-    is_alike = not exports or all(done.settings.get(name) == getattr(config, name) for name in of_exports)
+    is_alike = not exports or exports_alike(done.settings, config, output_dir / FILE)
     if are_there and is_alike and (num_steps == done.num_steps or num_steps <= done.step):
         file = output_dir / FILE
         compare_run(file, done.facts, done.settings, config, facts, tell)

@@ -65,11 +65,11 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, began: s
     for turn in range(3):
         with raise_together(patient=ranks):
             if turn == mine:
-                inputs = _read(config, source, date[0], tells=ranks.rank == 0)
+                inputs = _read(config, source, date[0], tells=ranks.rank == 0, checks=mine < 2)
     return inputs
 
 
-def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool) -> Inputs:
+def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool, checks: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
@@ -79,7 +79,7 @@ def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool) -> I
     if not config.dataset:
         saved = tokenizer if config.has_own_tokenizer else None
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
-    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer)
+    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks)
     if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
         check_weighted(config)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
@@ -114,7 +114,8 @@ def check_weighted(config: TrainConfig) -> None:
         raise ExpertMeshError("--teacher: all its target tokens count alike; leave out the weights of the data")
 
 
-def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None, Stream | None]:
+def data_options(config: TrainConfig) -> DataOptions:
+    """How --dataset's records become tokens."""
     columns = Columns(
         config.prompt_column,
         config.response_column,
@@ -123,7 +124,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.system_column,
         config.weight_column,
     )
-    options = DataOptions(
+    return DataOptions(
         config.max_seq_length,
         columns,
         config.prompt_template,
@@ -137,17 +138,24 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         labelled=config.task == "kto",
         split_turns=config.split_turns,
     )
+
+
+def _read_samples(
+    config: TrainConfig, tokenizer: Any, checks: bool = True
+) -> tuple[Samples, Samples | None, Stream | None]:
+    options = data_options(config)
     _check_names_of_parts(config)
     stream = _stream(config, tokenizer, options) if config.streaming else None
     if stream is not None:
         samples = stream.first.rows.samples
     else:
-        samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
+        samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, checks)
     if config.eval_ratio > 0:
         return *hold_out(samples, config.eval_ratio, config.seed), stream
     if config.eval_dataset:
         options = replace(options, split=config.eval_dataset_split)
-        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed), stream
+        flag, entries = "--eval-dataset", config.eval_dataset
+        return samples, load_samples(flag, entries, tokenizer, options, config.seed, checks), stream
     return samples, None, stream
 
 
@@ -203,9 +211,7 @@ def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
 
 def _unseen(config: TrainConfig, tokenizer: Any, training: Samples, evaluation: Samples | None) -> str:
     """The tokens of --add-tokens that no record contains, in words; empty: none."""
-    added = {
-        token: tokenizer.convert_tokens_to_ids(token) for entry in config.add_tokens for token in _tokens_in(entry)
-    }
+    added = {token: tokenizer.convert_tokens_to_ids(token) for token in added_tokens(config)}
     seen = set[int]()
     for samples in (training, evaluation) if added else ():
         if samples is not None:
@@ -311,6 +317,15 @@ def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
     for entry in added:
         tokenizer.add_tokens(_tokens_in(entry))
     return tokenizer
+
+
+def added_tokens(config: TrainConfig) -> list[str]:
+    """Those of --add-tokens.
+
+    Raises:
+        ExpertMeshError: a file of them cannot be read.
+    """
+    return [token for entry in config.add_tokens for token in _tokens_in(entry)]
 
 
 def _tokens_in(entry: str) -> list[str]:

@@ -3,16 +3,14 @@
 They are computed once, before anything is trained, and kept in the output directory, where a resumed run finds them.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,6 +26,7 @@ from .evaluate import by_length, head_outputs, inference
 from .loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
 
 FILE = "reference.safetensors"
+_MISSING, _OTHER = "is not there", "is of another model or other data"
 
 
 @dataclass(frozen=True)
@@ -104,18 +103,22 @@ class ReferencePass:
         model: before it is trained.
         per_device: entries of the data in a micro-batch.
         padding: how long sequences become.
-        facts: of what the log-probabilities depend on: the model, the data, and how both are read.
+        key: of the log-probabilities (see `reference_key`), on rank 0.
+        tell: is told of a damaged file, on rank 0.
     """
 
     def __init__(
-        self, model: Any, mesh: Any, ranks: Ranks, per_device: int, padding: Padding, facts: Mapping[str, Any]
+        self,
+        model: Any,
+        mesh: Any,
+        ranks: Ranks,
+        per_device: int,
+        padding: Padding,
+        key: str,
+        tell: Callable[[str], object],
     ):
         self.model, self.mesh, self.ranks = model, mesh, ranks
-        self.per_device, self.padding, self.facts = per_device, padding, facts
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+        self.per_device, self.padding, self.key, self.tell = per_device, padding, key, tell
 
     def run(
         self, directory: Path, rows: Rows, held_out: Rows | None, can_compute: bool, estimates: bool = True
@@ -138,7 +141,7 @@ class ReferencePass:
             with raise_together(), write_errors(directory):
                 if self.ranks.rank == 0:
                     with whole(directory / FILE, durable=True) as partial:
-                        save_file(found, partial, {"fingerprint": self.fingerprint})
+                        save_file(found, partial, {"fingerprint": self.key, "checksum": _checksum(found)})
         inputs = {name: _inputs(part.samples, found[name], estimates) for name, part in parts.items()}
         return References(inputs["training"], inputs.get("evaluation")), was_kept
 
@@ -147,12 +150,14 @@ class ReferencePass:
         told: list[Any] = [None, ""]
         with raise_together(patient=self.ranks):
             if self.ranks.rank == 0:
-                told = [*_read(path, self.fingerprint)]
+                told = [*_read(path, self.key)]
                 if told[0] is None and not can_compute:
                     raise ExpertMeshError(
                         f"--resume: {path}: {told[1]}; it has the log-probabilities of the model that the run began "
                         "with, which this run has not read: bring the file back, or begin anew"
                     )
+                if told[1] not in ("", _MISSING, _OTHER):
+                    self.tell(f"note: {path}: {told[1]}; it is computed anew")
         dist.broadcast_object_list(told, src=0)
         found: dict[str, Tensor] | None = told[0]
         if found is not None:
@@ -195,14 +200,25 @@ def _inputs(samples: Samples, reference_P2: Tensor, estimates: bool) -> PairInpu
     return PairInputs(samples.targets_P2, reference_P2)
 
 
-def _read(path: Path, fingerprint: str) -> tuple[dict[str, Tensor] | None, str]:
+def _checksum(found: Mapping[str, Tensor]) -> str:
+    """Of names, shapes and content."""
+    state = xxhash.xxh3_128()
+    for name, values in sorted(found.items()):
+        state.update(f"{name} {values.dtype} {[*values.shape]}".encode())
+        state.update(values.contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def _read(path: Path, key: str) -> tuple[dict[str, Tensor] | None, str]:
     """(the tensors, or why not)."""
     if not path.exists():
-        return None, "is not there"
+        return None, _MISSING
     try:
         with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("fingerprint") != fingerprint:
-                return None, "is of another model or other data"
-            return {name: file.get_tensor(name) for name in file.keys()}, ""  # noqa: SIM118
+            said = file.metadata() or {}
+            if said.get("fingerprint") != key:
+                return None, _OTHER
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         return None, f"cannot be read: {error}"
+    return (found, "") if said.get("checksum") == _checksum(found) else (None, "is damaged: its checksum is another")

@@ -12,28 +12,18 @@ from ..checkpoints.fingerprint import explain_model
 from ..checkpoints.hf.source import well_formed
 from ..checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
 from ..checkpoints.training_state.resuming import find_checkpoint
-from ..moe.hf_model.rope import read_rope_scaling
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.parser import flag_of
 from ..sharding.runtime.agreement import differences
 from ..sharding.runtime.process import Ranks, raise_together
+from .config.moves import Moves
+from .config.optimizers import OPTIMIZERS
 from .config.train_config import TrainConfig
-from .consistency import Facts
 from .data.digest import explain_samples
+from .fingerprints import Facts, changed_settings, recorded_config
 
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""
-
-_ADAPTER_SETTINGS = (
-    "adapter",
-    "lora_rank",
-    "lora_alpha",
-    "use_rslora",
-    "lora_targets",
-    "base_dtype",
-    "modules_to_save",
-    "train_new_tokens",
-)
 
 
 def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path | None:
@@ -61,21 +51,27 @@ def how_it_goes_on(output_dir: Path) -> str:
     return f"--resume auto resumes from step {step_of(saved[0])}" if saved else "nothing was saved, so it begins anew"
 
 
-def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell) -> None:
+def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell) -> Facts:
     """Compare settings, model and data with those of the run that wrote a checkpoint. All ranks call it together.
 
     Args:
         facts: of what this run has read, on rank 0; data that it has not read are not compared.
         tell: is told of what is not as it was, and permitted by --allow-changed, or cannot be compared.
 
+    Returns:
+        The same with those of an adapter that is there no more, as a resumed run does not need it.
+
     Raises:
-        ExpertMeshError: on all ranks, when its state means nothing to these settings, or the model or the data are
-            others and --allow-changed does not name them.
+        ExpertMeshError: on all ranks, when its state means nothing to these settings; or the model, the data or what is
+            minimised is another, and --allow-changed does not name it.
     """
     with raise_together():
         if ranks.rank == 0:
             marker = read_marker(path)
             compare_run(path, marker["facts"], marker["settings"], config, facts, tell)
+            if config.init_adapter and "adapter" in marker["facts"]:
+                return {"adapter": marker["facts"]["adapter"], **facts}
+    return facts
 
 
 def compare_run(
@@ -83,12 +79,44 @@ def compare_run(
 ) -> None:
     """As `check_resume`, of facts and settings that were read from `path`, on one rank."""
     with well_formed(path):
+        # where there are none nothing is recorded, and a run that is resumed need not read its adapter
+        there, here = ({"adapter": {}, "tokens": {}} | facts for facts in (there, here))
+        if config.init_adapter and not here["adapter"]:
+            here["adapter"] = there["adapter"]
         for name in there:
             if name in here and there[name] != here[name]:
                 tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
         check_trained(settings, config, path)
+        _check_objective(path, recorded_config(settings, path), config, tell)
     if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
+
+
+def _check_objective(path: Path, there: TrainConfig, config: TrainConfig, tell: Tell) -> None:
+    """A resumed run may minimise something else, if asked to."""
+    changed = changed_settings(there, config, Moves.OBJECTIVE)
+    if not changed:
+        return
+    said = _both(there, config, changed)
+    if "objective" not in config.allow_changed:
+        raise ExpertMeshError(
+            f"--resume {path}: {said}, so it would minimise something else; take the same, or resume anyway with "
+            "--allow-changed objective"
+        )
+    tell(f"warning: resuming with a different objective (--allow-changed): {said}")
+
+
+def _both(there: TrainConfig, here: TrainConfig, names: list[str]) -> str:
+    """What both runs have of some settings, in words."""
+    said = [", ".join(_told(config, name) for name in names) for config in (there, here)]
+    return f"that run had {said[0]}, this one has {said[1]}"
+
+
+def _told(config: TrainConfig, name: str) -> str:
+    value = getattr(config, name)
+    if value is True or value is False or value in (None, "", []):
+        return flag_of(name) if value else f"no {flag_of(name)}"
+    return f"{flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def _compared(
@@ -100,7 +128,9 @@ def _compared(
     config: TrainConfig,
 ) -> str:
     said = differences([there, here], ["in that run", "now"])
-    is_model = name in ("model", "teacher")
+    if name == "tokens":  # embedding, head and the optimizer's state have rows for them
+        raise ExpertMeshError(f"--resume {path}: has other new tokens: {said}; take the same --add-tokens")
+    is_model = name in ("model", "teacher", "adapter")
     if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"
     which = "model" if is_model else "data"
@@ -110,7 +140,7 @@ def _compared(
         said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
     if which in config.allow_changed:
         return f"resuming with a different {name} (--allow-changed): {said}"
-    began = settings[name if is_model else "dataset"]
+    began = settings["init_adapter" if name == "adapter" else name if is_model else "dataset"] or "none"
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         began = settings["eval_dataset"] or began
     raise ExpertMeshError(
@@ -149,47 +179,18 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
     Raises:
         ExpertMeshError: they differ.
     """
-    if settings["adapter"] != "none" or config.adapter != "none":
-        default = TrainConfig(model="-")
-        for name in _ADAPTER_SETTINGS:
-            there = settings.get(name, getattr(default, name))  # by an earlier release
-            if there != getattr(config, name):
-                raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag_of(name)} {there}, this one has "
-                    f"{getattr(config, name)}; take the same"
-                )
-    if settings.get("add_tokens", []) != config.add_tokens:
-        there, here = (
-            f"--add-tokens {' '.join(each)}" if each else "none"
-            for each in (settings.get("add_tokens", []), config.add_tokens)
-        )
-        raise ExpertMeshError(f"--resume {path}: that run had new tokens by {there}, this one by {here}; take the same")
-    if settings["optim"] != config.optim:
-        raise ExpertMeshError(
-            f"--resume {path}: that run had --optim {settings['optim']}, this one has {config.optim}; take the same"
-        )
+    there = recorded_config(settings, path)
+    # what is read by an optimizer alone means to its state what its entry says
+    heeded = {name for entry in OPTIMIZERS.entries() for name in entry.heeds}
+    changed = [name for name in changed_settings(there, config, Moves.STATE) if name not in heeded]
+    if bool(there.train_mtp) == bool(config.train_mtp):  # its layer is trained, with whatever weight
+        changed = [name for name in changed if name != "train_mtp"]
+    if changed:
+        raise ExpertMeshError(f"--resume {path}: {_both(there, config, changed)}; take the same")
     of_state = config.optimizer_entry.state_settings
-    for saved, own in zip(of_state(settings), of_state(vars(config)), strict=True):
+    for saved, own in zip(of_state(vars(there)), of_state(vars(config)), strict=True):
         if saved.value != own.value:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {own.flag} {saved.value}, this one has {own.value}{own.origin}; "
                 f"use {own.flag} {saved.value}"
             )
-    scaling = settings["rope_scaling"]
-    if (read_rope_scaling(scaling) if scaling else None) != config.rope:
-        there, here = (
-            f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
-        )
-        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
-    for name in ("teacher", "train_mtp"):
-        began, is_asked = bool(settings.get(name)), bool(getattr(config, name))
-        if began == is_asked:
-            continue
-        there, here = (flag_of(name) if given else f"no {flag_of(name)}" for given in (began, is_asked))
-        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
-    frozen = settings["freeze"]
-    if sorted(frozen) != sorted(config.freeze):
-        there, here = (
-            f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)
-        )
-        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")

@@ -22,6 +22,7 @@ from .consistency import compare_data, compare_teachers, start_facts
 from .data.preview import print_preview
 from .data.samples import cache_directory
 from .engine import Engine, start_engine
+from .fingerprints import reference_key
 from .finished import Finished, complete_report, find_finished, held_line, recorded_date
 from .inputs import make_prompts, open_model, read_inputs
 from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
@@ -147,9 +148,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     taught: Taught | None = None
     if config.teacher and num_steps > 0 and inputs.training is not None:
         watchdog.at("the teacher's predictions", limited=False)
-        facts = {name: table for name, table in engine.facts.items() if name != "model"}
         may_replace = resume_from is None or bool(config.allow_changed)
-        taught = be_taught(config, teacher, facts, inputs, ranks, output_dir, may_replace)
+        taught = be_taught(config, teacher, engine.facts, inputs, ranks, output_dir, may_replace, engine.tell)
         how = "read from" if taught.was_kept else "computed, and kept in"
         log.detail(f"the teacher's predictions of {len(taught.training.lines):,} target tokens: {how} teacher/")
     watchdog.at("loading the model", limited=False)
@@ -194,10 +194,9 @@ def references(run: Run, output_dir: Path, resume_from: Path | None) -> Referenc
     """The reference's log-probabilities of all pairs, from an earlier start of the run or computed now."""
     engine, config, inputs = run.engine, run.config, run.inputs
     assert inputs.training is not None
-    facts = {"facts": engine.facts, "bf16": config.bf16, "base": config.base_dtype, "rope": config.rope_scaling}
-    if config.task == "kto":  # whether there are mismatched answers, and where they are cut off
-        facts["mismatched"] = config.max_seq_length if config.estimates_divergence else 0
-    found = ReferencePass(engine.model, engine.mesh, run.ranks, config.per_device_eval_batch_size, run.padding, facts)
+    key = reference_key(config, engine.facts)
+    each = config.per_device_eval_batch_size
+    found = ReferencePass(engine.model, engine.mesh, run.ranks, each, run.padding, key, engine.tell)
     # an adapter that has not been trained changes nothing
     can_compute = resume_from is None or (config.adapter != "none" and not config.init_adapter)
     estimates = config.estimates_divergence

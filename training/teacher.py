@@ -8,8 +8,6 @@ Shape suffixes: N target tokens, K of the teacher's most likely tokens at each o
 """
 
 import gc
-import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checkpoints.files.directories import write_errors
+from ..checkpoints.files.kept import damage, record_kept, recorded_key
 from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
-from ..moe.util.atomic_write import PARTIAL, whole
+from ..moe.util.atomic_write import PARTIAL
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
 from .config.train_config import TrainConfig, read_by
@@ -32,6 +31,7 @@ from .data.batch import CANDIDATES, LossInputs, collate_rows
 from .data.sequences import Rows
 from .engine import Engine
 from .evaluate import by_length, head_outputs, inference
+from .fingerprints import Facts, teacher_key
 from .inputs import Inputs, load_tokenizer
 from .loss.distillation import TEACHER
 
@@ -112,11 +112,12 @@ def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> M
 def be_taught(
     config: TrainConfig,
     source: ModelSource,
-    facts: Any,
+    facts: Facts,
     inputs: Inputs,
     ranks: Ranks,
     output_dir: Path,
     may_replace: bool,
+    tell: Callable[[str], object],
 ) -> Taught:
     """The teacher's predictions for all data, of an earlier start of the run or computed now. All ranks call it
     together.
@@ -125,6 +126,7 @@ def be_taught(
         source: from `open_teacher`.
         facts: of the teacher's files and of the data, on rank 0.
         may_replace: whether those of another teacher or of other data may be replaced.
+        tell: is told of damaged ones, on rank 0.
 
     Raises:
         ExpertMeshError: on all ranks, where the teacher cannot be loaded, or its predictions cannot be written.
@@ -132,14 +134,16 @@ def be_taught(
     assert inputs.training is not None
     rows = {"training": inputs.training} | ({} if inputs.evaluation is None else {"evaluation": inputs.evaluation})
     directory = output_dir / DIRECTORY
-    told = json.dumps([facts, config.teacher_top_k, config.bf16], sort_keys=True)
-    digest = hashlib.sha256(told.encode()).hexdigest()
+    record, files = directory / _FACTS, [directory / f"{name}.npy" for name in rows]
+    key = teacher_key(config, facts)
     is_kept = [False]
-    with raise_together():
-        if ranks.rank == 0:
-            kept = _kept(directory)
-            is_kept = [kept == digest]
-            if kept and not is_kept[0] and not may_replace:
+    with raise_together(patient=ranks):
+        if ranks.rank == 0 and (kept := recorded_key(record)):
+            is_damaged = kept == key and damage(record, files)
+            is_kept = [kept == key and not is_damaged]
+            if is_damaged:
+                tell(f"note: {is_damaged}; the teacher's predictions are computed anew")
+            elif not is_kept[0] and not may_replace:
                 raise ExpertMeshError(
                     f"--teacher {config.teacher}: {directory} has the predictions of another teacher, with another "
                     "--teacher-top-k or dtype, or for other data; resume with what the run began with, or begin anew"
@@ -153,19 +157,10 @@ def be_taught(
             torch.cuda.empty_cache()
         with raise_together(), write_errors(directory):
             if ranks.rank == 0:
-                with whole(directory / _FACTS, durable=True) as partial:
-                    partial.write_text(json.dumps({"facts": digest}))
+                record_kept(record, key, files)
     with raise_together():
         found = {name: TeacherInputs(_read(directory, name), _firsts(part)) for name, part in rows.items()}
     return Taught(found["training"], found.get("evaluation"), is_kept[0])
-
-
-def _kept(directory: Path) -> str:
-    """The digest of what the directory's predictions are of; empty: of nothing."""
-    try:
-        return str(json.loads((directory / _FACTS).read_text())["facts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def _read(directory: Path, name: str) -> NDArray[Any]:

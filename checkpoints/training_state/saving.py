@@ -25,8 +25,9 @@ from ...sharding.runtime.process import raise_together
 from ...sharding.runtime.watchdog import NO_LIMIT_SECONDS, SAVERS
 from ...sharding.state import changing_state, local_tensor
 from ..ep_shards.manifest import export_table
-from ..files.checksums import file_checksum, seal
+from ..files.checksums import seal
 from ..files.directories import finish_replacement, replace_directory, temporary_beside
+from ..files.kept import file_entry
 from ..hf.side_files import copy_side_files
 from ..hf.source import Checkpoint
 from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_checkpoints
@@ -229,7 +230,7 @@ class Saver:
             if rank == 0:
                 mine += [partial / "state" / ".metadata"]
                 mine += [file for file in (partial / "model").rglob("*") if file.is_file()]
-            sums = {str(file.relative_to(partial)): _describe(file) for file in mine}
+            sums = {str(file.relative_to(partial)): file_entry(file) for file in mine}
         except BaseException as error:
             problem = self._told(error, progress.step)
         shares: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size()
@@ -397,10 +398,6 @@ def _rng_state() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
 
 
 def sweep(directory: Path) -> list[str]:

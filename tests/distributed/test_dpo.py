@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import Ended, Runs, assert_equal_weights, assert_same_bits
+from tests.distributed.whole_runs import Ended, Runs, assert_equal_weights, assert_same_bits, flip_a_bit
 from tests.families.configs import tiny_model
 from tests.rounding import OTHER_ORDER, near
 from tests.tiny import save_tokenizer
@@ -151,9 +151,16 @@ def test_lora_against_its_base(runs: Runs) -> None:
     first = whole.lines("loss")[0]
     assert first["rewards/margins"] == near(0.0, added_up(first))
     stopped = stop_after_two(whole, runs.directory / "stopped")
-    (stopped / "reference.safetensors").unlink()
+    flip_a_bit(stopped / "reference.safetensors")
     resumed = runs(2, f"{lora} --resume auto", stopped)
+    assert "reference.safetensors: is damaged: its checksum is another; it is computed anew" in resumed.printed
     assert_same_bits(resumed.weights, whole.weights)
+    # killed before its first checkpoint, and started again from another adapter, which is its own reference too
+    begun = runs.directory / "begun"
+    begun.mkdir()
+    shutil.copy(whole.out / "reference.safetensors", begun)
+    other = runs(2, f"{lora} --max-steps 1 --resume auto --init-adapter {whole.out}/adapter", begun).lines("loss")[0]
+    assert other["loss"] == near(math.log(2), added_up(other))
 
 
 def test_a_resumed_run_finds_its_reference(runs: Runs) -> None:
@@ -163,8 +170,8 @@ def test_a_resumed_run_finds_its_reference(runs: Runs) -> None:
     assert reference.shape == (PAIRS, 2)
     stopped = stop_after_two(whole, runs.directory / "stopped")
     kept = (stopped / "reference.safetensors").read_bytes()
-    (stopped / "reference.safetensors").write_bytes(kept[:100])
-    runs.refuses(2, f"{flags} --resume auto", "reference.safetensors: cannot be read", "begin anew", out=stopped)
+    flip_a_bit(stopped / "reference.safetensors")
+    runs.refuses(2, f"{flags} --resume auto", "reference.safetensors: is damaged", "begin anew", out=stopped)
     (stopped / "reference.safetensors").write_bytes(kept)
     resumed = runs(2, f"{flags} --resume auto", stopped)
     assert "read from reference.safetensors" in resumed.printed

@@ -99,7 +99,7 @@ def test_resume(runs: Runs, optim: str) -> None:
 
 def test_another_optimizers_checkpoint_is_refused(runs: Runs) -> None:
     runs(1, "--max-steps 1 --save-steps 1 --no-export")
-    said = "that run had --optim adamw_torch_fused, this one has muon"
+    said = "that run had --optim adamw_torch_fused, this one has --optim muon"
     runs.refuses(1, "--max-steps 2 --save-steps 1 --resume auto --optim muon", said)
 
 

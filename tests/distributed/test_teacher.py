@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits
+from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits, flip_a_bit
 from tests.families.configs import VOCABULARY, tiny_model
 from tests.rounding import OTHER_ORDER, near
 from tests.tiny import save_tokenizer
@@ -145,11 +145,15 @@ def test_a_resumed_run_finds_the_predictions(runs: Runs, models: dict[str, Path]
     other = saving.replace(str(models["teacher"]), str(models["student"]))
     runs.refuses(2, f"{other} --resume auto", "has the predictions of another teacher", out=stopped)
     without = saving.replace(f"--teacher {models['teacher']}", "")
-    runs.refuses(2, f"{without} --resume auto", "that run had --teacher, this one has no --teacher", out=stopped)
+    runs.refuses(2, f"{without} --resume auto", "this one has no --teacher", "--allow-changed objective", out=stopped)
     assert changed.read_bytes() == kept
+    flip_a_bit(changed)
     resumed = runs(2, f"{saving} --resume auto", stopped)
-    assert "read from teacher/" in resumed.printed
+    assert "training.npy: is damaged" in resumed.printed
+    assert changed.read_bytes() == kept
     assert_same_bits(resumed.weights, whole.weights)
+    more = f"{saving} --resume auto --max-steps {STEPS + 1} --no-export"
+    assert "read from teacher/" in runs(2, more, stopped).printed
 
 
 @pytest.mark.slow

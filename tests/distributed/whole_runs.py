@@ -179,3 +179,9 @@ def stop_at_checkpoint(finished: Path, out: Path) -> None:
     shutil.rmtree(out / ("adapter" if (out / "adapter").exists() else "hf"))
     shutil.rmtree(out / "checkpoints" / "step-00000006")
     (out / "finished.json").unlink()
+
+
+def flip_a_bit(path: Path) -> None:
+    """In what a file holds last."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

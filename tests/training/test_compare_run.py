@@ -45,15 +45,15 @@ def test_what_was_read(name: str, change: dict[str, str] | None) -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "said"),
     [
-        (PLAIN, {"adapter": "lora"}, "--adapter none, this one has lora"),
+        (PLAIN, {"adapter": "lora"}, "--adapter none, this one has --adapter lora"),
         (LORA, {"lora_rank": 5}, "--lora-rank"),
         (LORA, {"lora_alpha": 5.0}, "--lora-alpha"),
-        (LORA, {"use_rslora": True}, "--use-rslora False, this one has True"),
+        (LORA, {"use_rslora": True}, "had no --use-rslora, this one has --use-rslora"),
         (LORA, {"lora_targets": ["experts"]}, "--lora-targets"),
         (LORA, {"base_dtype": "nf4"}, "--base-dtype"),
         (PLAIN, {"optim": "muon"}, "--optim"),
         (PLAIN, {"rope_scaling": "yarn:4"}, "no --rope-scaling, this one has --rope-scaling yarn:4"),
-        (PLAIN, {"freeze": ["embeddings"]}, "nothing frozen, this one has --freeze embeddings"),
+        (PLAIN, {"freeze": ["embeddings"]}, "no --freeze, this one has --freeze embeddings"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -12,6 +12,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -1154,6 +1155,23 @@ def test_a_damaged_cache(
         load(tokenizer, file)
     shutil.rmtree(tmp_path / "cache" / "expertmesh")
     load(tokenizer, file)
+
+
+def test_a_flipped_bit_of_a_cached_token_is_told(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is well formed all the same, and would be trained on."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file = write(tmp_path / "data.jsonl", [{"text": "a b c d e f"}])
+    tokens = load(tokenizer, file)[0].tokens
+    (kept,) = (tmp_path / "cache").rglob("cache-*.arrow")
+    before, after = (np.array(of, dtype=np.int32).tobytes() for of in (tokens, [tokens[0] ^ 1, *tokens[1:]]))
+    assert kept.read_bytes().count(before) == 1
+    kept.write_bytes(kept.read_bytes().replace(before, after))
+    with pytest.raises(ExpertMeshError, match=rf"read there: {kept}: is damaged: .*; delete that directory"):
+        load(tokenizer, file)
+    kept.write_bytes(kept.read_bytes().replace(after, before))
+    assert load(tokenizer, file)[0].tokens == tokens
 
 
 def test_a_file_that_was_replaced_and_kept_its_time_and_size(tmp_path: Path, tokenizer: Any) -> None:

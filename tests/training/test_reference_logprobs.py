@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import reference_logprobs
 from expertmesh.training.loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
 from expertmesh.training.reference_logprobs import FILE, LabelledInputs, PairInputs, ReferencePass
+from tests.distributed.whole_runs import flip_a_bit
 
 REFERENCE_P2 = torch.arange(8, dtype=torch.float64).view(4, 2)
 
@@ -60,30 +61,43 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     dist.destroy_process_group()
 
 
-def reference_pass(**facts: Any) -> ReferencePass:
+def reference_pass(key: str, told: list[str] | None = None) -> ReferencePass:
     ranks: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", store=dist.HashStore(), watchdog=None)
     padding: Any = None
-    return ReferencePass(None, None, ranks, 1, padding, facts)
+    told = [] if told is None else told
+    return ReferencePass(None, None, ranks, 1, padding, key, told.append)
 
 
 def test_what_is_kept_is_taken_by_the_same_model_and_data_alone(computed: list[Any], tmp_path: Path) -> None:
     data: Any = SimpleNamespace(samples=[0] * 4)
     held_out: Any = SimpleNamespace(samples=[0] * 3)
-    first, was_kept = reference_pass(model="a").run(tmp_path, data, held_out, can_compute=True)
+    first, was_kept = reference_pass("a").run(tmp_path, data, held_out, can_compute=True)
     assert (was_kept, computed) == (False, [data, held_out])
     kept = load_file(tmp_path / FILE)
     assert torch.equal(kept["training"], REFERENCE_P2 + 1)
     assert torch.equal(kept["evaluation"], REFERENCE_P2[:3] + 2)
     # a resumed run, which has not read the reference's weights, computes nothing
-    again, was_kept = reference_pass(model="a").run(tmp_path, data, held_out, can_compute=False)
+    again, was_kept = reference_pass("a").run(tmp_path, data, held_out, can_compute=False)
     assert (was_kept, len(computed)) == (True, 2)
     for name in ("training", "evaluation"):
         mine, theirs = (getattr(found, name) for found in (again, first))
         assert torch.equal(mine, theirs)
     with pytest.raises(ExpertMeshError, match=r"reference\.safetensors: is of another model or other data"):
-        reference_pass(model="b").run(tmp_path, data, held_out, can_compute=False)
-    _, was_kept = reference_pass(model="b").run(tmp_path, data, held_out, can_compute=True)
+        reference_pass("b").run(tmp_path, data, held_out, can_compute=False)
+    _, was_kept = reference_pass("b").run(tmp_path, data, held_out, can_compute=True)
     assert (was_kept, len(computed)) == (False, 4)
+
+
+def test_a_damaged_one_is_computed_anew(computed: list[Any], tmp_path: Path) -> None:
+    """With a note, as it may be the disk."""
+    data: Any = SimpleNamespace(samples=[0] * 4)
+    told: list[str] = []
+    reference_pass("a").run(tmp_path, data, None, can_compute=True)
+    flip_a_bit(tmp_path / FILE)
+    found, was_kept = reference_pass("a", told).run(tmp_path, data, None, can_compute=True)
+    assert not was_kept
+    assert told == [f"note: {tmp_path / FILE}: is damaged: its checksum is another; it is computed anew"]
+    assert torch.equal(cast(torch.Tensor, found.training), REFERENCE_P2 + 2)
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "is not there"), (b"x", "cannot be read")])
@@ -94,5 +108,5 @@ def test_a_resumed_run_without_them_is_refused(
         (tmp_path / FILE).write_bytes(content)
     data: Any = SimpleNamespace(samples=[0] * 4)
     with pytest.raises(ExpertMeshError, match=rf"--resume: .*{FILE}: {said}.*bring the file back, or begin anew"):
-        reference_pass(model="a").run(tmp_path, data, None, can_compute=False)
+        reference_pass("a").run(tmp_path, data, None, can_compute=False)
     assert not computed

@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser, Switch, flag_of, nearest
-from .moves import Moves
 from .other_tools import TORCHRUN, OtherTools
 
 LIMITS = {
@@ -175,12 +174,6 @@ def group_of(settings: type, name: str) -> str:
 def of_class(settings: type, name: str, what: str, default: Any = None) -> Any:
     """An attribute of the class whose field it is."""
     return next(vars(base).get(what, default) for base in settings.__mro__ if name in get_annotations(base))
-
-
-def moves_of(settings: type, setting: Field[Any]) -> Moves:
-    """What a field moves: as it says beside it, else as its class does."""
-    moves: Moves = setting.metadata.get("moves", of_class(settings, setting.name, "MOVES"))
-    return moves
 
 
 def default_of(setting: Field[Any]) -> Any:

@@ -212,7 +212,7 @@ def _beside_mtp(name: str, why: str, value: str = "") -> Excludes:
     return name, f"--train-mtp: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
-_MAY_CHANGE = ("model", "data")
+_MAY_CHANGE = ("model", "data", "objective")
 
 
 def split_names(entries: list[str]) -> list[str]:
@@ -389,7 +389,6 @@ class DataSettings:
         "Truncate samples to this many tokens; length of packed sequences",
         least=2,
         of=_DATA._replace(readers=_DATA.readers | {"teacher"}),
-        moves=Moves.SAMPLES | Moves.BATCHES,
         in_plans=True,
     )
     packing: bool = _flag(
@@ -1163,7 +1162,9 @@ class AdapterSettings:
         "freeze": "freeze_parameters",
     }
 
-    adapter: Adapter = _flag("none", "lora: train low-rank adapters and freeze the weights", is_firm=True)
+    adapter: Adapter = _flag(
+        "none", "lora: train low-rank adapters and freeze the weights", is_firm=True, moves=Moves.MODEL | Moves.STATE
+    )
     lora_rank: int = _flag(
         16, "LoRA rank r", _LORA, aliases=["lora_r"], least=1, most=2**16, moves=Moves.MODEL | Moves.STATE
     )
@@ -1297,7 +1298,7 @@ class EvaluationSettings:
         below=1,
         excludes=[("eval_dataset", "--eval-dataset and --eval-ratio: give one of them")],
         of=_DATA,
-        moves=Moves.BATCHES,
+        moves=Moves.SAMPLES,
     )
     eval_steps: int = _flag(0, "Evaluate every N steps, and at the end; 0: after every epoch", _EVALUATES, least=0)
     per_device_eval_batch_size: int = _flag(
@@ -1388,7 +1389,7 @@ class CheckpointSettings:
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: resume even if the model or the data have changed: model, data",
+        "With --resume: resume even if the model, the data or what is minimised has changed: model, data, objective",
         _RESUMES,
         metavar="NAME",
         in_plans=False,
@@ -1423,7 +1424,7 @@ class CheckpointSettings:
         parse_size("--max-shard-size", self.max_shard_size)
         for name in self.allow_changed:
             if name not in _MAY_CHANGE:
-                raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
+                raise ExpertMeshError(f"--allow-changed {name}: give one of {', '.join(_MAY_CHANGE)}")
 
     @property
     def shard_bytes(self) -> int:

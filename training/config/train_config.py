@@ -21,6 +21,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from .flags import LIMITS, FlagParser, default_of, of_class
+from .moves import Moves
 from .settings import (
     ENGINE,
     AdapterSettings,
@@ -274,6 +275,9 @@ PARTS: dict[str, Part] = {
 }
 NEEDS: dict[str, tuple[Needs, ...]] = {
     name: (*setting.metadata["needs"], *PARTS[name].needs) for name, setting in SETTINGS.items()
+}
+MOVES: dict[str, Moves] = {
+    name: setting.metadata.get("moves", of_class(TrainConfig, name, "MOVES")) for name, setting in SETTINGS.items()
 }
 
 

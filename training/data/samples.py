@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.files.kept import damage, record_kept, recorded_key
 from ...moe.util.errors import ExpertMeshError
 from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
@@ -30,6 +31,7 @@ _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 SAMPLES_AT_ONCE = 1000
+_PLACE, _DELETE = "{}: tokenized samples cannot be", "delete that directory, and it is made again"
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,9 @@ def _column(dataset: Any, name: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int) -> Samples:
+def load_samples(
+    flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int, checks: bool = True
+) -> Samples:
     """Read and tokenise data sets, and mix them if they have weights.
 
     Args:
@@ -262,6 +266,7 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
         tokenizer: a fast one, its chat template set (see `set_chat_template`).
         options: how records become tokens.
         seed: of the choice of records where weights leave some out.
+        checks: whether what the cache holds is compared with its checksums.
 
     Raises:
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
@@ -270,7 +275,7 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
     check_fast(flag, tokenizer)
     specs = parse_datasets(flag, entries)
     sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
-    parts = [_tokenised(source, flag, tokenizer, options) for source in sources]
+    parts = [_tokenised(source, flag, tokenizer, options, checks) for source in sources]
     return _mix(flag, specs, parts, seed)
 
 
@@ -343,20 +348,18 @@ def samples_in_memory(records: list[dict[str, Any]], flag: str, tokenizer: Any, 
     return _samples(rows, tokens, flag, name, options, ()) if any(table["num_targets"]) else None
 
 
-def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions) -> Samples:
+def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions, checks: bool) -> Samples:
     """One data set, without the samples that have nothing to learn."""
     from datasets import Dataset
 
-    kind = "labelled" if options.labelled else "split" if options.split_turns else options.pairs
-    settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
-    backend = tokenizer.backend_tokenizer.to_str()
-    specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
+    rows_key, tokens_key = keys_of(source.version, options, tokenizer)
     try:
         rows = Dataset.from_generator(
             partial(_records, source, flag, options),
             cache_dir=str(cache_directory()),
-            fingerprint=_fingerprint(source.version, asdict(options.columns), kind, *registered_formats()),
+            fingerprint=rows_key,
         )
+        _check_kept(rows, rows_key, checks)
         tokens = rows.map(
             _tokenize_batch(tokenizer, options),
             batched=True,
@@ -364,13 +367,28 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             remove_columns=rows.column_names,
             features=_features(options),
             num_proc=_workers(len(rows), options.num_workers),
-            new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
+            new_fingerprint=tokens_key,
             desc=f"tokenizing {source.name}",
         )
+        _check_kept(tokens, tokens_key, checks)
         _check_columns(tokens, _features(options))
         return _samples(rows, tokens, flag, source.name, options, source.unread)
     except Exception as error:
         raise _own_error(error) from None
+
+
+def _check_kept(dataset: Any, key: str, checks: bool) -> None:
+    """Compare a data set's files in the cache with their checksums, or write these beside new ones.
+
+    Raises:
+        ExpertMeshError: a file is damaged.
+    """
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    record = files[0].with_name(f"{key}.json")
+    if recorded_key(record) != key:
+        record_kept(record, key, files, writer=str(os.getpid()))
+    elif checks and (found := damage(record, files)):
+        raise ExpertMeshError(f"{_PLACE.format(cache_directory())} read there: {found}; {_DELETE}")
 
 
 def _check_columns(tokens: Any, expected: Collection[str]) -> None:
@@ -442,6 +460,21 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
     return (Pairs if options.pairs else Labelled if options.labelled else Samples)(kept, [origin])
 
 
+def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, str]:
+    """(of a source's records as they are read, of their tokens).
+
+    Args:
+        version: of the source (see `RowSource`).
+    """
+    kind = "labelled" if options.labelled else "split" if options.split_turns else options.pairs
+    rows_key = _fingerprint(version, asdict(options.columns), kind, *registered_formats())
+    # which part of the source it is, is in its version
+    settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
+    of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
+    ends = sorted(_special_ids(tokenizer))
+    return rows_key, _fingerprint(rows_key, settings, of_tokenizer, tokenizer.chat_template, ends)
+
+
 def _fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps([_VERSION, *parts]).encode()).hexdigest()[:32]
 
@@ -453,11 +486,11 @@ def _own_error(error: BaseException) -> BaseException:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ExpertMeshError | OSError):
         cause = cause.__cause__
-    place = f"{cache_directory()}: tokenized samples cannot be"
+    place = _PLACE.format(cache_directory())
     # what a generator met in the data is wrapped
     is_damaged = isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError)
     if is_damaged or (isinstance(cause, OSError) and _is_of_reading(cause)):
-        return ExpertMeshError(f"{place} read there: {error}; delete that directory, and it is made again")
+        return ExpertMeshError(f"{place} read there: {error}; {_DELETE}")
     if isinstance(cause, OSError):
         return ExpertMeshError(
             f"{place} written there: {cause.strerror or cause}; choose another directory with the "

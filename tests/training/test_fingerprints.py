@@ -1,0 +1,215 @@
+"""What is kept or resumed: each key changes with every setting that moves what it is of, and with no other."""
+
+import json
+from dataclasses import Field, asdict, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+import yaml
+
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.config import train_config
+from expertmesh.training.config.moves import Moves
+from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
+from expertmesh.training.data.samples import keys_of
+from expertmesh.training.data.sequences import Rows
+from expertmesh.training.fingerprints import Facts, exports_alike, reference_key, teacher_key
+from expertmesh.training.inputs import added_tokens, data_options
+from expertmesh.training.loop import data_order, order_facts
+from expertmesh.training.resume import check_order, compare_run
+
+SETTINGS, PARSER = fields(TrainConfig), make_parser()
+# fmt: off
+BASES: list[dict[str, Any]] = [
+    {}, {"global_batch_size": None}, {"adapter": "lora"}, {"task": "dpo"}, {"task": "kto"}, {"bf16": True},
+    {"ep_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2, "dispatch": "node"}, {"train_mtp": 0.1},
+    {"gradient_checkpointing": "selective"}, {"optim": "shampoo"}, {"teacher": "t"}, {"eval_dataset": ["e"]},
+    {"eval_ratio": 0.1, "early_stopping_patience": 1}, {"streaming": True, "max_steps": 5}, {"resume": "auto"},
+    {"generate_steps": 1}, {"profile": ["1"]}, {"adapter": "lora", "add_tokens": ["t"]}, {"group_by_length": True},
+]
+# fmt: on
+"""Runs in some of which each setting has an effect."""
+WITH: dict[str, dict[str, Any]] = {
+    "per_device_train_batch_size": {"global_batch_size": None},  # else it makes other micro-batches of the same
+    "eval_dataset": {"eval_dataset": ["e"]},  # a run that had none may begin to evaluate
+}
+"""Those in which alone a setting moves what it declares."""
+VALUES: dict[str, Any] = {
+    "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
+    "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
+    "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "optim": "muon",
+    "template_date": "2026-01-02", "base_dtype": "nf4",
+}  # fmt: skip
+"""Of settings whose text has a form."""
+
+
+def values_of(setting: Field[Any], value: Any) -> list[Any]:
+    """What the setting may have instead."""
+    if setting.name in VALUES:
+        return [VALUES[setting.name]]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, list):
+        return [["another"]]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [value + 0.25, value / 2]
+    kinds = get_args(setting.type) or (setting.type,)
+    choices = [choice for kind in kinds for choice in (get_args(kind) or (kind,)) if choice not in (type(None), value)]
+    return [{int: 2, float: 2.0, str: "another"}.get(choice, choice) for choice in choices]
+
+
+def runs_apart(setting: Field[Any]) -> tuple[TrainConfig, TrainConfig]:
+    """Two runs that differ in this setting alone, which has an effect in both."""
+    for base in BASES:
+        # a global batch that does not follow from the layout
+        one = TrainConfig(**{"model": "m", "dataset": ["d"], "global_batch_size": 8, **base})
+        if not WITH.get(setting.name, {}).items() <= base.items():
+            continue
+        for value in values_of(setting, getattr(one, setting.name)):
+            try:
+                other = replace(one, **{setting.name: value})
+            except (ExpertMeshError, TypeError):
+                continue
+            if all(needs.met(run) for needs in train_config.NEEDS[setting.name] for run in (one, other)):
+                return one, other
+    raise AssertionError(f"{setting.name}: no value and no run in which it has an effect")
+
+
+def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
+    """(facts of a run where each place has its own content; its keys)."""
+    backend = SimpleNamespace(to_str=lambda: json.dumps([config.tokenizer, added_tokens(config)]))
+    none: dict[str, Any] = {"bos_token": None, "eos_token": None, "bos_token_id": None, "eos_token_id": None}
+    tokenizer = SimpleNamespace(
+        backend_tokenizer=backend,
+        chat_template=config.chat_template,
+        added_tokens_decoder={},
+        all_special_ids=[],
+        **none,
+    )
+    places = ([config.dataset, config.dataset_split], [config.eval_dataset, config.eval_dataset_split])
+    options = data_options(config)
+    data = [keys_of(json.dumps([place, config.dataset_config]), options, tokenizer)[1] for place in places]
+    facts: Facts = {"model": {"files": config.model}, "data": {"tokens": data[0], "taken out": str(config.eval_ratio)}}
+    if config.evaluates:
+        facts["evaluation data"] = {"tokens": data[1]}
+    if config.teacher:
+        facts["teacher"] = {"files": config.teacher}
+    if config.init_adapter:
+        facts["adapter"] = {"files": config.init_adapter}
+    if config.add_tokens or config.resize_vocab:
+        facts["tokens"] = {"digest": json.dumps([added_tokens(config), config.resize_vocab, config.tokenizer])}
+    rows = cast(Rows, SimpleNamespace(lengths=torch.ones(10, dtype=torch.int64), __len__=lambda: 10))
+    order = data_order(config, None, 4)
+    keys = {
+        "samples": facts["data"] | facts.get("evaluation data", {}),
+        "batches": order_facts(config, rows, order),
+        "reference": reference_key(config, facts),
+        "teacher": teacher_key(config, facts),
+    }
+    return facts, keys
+
+
+def moves_key(setting: Field[Any], key: str) -> bool:
+    """What the setting declares."""
+    moves = train_config.MOVES[setting.name]
+    of = {
+        "samples": Moves.SAMPLES,
+        "batches": Moves.BATCHES,
+        "reference": Moves.MODEL | Moves.PRECISION | Moves.SAMPLES,
+        "teacher": Moves.TEACHER | Moves.SAMPLES,
+    }[key]
+    has_it_too = key == "teacher" and Moves.PRECISION in moves and setting.name in read_by("teacher")
+    return bool(moves & of) or has_it_too
+
+
+def resumed(one: TrainConfig, other: TrainConfig) -> str:
+    """What becomes of a checkpoint of one run in the other: "", or what is said."""
+    (there, there_keys), (here, here_keys) = keys_in(one), keys_in(other)
+    try:
+        told: list[str] = []
+        compare_run(Path("step-2"), there, asdict(one), other, here, told.append)
+        check_order(there_keys["batches"], here_keys["batches"], other, Path("step-2"))
+        return "".join(told)
+    except ExpertMeshError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_moves_what_it_declares(
+    setting: Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_config, "make_parser", lambda beside=(): PARSER)
+    one, other = runs_apart(setting)
+    moves = train_config.MOVES[setting.name]
+    before, after = keys_in(one)[1], keys_in(other)[1]
+    for key, value in before.items():
+        assert (value != after[key]) == moves_key(setting, key), key
+    assert exports_alike(asdict(one), other, tmp_path) == (Moves.EXPORT not in moves)
+
+    said = resumed(one, other)
+    asks = {Moves.MODEL: "model", Moves.SAMPLES: "data", Moves.OBJECTIVE: "objective"}
+    asked = [name for moved, name in asks.items() if moved in moves]
+    if Moves.STATE in moves or setting.name == "resize_vocab":
+        assert "take the same" in said or "; use --" in said
+    elif asked:
+        assert any(f"resume anyway with --allow-changed {name}" in said for name in asked)
+        assert "warning: resuming with a different" in resumed(one, replace(other, allow_changed=[*asks.values()]))
+    else:
+        assert bool(said) == (Moves.BATCHES in moves)
+
+    # as flags and as a file have it
+    content = {name: value for name, value in asdict(other).items() if value is not None}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    words = [] if other.init_adapter else [flags_of_config(other), ["--config", str(tmp_path / "run.yaml")]]
+    for spelled in map(parse_config, words):
+        assert keys_in(spelled) == keys_in(other)
+        assert resumed(spelled, other) == ""
+
+
+LORA: dict[str, Any] = {"adapter": "lora"}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LORA | {"lora_targets": ["attention", "experts"]}, LORA | {"lora_targets": ["experts,attention"]}),
+    (LORA | {"modules_to_save": ["lm_head", "norms"]}, LORA | {"modules_to_save": ["norms,lm_head"]}),
+    (LORA, LORA | {"base_dtype": "float32"}),
+    ({"freeze": ["experts", "router"]}, {"freeze": ["router,experts"]}),
+    ({"rope_scaling": "linear:2"}, {"rope_scaling": "linear:2.0"}),
+    ({"rope_scaling": "linear:2"}, {"rope_scaling": '{"factor": 2, "type": "linear"}'}),
+    ({"add_tokens": ["a,b"]}, {"add_tokens": ["a", "b"]}),
+    ({"add_tokens": ["a,b"]}, {"add_tokens": ["FILE"]}),
+    ({"max_shard_size": "5GB"}, {"max_shard_size": "5000MB"}),
+    ({}, {"preference_beta": 0.5, "teacher_weight": 0.5, "lora_rank": 4}),
+    ({"learning_rate": 1e-4, "max_steps": 5}, {"learning_rate": 1e-5, "max_steps": 9, "ep_size": 2, "bf16": True}),
+]
+"""Settings that mean the same, or that a resumed run may have otherwise."""
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE, ids=str)
+def test_no_key_depends_on_order_or_spelling(one: dict[str, Any], other: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "FILE").write_text("a\nb\n")
+    place = {"add_tokens": [str(tmp_path / "FILE")]} if other.get("add_tokens") == ["FILE"] else {}
+    both = [TrainConfig(model="m", dataset=["d"], global_batch_size=8, **each) for each in (one, other | place)]
+    assert resumed(*both) == ""
+    if "bf16" not in other:
+        assert keys_in(both[0]) == keys_in(both[1])
+        assert exports_alike(asdict(both[0]), both[1], tmp_path)
+
+
+def test_what_differs_is_told_by_name() -> None:
+    plain: dict[str, Any] = {"model": "m", "dataset": ["d"]}
+    dpo = TrainConfig(**plain, task="dpo")
+    other = replace(dpo, preference_loss="ipo", preference_beta=0.5)
+    said = "that run had --preference-loss sigmoid, --preference-beta 0.1, this one has --preference-loss ipo"
+    assert said in resumed(dpo, other)
+    begun, from_another, from_none = (
+        TrainConfig(**plain, **LORA, init_adapter=path) for path in ("first", "second", "")
+    )
+    assert "is of another adapter (it began with first)" in resumed(begun, from_another)
+    assert "is of another adapter (it began with first)" in resumed(begun, from_none)
+    assert "is of another adapter (it began with none)" in resumed(from_none, begun)
+    grown = TrainConfig(**plain, add_tokens=["a,b"])
+    assert "has other new tokens" in resumed(grown, replace(grown, add_tokens=["b,a"], allow_changed=["model"]))
