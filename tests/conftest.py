@@ -12,8 +12,9 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# read when torch is imported: the other cores are the other ranks', and the tests' that run beside this one
-os.environ["OMP_NUM_THREADS"] = "1"
+# read when torch is imported: the other cores are the other ranks', and the tests' that run beside this one. More are
+# another order of sums, for who asks for it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # asked of the driver, CUDA is not begun in a process from which ranks are forked
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -657,6 +657,7 @@ def test_an_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"its scales {name} are missing" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_an_encoding_in_training(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """A run from codes gives what one from the values gives, to the bit, and its export has the codes again of what was
     not trained."""
@@ -942,6 +943,7 @@ def test_auto_takes_a_dispatcher() -> None:
     assert resolve_dispatch("auto", 12, None, 2).name == resolve_dispatch("by-nodes", 8, 8, 2).name == "rank"
 
 
+@pytest.mark.slow
 def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def both(name: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
         own = ["--dispatch", name, *flags]

@@ -25,6 +25,7 @@ from benchmarks.gpu_step import busy_time, kernels_of
 from expertmesh.training.environment import CHECKOUT
 from tests.distributed.whole_runs import Runs
 from tests.gpu.one_card import run_on
+from tests.tiers import tiered
 
 MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 
@@ -80,7 +81,7 @@ def call(step: Step, state: State, out: Path, seconds: float, monkeypatch: pytes
     return first_gpu.verdict_of(step, state.parts, out)[0]
 
 
-@pytest.mark.parametrize("starts", ["subprocess.Popen", "os.setsid() or subprocess.Popen"])
+@pytest.mark.parametrize("starts", tiered(["os.setsid() or subprocess.Popen"], slow=["subprocess.Popen"]))
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: str
 ) -> None:

@@ -97,7 +97,7 @@ def test_killed_before_any_operation_of_a_replacement(tmp_path: Path) -> None:
     assert found.index(True) == 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["export"], ["convert", "--ep-size", "2"]], ids=lambda command: command[0])
 def test_killed_before_any_operation_of_a_command_that_overwrites(
     tiny_model: Path, tmp_path: Path, command: list[str]

@@ -58,5 +58,5 @@ def test_layers_of_which_there_is_no_tensor() -> None:
     raw = {"num_nextn_predict_layers": 1, "text_config": {"use_mtp": True}, "hidden_size": 4}
     claimed = "num_nextn_predict_layers 1, use_mtp True"
     assert missing_predictors(raw, checkpoint(), ["model.rotary"]) == claimed
-    assert missing_predictors(raw, checkpoint(), ["model.layers.5.eh_proj"]) == ""
+    assert missing_predictors(raw, checkpoint(), ["model.rotary", "model.layers.5.eh_proj"]) == ""
     assert missing_predictors(raw, checkpoint(trains_it=True), []) == ""

@@ -143,7 +143,7 @@ def _num_threads(pid: int) -> int:
 
 
 def _work(connection: Connection) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     libraries = libraries_in_use()
     gc.freeze()
     # which walks through all that is frozen, a tenth of a second here, and a run asks once
@@ -202,7 +202,6 @@ def _run_job(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        OMP_NUM_THREADS="1",
     )
     torch.manual_seed(rank)
     if join_group:

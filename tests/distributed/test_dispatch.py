@@ -54,8 +54,8 @@ def node(ranks: int) -> dict[str, Any]:
 
 ON_4 = Topology(4, 4)
 KINDS = tiered(
-    [(ON_4, Case(SAMPLES, kernel="torch-grouped"), node(2))],
     slow=[
+        (ON_4, Case(SAMPLES, kernel="torch-grouped"), node(2)),
         (ON_4, Case(SAMPLES[:3], balance=0.05), RANK),
         (ON_4, Case(SAMPLES, family="gpt_oss", kernel="torch-grouped"), node(2)),
         (ON_4, Case(SAMPLES, compute_dtype=torch.bfloat16), node(2)),
@@ -128,7 +128,7 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
     return found
 
 
-@pytest.mark.parametrize("once", [{"dispatch": "plain"}, RANK, node(2)], ids=["plain", "rank", "node"])
+@pytest.mark.parametrize("once", tiered([node(2)], slow=[{"dispatch": "plain"}, RANK]), ids=["node", "plain", "rank"])
 def test_few_experts_are_multiplied_one_after_the_other(ranks: RankPool, tmp_path: Path, once: dict[str, Any]) -> None:
     """By counts that the host has been told for the exchange, chunk by chunk, and without another wait for them."""
     case = Case(SAMPLES, kernel="torch-grouped", settings={**once, "overlap_chunks": 2})

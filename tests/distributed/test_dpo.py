@@ -93,7 +93,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     ("family", "loss"),
     [
         ("mixtral", "sigmoid"),
-        ("granitemoe", "ipo"),
+        pytest.param("granitemoe", "ipo", marks=pytest.mark.slow),
         *(pytest.param(f, "with sft", marks=pytest.mark.slow) for f in ("qwen3_moe", "olmoe")),
     ],
 )

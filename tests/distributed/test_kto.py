@@ -67,8 +67,6 @@ def test_as_trl(family: str, loss: str, runs: Runs, models: dict[str, Path], tmp
 
 LAYOUTS = {
     "pp 2": (2, "--pp-size 2"),
-}
-FURTHER = {
     "cp 2 ep 2": (4, "--cp-size 2 --ep-size 2"),
     "tp 2": (2, "--tp-size 2 --ep-size 2"),
     "packed": (2, "--packing --ep-size 2 --max-seq-length 40"),
@@ -80,10 +78,11 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_any_layout(layout: str, runs: Runs) -> None:
     """With steps of a part of the data, of which the last one is short."""
-    number, flags = (LAYOUTS | FURTHER)[layout]
+    number, flags = LAYOUTS[layout]
     few = COMMON.replace(f"--global-batch-size {ANSWERS}", "--global-batch-size 5")
     held_out = f"--eval-dataset {runs.data} --eval-steps 2"
     # entries are in another order then, of which all are in a step

@@ -23,6 +23,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model, train_config
 from tests.distributed.whole_runs import SIX_STEPS, Runs, assert_equal_weights, batch_of_12
 from tests.parity.case import Case
+from tests.tiers import tiered
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 # between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
@@ -52,7 +53,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("optim", ["muon", "shampoo"])
-@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ep_size"), tiered([(4, 2)], slow=[(1, 1), (3, 1)]))
 def test_updates_do_not_depend_on_what_else_is_in_a_stack(
     ranks: RankPool, tiny_model: Path, optim: str, world_size: int, ep_size: int
 ) -> None:

@@ -85,8 +85,7 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
 @pytest.mark.parametrize(
     "name",
     tiered(
-        ["pp"],
-        slow=["tp and cp", "once to each node", "interleaved", "matrices of replicas"],
+        slow=["pp", "tp and cp", "once to each node", "interleaved", "matrices of replicas"],
         release=["ep 4 of 8", "hybrid", "matrices of a stage", "cp", "tp", "pp 4, tied", "zero-bubble"],
     ),
 )

@@ -123,7 +123,7 @@ def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> T
     [
         pytest.param("mixtral", "per-expert", marks=pytest.mark.slow),
         pytest.param("F < D, 6 experts", "packed", marks=pytest.mark.release),
-        ("gpt_oss", "packed"),
+        pytest.param("gpt_oss", "packed", marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_what_was_trained(

@@ -193,6 +193,7 @@ def test_rows_alone_as_peft(ranks: RankPool, tmp_path: Path, family: str, layout
     assert torch.equal(found.weights["model.embed_tokens.weight"], old)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("family", HEADS)

@@ -45,6 +45,7 @@ from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
 from tests.sharding.planned import launched
+from tests.tiers import tiered
 
 ALONE = ("--micro-batch", "1", "--tp-size", "1")
 """One sequence a rank, and no tensor parallelism beside."""
@@ -568,7 +569,7 @@ def test_names_of_presets_in_any_case() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", pytest.param("rehearse", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_next", pytest.param("jamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", tiered(["mixtral"], slow=["qwen3_next", "jamba"]))
 def test_whose_code_is_assumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, family: str, command: str
 ) -> None:

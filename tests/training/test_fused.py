@@ -241,7 +241,7 @@ def test_module_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @with_liger
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
 @pytest.mark.parametrize("heads_dim", [1, 2])

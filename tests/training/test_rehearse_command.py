@@ -340,13 +340,8 @@ def test_what_is_sent_is_what_is_received() -> None:
         check_order({0: [], 1: [replace(received, group="2")]}, ranks_per_stage=1)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param([], id="whole", marks=pytest.mark.slow),
-        pytest.param(["--tp-size", "2", "--gpus", "32"], id="divided"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--tp-size", "2", "--gpus", "32"]], ids=["whole", "divided"])
 def test_a_teacher_costs_a_second_pass_of_the_head(
     flags: list[str], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
