@@ -15,6 +15,7 @@ them, such as `warmup_ratio` with `--warmup-steps`; a note names both. Flags hav
 
 - A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). One that asks
   for what is done anyway, such as `fp16: false`, is ignored.
+- A flag or key that is given twice is refused. A list takes all its values after one flag: `--dataset a b`.
 - A flag without effect beside the others, such as `--dispatch rank` without `--ep-size`, is no error; a note names it.
 
 This page is made by a command:

@@ -15,7 +15,7 @@ from expertmesh.moe.util.sizes import parse_size
 from expertmesh.training.config.flags import LIMITS, _value_type, group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
-from expertmesh.training.config.train_config import NEEDS, TrainConfig, parse_config
+from expertmesh.training.config.train_config import NEEDS, TrainConfig, as_flag, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
 from tests.flags import last_of_each
 
@@ -303,6 +303,9 @@ def test_a_flag_wins_over_the_files_other_way(
     config = of_yaml(tmp_path, text, *flags)
     assert getattr(config, name) == value
     assert getattr(config, other) == getattr(parse_config(NEEDED), other)
+    (told,) = config.without_effect
+    assert told.startswith(f"{as_flag(name, value)} overrides {other}: ")
+    assert told.endswith(f" of {tmp_path / 'run.yaml'}")
     with pytest.raises(ExpertMeshError, match="give one of them"):
         of_yaml(tmp_path, f"{text}\n{name}: {value}")
 
@@ -370,6 +373,22 @@ def test_bad_yaml(text: str, said: str, tmp_path: Path) -> None:
     """What YAML itself, or the last of several flags, would let pass."""
     with pytest.raises(ExpertMeshError, match=f"--config {tmp_path / 'run.yaml'}: {said}"):
         of_yaml(tmp_path, text)
+
+
+def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
+    """Keys, values, and what does not go together, once each."""
+    text = "lerning_rate: 1\nseed: 1.5\nbf16: maybe\nep_size: 0\npacking: true\ngroup_by_length: true\n"
+    with pytest.raises(ExpertMeshError) as refused:
+        of_yaml(tmp_path, text)
+    said = str(refused.value)
+    assert said.startswith(f"--config {tmp_path / 'run.yaml'}: unknown key lerning_rate; did you mean learning_rate?")
+    for problem in (
+        "--seed: invalid int",
+        "--bf16: maybe is",
+        "--ep-size 0: must be",
+        "--packing and --group-by-length",
+    ):
+        assert said.count(problem) == 1
 
 
 NUMBERS = [field for field in fields(TrainConfig) if _value_type(field) in (int, float)]
