@@ -29,7 +29,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import kept_tests
@@ -82,12 +82,14 @@ class Part:
         minutes: that it may take. A command that a call's end cuts off begins anew in the next one, if this much is
             left of that; a run of tests goes on, and has this much over all calls.
         keeps_tests: whether it is one.
+        needs: a check of the preflight, without which there is no use in it.
     """
 
     name: str
     command: list[str]
     minutes: float
     keeps_tests: bool = False
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,10 @@ def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu:
         has_all = left >= own or not call.has_begun
         if ran.is_over or left < LEAST_SECONDS or not (has_all or part.keeps_tests):
             continue
+        if said := lacking(out).get(part.needs):
+            (out / f"{part.name}.log").write_text(f"left out, as the preflight found of {part.needs}: {said}\n")
+            ran.code = 1
+            continue
         call.has_begun = True
         print(f"{number}. {step.title}: {part.name} ...", flush=True)
         begun = time.monotonic()
@@ -261,17 +267,22 @@ def environment(out: Path, part: Part, use_cpu: bool) -> dict[str, str]:
     found[kept_tests.VARIABLE] = str(out / f"{part.name}.jsonl")
     if use_cpu:
         found["CUDA_VISIBLE_DEVICES"] = ""
-    preflight = out / "preflight.json"
-    if preflight.exists() and json.loads(preflight.read_text()).get("expandable segments"):
+    if lacking(out).get("expandable segments"):
         found[VARIABLES[0]] = "expandable_segments:False"
     return found
+
+
+def lacking(out: Path) -> dict[str, str]:
+    """What the preflight has found of each check; empty of one that works."""
+    file = out / "preflight.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def verdict_of(step: Step, parts: dict[str, Ran], out: Path) -> tuple[Verdict, str]:
     """What became of a step, and what it found, in words."""
     ran = [parts.get(part.name, Ran()) for part in step.parts]
     logs = [out / f"{part.name}.log" for part in step.parts]
-    if not any(each.seconds for each in ran):
+    if not any(each.seconds or each.is_over for each in ran):
         return "not finished", "not begun"
     output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
     verdict, found = judged(step.read, out, output, [each.code for each in ran])
@@ -311,7 +322,7 @@ def gpu_steps(out: Path) -> list[Step]:
         *("1e-4", "--json", str(out / "throughput.json")),
     )
     return [
-        Step("preflight", "What this machine lacks", "nothing", [preflight(out)], nothing_missing),
+        Step("preflight", "What this machine lacks", "nothing", [preflight(out, 1.75)], nothing_missing),
         Step(
             "step",
             "Steps of full width: as many of Mixtral 8x7B's layers as fit, then of Qwen3 30B-A3B's",
@@ -364,7 +375,7 @@ def gpu_steps(out: Path) -> list[Step]:
             "ranks",
             "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed",
             ALL_PASS,
-            [tests("ranks", 8, "-n", "1", "tests/gpu/test_ranks.py")],
+            [replace(tests("ranks", 8, "-n", "1", "tests/gpu/test_ranks.py"), needs="two ranks")],
             passed("ranks"),
         ),
         Step(
@@ -410,12 +421,12 @@ def cpu_steps(out: Path) -> list[Step]:
     files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")
     mixtral = python(*step, "--model", "mixtral-8x7b", "--layers", "2", "--json", str(out / "mixtral.json"))
     return [
-        Step("preflight", "What this machine lacks", "nothing", [preflight(out, "--use-cpu")], nothing_missing),
+        Step("preflight", "What this machine lacks", "nothing", [preflight(out, ON_CPU, "--use-cpu")], nothing_missing),
         Step(
             "step",
             "Steps of Mixtral's layers, tiny",
             "finite losses",
-            [Part("mixtral", mixtral, 2)],
+            [Part("mixtral", mixtral, ON_CPU)],
             steps_found({"mixtral": 0.0}),
         ),
         Step(
@@ -423,8 +434,8 @@ def cpu_steps(out: Path) -> list[Step]:
             "Expert kernels, small; rates",
             "outputs agree",
             [
-                Part("experts", python(*experts, "--json", str(out / "experts.json")), 2),
-                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), 2),
+                Part("experts", python(*experts, "--json", str(out / "experts.json")), ON_CPU),
+                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), ON_CPU),
             ],
             kernels_found({"experts": (0.0, 0.0)}),
         ),
@@ -432,46 +443,50 @@ def cpu_steps(out: Path) -> list[Step]:
             "runs",
             "train_ep.py: one feature",
             ALL_PASS,
-            [tests("runs", 2, "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")],
+            [tests("runs", ON_CPU, "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")],
             passed("runs"),
         ),
         Step(
             "ranks",
             "Two ranks over gloo: one layout",
             ALL_PASS,
-            [tests("ranks", 2, "-n", "1", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
+            [tests("ranks", ON_CPU, "-n", "1", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
             passed("ranks"),
         ),
         Step(
             "kernels",
             "Kernels against fp64: the first case of each",
             ALL_PASS,
-            [tests("kernels", 2, "-n", "2", "--dist", "worksteal", *files)],
+            [tests("kernels", ON_CPU, "-n", "2", "--dist", "worksteal", *files)],
             passed("kernels"),
         ),
         Step(
             "throughput",
             "Whole steps against transformers, tiny",
             "losses agree",
-            [Part("throughput", python(*throughput), 2)],
+            [Part("throughput", python(*throughput), ON_CPU)],
             printed,
         ),
         Step(
             "sanitizer",
             "Memory errors",
             "0 errors, where there is the tool",
-            [Part("sanitized-permutations", sanitized("test_permutations"), 1)],
+            [Part("sanitized-permutations", sanitized("test_permutations"), ON_CPU)],
             no_errors,
         ),
     ]
 
 
 ALL_PASS = "all tests pass"
+ON_CPU = 4.0
+"""Minutes of each part there: seconds, unless the machine has much else to do."""
 RATES = ("-m", "benchmarks.rates")
 
 
-def preflight(out: Path, *more: str) -> Part:
-    return Part("preflight", python("-m", "benchmarks.preflight", "--json", str(out / "preflight.json"), *more), 1.8)
+def preflight(out: Path, minutes: float, *more: str) -> Part:
+    seconds = ("--seconds", str(60 * minutes - 20))
+    command = ("-m", "benchmarks.preflight", *seconds, "--json", str(out / "preflight.json"))
+    return Part("preflight", python(*command, *more), minutes)
 
 
 def sanitized(test: str) -> list[str]:

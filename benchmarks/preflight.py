@@ -23,8 +23,6 @@ from benchmarks.ended import MARK, kill_all
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 
-SECONDS = 85
-"""That a check may take: on a machine that has just begun, torch is read from the disk."""
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "psutil", "pytest", "xdist", "hypothesis")
 """What runs, benchmarks and tests import."""
 ON_GPUS = ("liger_kernel",)
@@ -39,6 +37,12 @@ class Missing(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--use-cpu", action="store_true", help="what of this a CPU has")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=85,
+        help="that a check may take; on a machine that has just begun, torch is read from the disk (default: 85)",
+    )
     parser.add_argument("--json", type=Path, help="also write what was found here")
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -50,13 +54,13 @@ def main() -> int:
     processes = {name: start(name, arguments.use_cpu, f"{mark} {name}") for name in CHECKS}
     for name, process in processes.items():
         try:
-            said, _ = process.communicate(timeout=max(0.1, begun + SECONDS - time.monotonic()))
+            said, _ = process.communicate(timeout=max(0.1, begun + arguments.seconds - time.monotonic()))
             last = (said.strip().splitlines() or [""])[-1]
             found[name] = "" if process.returncode == 0 else last or f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
             kill_all(f"{mark} {name}")
             said, _ = process.communicate()
-            found[name] = f"nothing after {SECONDS} s; it said: {end_of(said)}"
+            found[name] = f"nothing after {arguments.seconds:g} s; it said: {end_of(said)}"
         print(f"{name}: {found[name] or 'works'}", flush=True)
     if arguments.json:
         with whole(arguments.json) as partial:

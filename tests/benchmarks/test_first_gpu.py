@@ -9,6 +9,7 @@ import tarfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 @pytest.mark.slow
 def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
     """Those that are no tests, which the suite runs anyway; cut off and resumed until all are over."""
-    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "2.5"]
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "5"]
     for _ in range(12):
         done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=580)
         if done.returncode != first_gpu.CALL_AGAIN:
@@ -149,6 +150,20 @@ def test_a_part_that_is_longer_than_a_call_is_stopped_and_no_other(
     assert not state.parts["after"].is_over
     call(step, state, tmp_path, 20, monkeypatch)
     assert state.parts["after"].code == 0
+
+
+def test_what_the_preflight_found_missing_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not find one another would wait until all of a step's time is over."""
+    part = replace(python_part("print('tried')"), needs="two ranks")
+    for said, verdict in (("NCCL: duplicate GPU", "failed"), ("", "as expected")):
+        out = tmp_path / verdict
+        out.mkdir()
+        (out / "preflight.json").write_text(json.dumps({"two ranks": said}))
+        state, step = State(MACHINE), step_of(part)
+        assert call(step, state, out, 60, monkeypatch) == verdict
+        assert (said or "tried") in (out / "part.log").read_text()
+    checks = {part.needs for step in first_gpu.gpu_steps(tmp_path) for part in step.parts}
+    assert checks - {""} <= preflight.CHECKS.keys()
 
 
 def test_results_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None:
