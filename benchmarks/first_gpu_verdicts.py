@@ -66,6 +66,8 @@ def steps_found(least_mfu: Mapping[str, float]) -> Read:
                 is_right &= found["mfu"] >= least and abs(memory - 1) <= MOST_MEMORY_ERROR
                 is_right &= waits <= 1 + found["moe_layers"]
                 line += f", MFU {found['mfu']:.1%}, idle {found['idle_share']:.1%}, {waits} waits"
+            if found["too_large"]:
+                is_right, line = False, f"{line}; {found['too_large']} layers did not fit, against the forecast"
             is_right &= bool(found["losses"]) and all(map(math.isfinite, found["losses"]))
             lines.append(f"{line}, peak memory {memory:.3f} of the forecast")
         return is_right, "; ".join(lines)

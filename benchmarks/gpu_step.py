@@ -12,6 +12,7 @@ On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out,
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -29,8 +30,6 @@ from expertmesh.sharding.runtime.allocator import let_segments_grow
 
 if __name__ == "__main__":
     # before torch is loaded, as in train_ep.py
-    import os
-
     let_segments_grow(os.environ)
 
 import torch
@@ -69,8 +68,8 @@ LONGEST = 3
 
 @dataclass
 class Found:
-    """What one setting took. Of a GPU alone: `waits` (by line of source), `idle_share`, `gaps`, `attention`,
-    `busiest`."""
+    """What one setting took. too_large: layers that did not fit, against the forecast; 0: those that were to. Of a GPU
+    alone: `waits` (by line of source), `idle_share`, `gaps`, `attention`, `busiest`."""
 
     setting: str
     seconds: list[float]
@@ -81,6 +80,7 @@ class Found:
     forecast_bytes: float
     forecast_seconds: float | None
     moe_layers: int
+    too_large: int = 0
     waits: dict[str, int] | None = None
     idle_share: float | None = None
     gaps: list[str] = field(default_factory=list)
@@ -130,6 +130,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the same family at widths that a CPU computes in seconds")
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
     parser.add_argument("--json", type=Path, help="also write all figures here")
+    parser.add_argument("--too-large", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
         if arguments.free:
@@ -137,6 +138,13 @@ def main() -> int:
                 print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30)[1]}")
             return 0
         found = measure(arguments)
+    except torch.OutOfMemoryError as error:
+        print(f"{arguments.layers} layers do not fit, against the forecast: {error}"[:500], flush=True)
+        if arguments.layers < 2:
+            raise
+        # a figure of fewer layers is worth more than none; what this process holds ends with it
+        fewer = ("--layers", str(arguments.layers - 1), "--too-large", str(arguments.layers))
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_step", *sys.argv[1:], *fewer])
     except ExpertMeshError as error:
         print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
         return 2
@@ -210,6 +218,7 @@ def measure(arguments: argparse.Namespace) -> Found:
         free, of_card = torch.cuda.mem_get_info()
         layers, said = layers_that_fit(arguments, free)
         print(f"{free / 2**30:.1f} of {of_card / 2**30:.1f} GiB are free: {said}", flush=True)
+        arguments.layers = layers
     model_config, config = sized(arguments, layers), settings_of(arguments, is_gpu)
     run = planned(config, model_config, 1, "cuda" if is_gpu else "cpu", is_kept=False)
     # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
@@ -255,6 +264,7 @@ def measure(arguments: argparse.Namespace) -> Found:
         forecast,
         step_time(run, preset(known_gpu(name), NETWORK), 8).total if is_gpu else None,
         len(moe_layers(model)),
+        arguments.too_large,
     )
     if is_gpu:
         found.waits = waits_of(step)

@@ -290,7 +290,7 @@ def test_a_run_that_fails_on_a_card_leaves_no_process(
 STEP: dict[str, Any] = {
     "setting": "mixtral-8x7b, 3 layers", "tokens_per_second": 21000.0, "mfu": 0.36, "idle_share": 0.02, "moe_layers": 3,
     "waits": {"moe/dispatch.py:1": 3, "training/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
-    "forecast_bytes": 70e9,
+    "forecast_bytes": 70e9, "too_large": 0,
 }  # fmt: skip
 """As `benchmarks.gpu_step --json` writes it."""
 
@@ -337,6 +337,7 @@ RIGHT_AND_WRONG: dict[str, tuple[first_gpu_verdicts.Read, str, list[tuple[Any, b
             (STEP | {"waits": {"a": 5}}, False, "5 waits"),
             (STEP | {"losses": [10.4, float("nan")]}, False, ""),
             (STEP | {"losses": []}, False, ""),
+            (STEP | {"too_large": 4}, False, "4 layers did not fit, against the forecast"),
         ],
     ),
     "experts": (
@@ -471,6 +472,30 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "4 would need 93.4" in gpu_step.layers_that_fit(arguments, 78 * 2**30)[1]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one layer needs 28\.6 GiB by forecast, and 20\.0 are free"):
         gpu_step.layers_that_fit(arguments, 20 * 2**30)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("layers", "fewer"), [(4, "3"), (1, None)])
+def test_a_step_that_runs_out_of_memory_is_measured_with_fewer_layers(
+    monkeypatch: pytest.MonkeyPatch, layers: int, fewer: str | None
+) -> None:
+    """In a process anew, until there are none; the figures say so."""
+    begun = []
+
+    def runs_out(arguments: Any) -> Any:
+        arguments.layers = layers  # as many as fit by forecast
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.09 GiB")
+
+    def begin(program: str, command: list[str]) -> None:
+        begun.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(gpu_step, "measure", runs_out)
+    monkeypatch.setattr(os, "execv", begin)
+    monkeypatch.setattr(sys, "argv", ["gpu_step", "--model", "mixtral-8x7b", "--json", "m.json"])
+    with pytest.raises((SystemExit, torch.OutOfMemoryError)):
+        gpu_step.main()
+    again = [sys.executable, "-m", "benchmarks.gpu_step", "--model", "mixtral-8x7b", "--json", "m.json"]
+    assert begun == ([] if fewer is None else [[*again, "--layers", fewer, "--too-large", str(layers)]])
 
 
 @pytest.mark.slow
