@@ -147,6 +147,29 @@ def test_forecasts_take_every_recipe(
     assert "m would be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [file.stem for file in CONFIGS])
+def test_flags_win_over_a_recipe(name: str) -> None:
+    """Also where they exclude what it says, which is told; and the runs are those of the recipe without that."""
+    file = str(ROOT / "configs" / f"{name}.yaml")
+    given = yaml.safe_load(Path(file).read_text())
+    base = ["--config", file, "--model", "m", "--dataset", "d"]
+    warmup = "warmup_steps" if "warmup_steps" in given else "warmup_ratio"
+    for flags, gone in (
+        (["--warmup-ratio", "0.1"] if warmup == "warmup_steps" else ["--warmup-steps", "100"], [warmup]),
+        (["--chat-template", "chatml"], ["prompt_template"]),
+        (["--global-batch-size", "64"], ["gradient_accumulation_steps"]),
+        (["--eval-dataset", "e"], ["eval_ratio"]),
+        (["--packing"], ["group_by_length"]),
+        (["--adapter", "none"], ["base_dtype"]),
+    ):
+        config = parse_config([*base, *flags])
+        default = TrainConfig(model="-")
+        left_out = [key for key in gone if key in given and given[key] != getattr(default, key)]
+        told = [line for line in config.without_effect if " overrides " in line]
+        assert [line.split(" overrides ")[1].partition(":")[0] for line in told] == left_out
+        assert all(getattr(config, key) == getattr(default, key) for key in left_out)
+
+
 @pytest.mark.parametrize("name", ["mixtral_8x7b", pytest.param("deepseek_v3", marks=pytest.mark.release)])
 def test_a_plan_of_a_recipe_is_the_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layout that is tried has all that the recipe says of it, and fits; so do the lines that start them."""

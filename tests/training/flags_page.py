@@ -9,10 +9,12 @@ from expertmesh.training.config.train_config import SETTINGS, make_parser
 HEAD = """# Flags of train_ep.py
 
 After this page you know every flag. A flag may also be a key of the YAML file of `--config`, with underscores for
-dashes, and an argument of `expertmesh.load`. Flags win over the file, also over a key that does not go together with
-them, such as `warmup_ratio` with `--warmup-steps`; a note names both. Flags have the names of
-`transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`.
+dashes, and an argument of `expertmesh.load`. Flags have the names of `transformers.TrainingArguments`, with `-` or `_`.
+A switch takes no value, or `true` or `false`.
 
+- Flags win over the file, also over a key that does not go together with them, such as `warmup_ratio` with
+  `--warmup-steps`; a note names both. Only a key that says which kind of run it is stays, and the flag is refused:
+  FIRM.
 - A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). One that asks
   for what is done anyway, such as `fp16: false`, is ignored.
 - A flag or key that is given twice is refused. A list takes all its values after one flag: `--dataset a b`.
@@ -28,7 +30,8 @@ python -m tests.training.flags_page > docs/reference/flags.md
 
 def page() -> str:
     """All flags by group, as Markdown."""
-    parts = [HEAD]
+    firm = [f"`{name}`" for name, setting in SETTINGS.items() if setting.metadata.get("is_firm")]
+    parts = [HEAD.replace("FIRM", ", ".join(firm))]
     for group in make_parser()._action_groups:
         rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:

@@ -535,7 +535,8 @@ def as_flag(name: str, value: Any) -> str:
     """A setting as on a command line."""
     if isinstance(value, bool):
         return flag_of(name if value else f"no_{name}")
-    return f"{flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    said = " ".join(map(str, value)) if isinstance(value, list) else str(value).removesuffix(".0")
+    return f"{flag_of(name)} {said}"
 
 
 def flags_of_config(
