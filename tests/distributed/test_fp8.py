@@ -8,8 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.kernels import fp8_casts
 from expertmesh.moe.kernels.fp8_casts import Scaled
 from expertmesh.moe.linear import fp8 as fp8_linear
 from expertmesh.moe.linear import linear
@@ -19,9 +21,11 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine
 from expertmesh.training.model_setup.dense_precision import multiply_in_fp8
 from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
+from tests.distributed import reference as figures_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours
 from tests.families.configs import TEXT_IDS, tiny_model
+from tests.in_double import InDouble
 from tests.parity.case import SAMPLES, Case, Figures, random_samples
 from tests.parity.compare import Tolerance, assert_same, first_difference
 from tests.parity.kept import expected
@@ -55,7 +59,6 @@ def test_near_what_is_exact(runner: Runner, case: Case, exact: dict[str, Any], l
 
 
 HEADS: dict[str, Any] = {"num_key_value_heads": 4}
-# so few tokens that hardly a value is so near the middle of two of fp8's that the order of sums decides
 DIVIDED = replace(DENSE, samples=SAMPLES[:4], accumulation=2, changes=HEADS, steps=1)
 IN_ORDER_OF_SUMS = Tolerance(weights=torch.inf)
 
@@ -75,16 +78,20 @@ def unlike_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exactly(path: Path, topology: Topology, case: Case, without: str = "") -> Figures | None:
-    """The figures of a model in fp32 whose dense matmuls round operands to fp8, and nothing else.
+    """The figures of a model in fp64 whose dense matmuls round operands to fp8, and nothing else. Sums in another order
+    then differ by some 2^-50, so that none of them lies on the other side of the middle of two of fp8's values.
 
     Args:
         without: "scales apart": ranks do not agree on scales. "sums": what they compute alike rounds each one's summand
             of a gradient.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine, "compute_dtype", return_value=torch.float32))
+        stack.enter_context(mock.patch.object(engine, "compute_dtype", return_value=torch.float64))
+        stack.enter_context(mock.patch.object(figures_of, "train_step", in_double(figures_of.train_step)))
+        for module, name in AS_THEY_ARE:
+            stack.enter_context(mock.patch.object(module, name, as_it_is(getattr(module, name))))
         stack.enter_context(mock.patch("expertmesh.moe.linear.linear.suits_rows", lambda x: x.numel() > 0))
-        stack.enter_context(mock.patch.object(fp8_linear, "_multiply", _multiply_in_fp32))
+        stack.enter_context(mock.patch.object(fp8_linear, "_multiply", _multiply_in_double))
         if without == "scales apart":
             stack.enter_context(mock.patch.object(TPGroup, "all_reduce_max", lambda group, x: x))
         if without == "sums":
@@ -92,13 +99,39 @@ def exactly(path: Path, topology: Topology, case: Case, without: str = "") -> Fi
         return ours(path, topology, case)
 
 
+def in_double(train_step: Any) -> Any:
+    def call(*args: Any, at: Any, **kwargs: Any) -> Any:
+        with InDouble():
+            return train_step(*args, at=as_it_is(at), **kwargs)
+
+    return call
+
+
+def as_it_is(function: Any) -> Any:
+    """In the dtypes that it is written in."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
+AS_THEY_ARE: list[tuple[Any, str]] = [
+    # scales are the bits of fp32; what FSDP gathers has the dtypes of parameters
+    *((fp8_casts, name) for name in ("plain_rows", "plain_runs", "largest_of_rows")),
+    (fp8_linear, "largest_of_rows"),
+    *((_fsdp_param_group, f"foreach_{name}") for name in ("all_gather", "all_gather_copy_out", "reduce")),
+]
+
+
 def _each_summand(x: torch.Tensor, weight: torch.Tensor, is_transposed: bool, division: Any) -> torch.Tensor:
     is_alike = division is not None and division.of == "nothing"
     return fp8_linear.fp8_product(x, weight, is_transposed, None if is_alike else division)
 
 
-def _multiply_in_fp32(a: Scaled, b: Scaled) -> torch.Tensor:
-    a_wide, b_wide = (each.codes.float() * each.scales.unsqueeze(1) for each in (a, b))
+def _multiply_in_double(a: Scaled, b: Scaled) -> torch.Tensor:
+    a_wide, b_wide = (each.codes.double() * each.scales.double().unsqueeze(1) for each in (a, b))
     return a_wide @ b_wide.t()
 
 
@@ -133,13 +166,8 @@ def test_what_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -> None:
     found, other = (
         ranks.run(exactly, 2, tmp_path, Topology(2, 1, tp_size=2), case, without)[0] for without in ("", "sums")
     )
-    # where no value rounded the other way has been multiplied on from yet
-    last, of_found, of_other = (
-        replace(figures, grads={n: g for n, g in figures.grads.items() if n.startswith("model.layers.2.")})
-        for figures in (alone, found, other)
-    )
-    assert_same(of_found, last, replace(IN_ORDER_OF_SUMS, norms=torch.inf))
-    assert first_difference(of_other, last, Tolerance(1e-6, norms=torch.inf, grads=1e-2, weights=torch.inf)) is not None
+    assert_same(found, alone, IN_ORDER_OF_SUMS)
+    assert first_difference(other, alone, replace(IN_ORDER_OF_SUMS, norms=torch.inf, grads=1e-2)) is not None
 
 
 @pytest.mark.slow
