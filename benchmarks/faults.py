@@ -294,6 +294,22 @@ def is_asked_to_stop(bench: Bench) -> Outcome:
     return Outcome("it finishes the step, saves, and ends", run.ended - asked, bench.go_on(out))
 
 
+def is_asked_to_stop_in_an_evaluation(bench: Bench) -> Outcome:
+    """SIGTERM in an evaluation that would take minutes."""
+    out, held_out, step = bench.new_output(), bench.directory / "held-out.jsonl", bench.rng.randint(1, bench.steps - 3)
+    held_out.write_text(20 * (bench.directory / "data.jsonl").read_text())
+    evaluates = ("--eval-dataset", str(held_out), "--per-device-eval-batch-size", "1", "--eval-steps", str(step))
+    process = bench.start(out, *evaluates)
+    bench.wait_for_step(out, step, process)
+    time.sleep(bench.rng.random())
+    asked = time.time()
+    process.send_signal(signal.SIGTERM)
+    run = expect(bench.finish(process), None, "stopped by a signal")
+    if "eval_loss" in (out / "metrics.jsonl").read_text():
+        raise Unexpected("the evaluation came to its end")
+    return Outcome("it is cut within a batch, a checkpoint saved", run.ended - asked, bench.go_on(out))
+
+
 def damages_a_checkpoint(bench: Bench) -> Outcome:
     """A byte of the newest checkpoint changes on the disk, while the run is down."""
     out = bench.new_output()
@@ -427,6 +443,7 @@ FAULTS = {
     "nan-skip": Fault(poisons_one_step),
     "bit-flip": Fault(flips),
     "sigterm": Fault(is_asked_to_stop),
+    "sigterm-evaluation": Fault(is_asked_to_stop_in_an_evaluation),
     "damage": Fault(damages_a_checkpoint),
     "output-gone": Fault(loses_its_output, in_short=True),
     "disk-full": Fault(fills_the_disk, is_possible=can_make_networks),
