@@ -20,7 +20,7 @@ from .config.moves import Moves
 from .config.optimizers import OPTIMIZERS
 from .config.train_config import TrainConfig
 from .data.digest import explain_samples
-from .fingerprints import Facts, changed_settings, recorded_config
+from .fingerprints import Facts, changed_settings, names_content, recorded_config
 
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""
@@ -138,6 +138,11 @@ def _compared(
     if not is_model and date != config.template_date:
         dates = [each or "no recorded date" for each in (date, config.template_date)]
         said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
+    if not is_model:
+        changed = changed_settings(recorded_config(settings, path), config, Moves.SAMPLES)
+        # other places may hold the same data
+        if changed := [each for each in changed if not names_content(each) and each != "template_date"]:
+            said = f"{_both(recorded_config(settings, path), config, changed)}: {said}"
     if which in config.allow_changed:
         return f"resuming with a different {name} (--allow-changed): {said}"
     began = settings["init_adapter" if name == "adapter" else name if is_model else "dataset"] or "none"

@@ -42,6 +42,18 @@ def test_what_was_read(name: str, change: dict[str, str] | None) -> None:
     assert line.startswith(f"warning: resuming with a different {name} (--allow-changed): ")
 
 
+def test_settings_that_make_other_samples_are_named_as_the_cause() -> None:
+    saved, here = TrainConfig(**PLAIN), {**FACTS, "data": {"samples": "9"}}
+    now = replace(saved, split_turns=True, max_seq_length=64)
+    words = ("no --split-turns, --max-seq-length 1024", "--split-turns, --max-seq-length 64")
+    causes = [f"that run had {one}, this one has {other}: " for one, other in (words, words[::-1])]
+    for (one, other), cause in zip(((saved, now), (now, saved)), causes, strict=True):
+        with pytest.raises(ExpertMeshError, match=f"is of other data .*{cause}in that run"):
+            compare(one, other, here)
+    with pytest.raises(ExpertMeshError, match=r"is of other data \(it began with \['d'\]\): in that run"):
+        compare(saved, replace(saved, dataset=["moved"]), here)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "said"),
     [
