@@ -17,6 +17,7 @@ from expertmesh.training.config.train_config import TrainConfig, flags_of_config
 from expertmesh.training.data.samples import keys_of
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.fingerprints import Facts, exports_alike, reference_key, teacher_key
+from expertmesh.training.finished import Finished, _find
 from expertmesh.training.inputs import added_tokens, data_options
 from expertmesh.training.loop import data_order, order_facts
 from expertmesh.training.resume import check_order, compare_run
@@ -213,3 +214,28 @@ def test_what_differs_is_told_by_name() -> None:
     assert "is of another adapter (it began with none)" in resumed(from_none, begun)
     grown = TrainConfig(**plain, add_tokens=["a,b"])
     assert "has other new tokens" in resumed(grown, replace(grown, add_tokens=["b,a"], allow_changed=["model"]))
+
+
+def test_a_finished_run_is_that_of_the_same_model_and_objective(tmp_path: Path) -> None:
+    """Else the command does not say that nothing is left to do."""
+    begun = TrainConfig(model="m", dataset=["d"], task="dpo", **LORA, init_adapter="first", resume="auto")
+    facts, keys = keys_in(begun)
+    (tmp_path / "adapter").mkdir()
+    done = Finished(2, 2, "adapter has the weights", asdict(begun), facts, keys["batches"])
+
+    def found(**changes: Any) -> str | None:
+        config = replace(begun, **changes)
+        now, keys = keys_in(config)
+        return _find(done, config, tmp_path, 2, now, keys["batches"], lambda line: None)
+
+    for alike in ({}, {"learning_rate": 0.5}, {"lora_targets": ["experts,attention"]}, {"eval_steps": 3}):
+        assert str(found(**alike)).startswith("already finished at step 2")
+    for changes, said in (
+        ({"init_adapter": "second"}, "is of another adapter"),
+        ({"preference_beta": 0.5}, "--preference-beta 0.1, this one has --preference-beta 0.5"),
+        ({"lora_targets": ["experts"]}, "take the same"),
+        ({"max_seq_length": 7}, "is of other data"),
+        ({"adapter_format": "packed"}, "left no training checkpoint to resume from"),
+    ):
+        with pytest.raises(ExpertMeshError, match=said):
+            found(**changes)
