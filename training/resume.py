@@ -83,6 +83,10 @@ def compare_run(
         there, here = ({"adapter": {}, "tokens": {}} | facts for facts in (there, here))
         if config.init_adapter and not here["adapter"]:
             here["adapter"] = there["adapter"]
+        for name, given in (("adapter", ["init_adapter"]), ("tokens", ["add_tokens", "resize_vocab"])):
+            if not there[name] and any(map(settings.get, given)):
+                tell(f"warning: {path}: an earlier release saved no record of {name}, so they are not compared")
+                there[name] = here[name]
         for name in there:
             if name in here and there[name] != here[name]:
                 tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")

@@ -213,6 +213,10 @@ def test_what_differs_is_told_by_name() -> None:
     assert "is of another adapter (it began with first)" in resumed(begun, from_none)
     assert "is of another adapter (it began with none)" in resumed(from_none, begun)
     grown = TrainConfig(**plain, add_tokens=["a,b"])
+    earlier: list[str] = []
+    (of_tokens, _), saved = keys_in(grown), {"model": {"files": "m"}}
+    compare_run(Path("step-2"), saved, asdict(grown), grown, of_tokens, earlier.append)
+    assert "an earlier release saved no record of tokens" in earlier[0]
     assert "has other new tokens" in resumed(grown, replace(grown, add_tokens=["b,a"], allow_changed=["model"]))
 
 
