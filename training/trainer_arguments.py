@@ -18,7 +18,7 @@ import transformers
 
 from ..moe.util.errors import ExpertMeshError
 from .config.other_tools import advice_for
-from .config.train_config import TrainConfig
+from .config.train_config import SETTINGS, TrainConfig, read_by
 
 
 def _of_load(flag: re.Match[str]) -> str:
@@ -189,14 +189,13 @@ def overruled_settings(args: Any, config: TrainConfig) -> list[str]:
     Args:
         config: the engine's settings as it was loaded.
     """
-    theirs = {name for names in HEEDED.values() for name in names} - {"seed", "router_aux_loss_coef"}
     said = []
-    for setting in fields(config):
-        name, given = setting.name, getattr(config, setting.name)
-        if name in theirs and hasattr(args, name) and given != _default(config, name):
-            asked = getattr(args, name)
-            if given not in (asked, json.dumps(asked)):
-                said.append(f"{name}={_shown(given)} (there {_shown(asked)})")
+    # of what only train_ep.py reads, `expertmesh.load` has told
+    told = SETTINGS.keys() - read_by("load") - vars(args).keys()
+    for name in (name for name in SETTINGS if name not in read_by("Trainer") | told):
+        given, asked = getattr(config, name), getattr(args, name, None)
+        if given not in (_default(config, name), asked, json.dumps(asked)):
+            said.append(f"{name}={_shown(given)} (there {_shown(asked)})")
     return said
 
 

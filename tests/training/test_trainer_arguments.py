@@ -29,6 +29,7 @@ from expertmesh.training.trainer_arguments import (
     WITHOUT_EFFECT,
     heeded_arguments,
     known_fields,
+    overruled_settings,
     unknown_fields,
 )
 from tests.families.configs import tiny_model as model_of_family
@@ -623,6 +624,16 @@ def test_settings_that_trainers_arguments_overrule(tiny_model: Path, rows: Any, 
     again = TrainingArguments(str(tmp_path), **(BASE | {"learning_rate": 3e-3, "weight_decay": 0.1}))
     with pytest.warns(UserWarning, match=r"of expertmesh.load: report_to=\['tensorboard'\] \(there \[\]\)$"):
         expertmesh.Trainer(run.trainer.engine, again)  # what the first one has set is no wish
+
+
+def test_a_schedule_that_no_argument_has_is_overruled(tmp_path: Path) -> None:
+    """Trainer's is by its own arguments alone."""
+    config = TrainConfig(model="m", warmup_ratio=0.1, max_steps=9, shampoo_start=3, optim="shampoo")
+    args = TrainingArguments(str(tmp_path), **BASE)
+    assert overruled_settings(args, config) == [
+        f"max_steps=9 (there {args.max_steps})",
+        "warmup_ratio=0.1 (there None)",
+    ]
 
 
 def test_data_that_trl_cannot_use(tiny_model: Path, tmp_path: Path) -> None:

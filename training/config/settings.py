@@ -134,6 +134,8 @@ ENGINE = _MODEL._replace(needs=(_BUILDS,))
 """That of settings for which neither they nor their class, as OF, say otherwise."""
 _LAYOUT = _PROCESS._replace(needs=(_BUILDS,))
 _STEPS = Part(frozenset({"train_ep", "load", "Trainer"}), (_TRAINS,))
+_ARGUED = _STEPS._replace(readers=frozenset({"train_ep", "load"}))
+"""What a Trainer has arguments of its own for."""
 _FILES = _STEPS._replace(needs=(_WRITES,))
 _EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
 _TP = Needs("--tp-size 2 or more", lambda config: config.tp_size > 1)
@@ -927,14 +929,20 @@ class ScheduleSettings:
         least=0,
         of=_DATA,
     )
-    max_steps: int = _flag(-1, "Optimizer steps; -1: use epochs; 0: only load and export", least=-1, in_plans=False)
+    max_steps: int = _flag(
+        -1,
+        "Optimizer steps; -1: use epochs; 0: only load and export",
+        least=-1,
+        in_plans=False,
+        of=ENGINE._replace(readers=ENGINE.readers - {"Trainer"}),
+    )
     lr_scheduler_type: str = _flag(
-        "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME", of=_STEPS
+        "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME", of=_ARGUED
     )
     lr_scheduler_kwargs: str = _flag(
-        "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", also=("dict[str, Any]",), metavar="JSON", of=_STEPS
+        "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", also=("dict[str, Any]",), metavar="JSON", of=_ARGUED
     )
-    warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0, of=_STEPS)
+    warmup_steps: float = _flag(0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0, of=_ARGUED)
     warmup_ratio: float = _flag(
         0.0,
         "Warm-up as a fraction of all steps",
@@ -946,7 +954,7 @@ class ScheduleSettings:
                 "--warmup-ratio {warmup_ratio} and --warmup-steps {warmup_steps:g} are both given; leave one out",
             )
         ],
-        of=_STEPS,
+        of=_ARGUED,
     )
     seed: int = _flag(
         42,
@@ -971,7 +979,7 @@ class OptimizerSettings:
 
     GROUP = "Optimizer"
     MOVES = Moves.UPDATES
-    OF = _STEPS
+    OF = _ARGUED
     OTHERS: ClassVar[Others] = lambda: {
         "optim": "optimizer",
         **{flags: names for entry in OPTIMIZERS.entries() for flags, names in entry.others.items()},
@@ -1006,6 +1014,7 @@ class OptimizerSettings:
         least=1,
         moves=Moves.UPDATES | Moves.STATE,
         in_plans=True,
+        of=_STEPS,
     )
     shampoo_start: int | None = _flag(
         None,
@@ -1013,6 +1022,7 @@ class OptimizerSettings:
         _heeded_as("shampoo_start"),
         least=1,
         moves=Moves.UPDATES | Moves.STATE,
+        of=_STEPS,
     )
     shampoo_block_size: int = _flag(
         1024,
@@ -1021,6 +1031,7 @@ class OptimizerSettings:
         least=2,
         moves=Moves.UPDATES | Moves.STATE,
         in_plans=True,
+        of=_STEPS,
     )
     max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0, in_plans=True)
 
@@ -1363,12 +1374,12 @@ class CheckpointSettings:
         "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
         scope="output",
         metavar="DIR",
-        of=_FILES,
+        of=_FILES._replace(readers=_FILES.readers - {"Trainer"}),
     )
     overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir", of=_OUTPUT)
     save_steps: int = _flag(500, "Save a training checkpoint every N steps; 0: never", least=0, of=_LOOP)
     save_total_limit: int | None = _flag(
-        None, "Training checkpoints to keep (default: all)", _SAVES, least=1, of=_STEPS
+        None, "Training checkpoints to keep (default: all)", _SAVES, least=1, of=_ARGUED
     )
     async_save: bool = _flag(
         True,
