@@ -142,7 +142,7 @@ def test_forecasts_take_every_recipe(
     def reached(model: str) -> Any:
         raise ExpertMeshError(f"{model} would be read")
 
-    monkeypatch.setattr(rehearse_command, "read_config", reached)
+    monkeypatch.setattr(rehearse_command, "find_config", reached)
     assert main(["rehearse", *flags]) == 2
     assert "m would be read" in capsys.readouterr().err
 
