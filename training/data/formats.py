@@ -46,6 +46,8 @@ _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale"
 _PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output", "kto_tag")
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is desirable."""
+LABELLED = (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
+"""Columns that each format of labelled answers has beside that (see `labels`)."""
 _IS_PREFERENCE = (
     "has the column {}: preference data, but this is supervised fine-tuning; give --task dpo for pairs of a chosen and "
     "a rejected answer or --task kto for labelled answers, leave the column out, or name those to train on with "
@@ -175,9 +177,7 @@ def _refuse_labelled(row: Mapping[str, Any], columns: Sequence[str]) -> None:
     """
     if not any(name in row and name not in columns for name in LABELS) or label_in(row) is None:
         return
-    from .labels import LABEL_FORMATS  # which are built on these formats
-
-    if any(all(column in row for column in known.columns) for known in LABEL_FORMATS):
+    if any(all(column in row for column in known) for known in LABELLED):
         raise RowError(_IS_PREFERENCE.format(next(name for name in LABELS if name in row)))
 
 

@@ -6,34 +6,34 @@ The prompt has no loss. Records of preference pairs give two labelled answers ea
 from collections.abc import Mapping
 from typing import Any
 
-from .formats import LABELS, Columns, RowError, label_in, table_of_formats
+from .formats import LABELLED, LABELS, Columns, RowError, label_in, table_of_formats
 from .pairs import PAIR_FORMATS, PairFormat, Said, answer_in, ending_in_answer, instruction_in, read_answers
 
 LABEL_FORMATS = [
     PairFormat(
         "prompt/completion/label",
-        ("prompt", "completion"),
+        LABELLED[0],
         lambda row: (row["prompt"], row["completion"]),
         written="`prompt`, `completion`: lists of messages, or plain texts, which no chat template wraps; `label`",
         known_from="trl",
     ),
     PairFormat(
         "messages/label",
-        ("messages",),
+        LABELLED[1],
         lambda row: ending_in_answer(row, "messages"),
         written="`messages`, whose last is the answer; `label` or `kto_tag`",
         known_from="ms-swift, LLaMA-Factory",
     ),
     PairFormat(
         "sharegpt with labels",
-        ("conversations",),
+        LABELLED[2],
         lambda row: ending_in_answer(row, "conversations"),
         written="`conversations`, whose last is the answer; `kto_tag` or `label`",
         known_from="LLaMA-Factory",
     ),
     PairFormat(
         "alpaca with labels",
-        ("instruction", "output"),
+        LABELLED[3],
         lambda row: (instruction_in(row), answer_in(row, "output")),
         written="`instruction`, `output`, perhaps `input`, `system`, `history`; `kto_tag` or `label`",
         known_from="LLaMA-Factory",
