@@ -31,7 +31,7 @@ def printed_by(
     return printed
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_short_form(printed_by: Callable[[list[str]], str]) -> None:
     printed = printed_by(["--short"])
     # its rows: what was injected, how often, what happened, seconds, difference
@@ -39,7 +39,7 @@ def test_short_form(printed_by: Callable[[list[str]], str]) -> None:
         assert (f"| {fault.what} | " in printed) == (fault.in_short and not fault.of_pipelines), name
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_between_stages(printed_by: Callable[[list[str]], str]) -> None:
     """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
