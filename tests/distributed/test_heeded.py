@@ -89,6 +89,12 @@ def test_the_first_line_tells_what_has_no_effect(runs: Runs) -> None:
     )
 
 
+def test_a_flag_that_wins_over_the_file_is_told(runs: Runs) -> None:
+    (file := runs.directory / "run.yaml").write_text("warmup_ratio: 0.1\n")
+    ended = runs(1, f"--preview --config {file} --warmup-steps 2")
+    assert f"note: --warmup-steps 2 overrides warmup_ratio: 0.1 of {file}; " in " ".join(ended.printed.split())
+
+
 def test_a_preview_needs_no_ranks(runs: Runs) -> None:
     ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
     said = " ".join(ended.printed.split())
