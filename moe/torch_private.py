@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty as _chunk_with_empty
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as ShardingPropagator
@@ -83,6 +84,7 @@ _MODULES = {
     "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
     "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
     "FSDPParam": "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "_chunk_with_empty": "torch.distributed.fsdp._fully_shard._fsdp_param",
     "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     "FSDPState": "torch.distributed.fsdp._fully_shard._fsdp_state",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
@@ -127,6 +129,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     "mark_static": lambda function: _takes(function, "t", "index"),
     # of parameters that are gathered from host memory
     "FSDPParam": lambda kind: "self._sharded_param_data" in inspect.getsource(kind.all_gather_inputs.fget),
+    "_chunk_with_empty": lambda function: _takes(function, "tensor", "num_chunks", "dim"),
     "FSDPParamGroup": lambda kind: _takes(kind.unshard, "self", "async_op") and _takes(kind.wait_for_unshard, "self"),
     # which dry runs replace
     "FSDPState": lambda kind: _takes(getattr(kind, "_root_post_backward_final_callback", None), "self"),
@@ -186,6 +189,20 @@ def watching_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
         return result
 
     with mock.patch.object(torch.UntypedStorage, "resize_", watched):
+        yield
+
+
+@contextmanager
+def sharing_empty_chunks() -> Iterator[None]:
+    """Within it FSDP fills up the chunks of a parameter with fewer rows than there are ranks by one empty tensor, in
+    the place of one for each further rank, of which a dry run may have 100,000."""
+    __getattr__("_chunk_with_empty")
+
+    def chunks(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        found = list(tensor.chunk(num_chunks, dim))
+        return found + [found[0].new_empty(0)] * (num_chunks - len(found))
+
+    with mock.patch.object(import_module(_MODULES["_chunk_with_empty"]), "_chunk_with_empty", chunks):
         yield
 
 

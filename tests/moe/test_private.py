@@ -99,12 +99,26 @@ CHANGED: dict[str, Any] = {
     "_set_pg_timeout": otherwise,
     "mark_static": otherwise,
     "FSDPParam": Otherwise,
+    "_chunk_with_empty": otherwise,
     "FSDPParamGroup": Otherwise,
     "FSDPState": Otherwise,
     "ShardingPropagator": Otherwise,
     "_distributed_c10d": ModuleType("_distributed_c10d"),
     "_config": ModuleType("_config"),
 }
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 24])
+def test_chunks_of_which_the_empty_ones_are_one(rows: int) -> None:
+    """As torch's own, in number, shapes and values."""
+    tensor = torch.randn(rows, 3)
+    module = importlib.import_module(NAMES["_chunk_with_empty"])
+    expected = module._chunk_with_empty(tensor, 8, dim=0)
+    with torch_private.sharing_empty_chunks():
+        found = module._chunk_with_empty(tensor, 8, dim=0)
+    assert len(found) == 8
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert len({id(x) for x in found if not x.numel()}) <= 1
 
 
 def test_all_that_is_tested_of_torch_is_tested_here() -> None:

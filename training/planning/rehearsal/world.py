@@ -31,6 +31,7 @@ from ....moe.torch_private import (
     _resolve_process_group,
     around_shapes_found_out,
     replacing_attention,
+    sharing_empty_chunks,
 )
 from ....moe.transformers_private import looping_functions, never_tracing, replacing_functions
 from ....moe.util.errors import ExpertMeshError
@@ -158,7 +159,8 @@ def _rehearse(
         store_frozen(model, kind)
     routing = routing.among(moe_shape(model).num_experts, config.ep_size)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
-    parallelize(model, mesh, compute_dtype(config), strategy)
+    with sharing_empty_chunks():
+        parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
