@@ -23,11 +23,12 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model, train_config
 from tests.distributed.whole_runs import SIX_STEPS, Runs, assert_equal_weights, batch_of_12
 from tests.parity.case import Case
+from tests.rounding import OF_ADDED, OTHER_ORDER, error_beyond
 from tests.tiers import tiered
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 # between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
-TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shampoo": 1e-5}
+TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": OTHER_ORDER, "shampoo": OTHER_ORDER}
 
 
 def test_shampoo_of_an_expert_that_is_reached_late() -> None:
@@ -58,20 +59,25 @@ def test_updates_do_not_depend_on_what_else_is_in_a_stack(
     ranks: RankPool, tiny_model: Path, optim: str, world_size: int, ep_size: int
 ) -> None:
     """One matrix in each, several, and all; Shampoo's blocks leave rests. One parameter has no gradient in the first
-    step."""
+    step. What an update is made of, roots and orthogonal matrices, has the rounding of sums many times over; to be made
+    of another matrix would change all of it."""
     found = [ranks.run(updated, world_size, tiny_model, optim, ep_size, size) for size in (1, 2500, 2**23)]
     for other in found[1:]:
         for rank, expected in zip(other, found[0], strict=True):
-            for name, weights in rank.items():
-                torch.testing.assert_close(weights, expected[name], rtol=0, atol=1e-6)
+            for name, (before, weights) in rank.items():
+                rounding, change = OF_ADDED * float(before.norm()), expected[name][1] - before
+                assert change.any(), name
+                assert error_beyond(rounding, weights - before, change) <= 100 * OTHER_ORDER, name
 
 
-def updated(path: Path, optim: str, ep_size: int, stack_elements: int) -> dict[str, torch.Tensor]:
+def updated(path: Path, optim: str, ep_size: int, stack_elements: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's part of each parameter, before and after two updates."""
     settings = {"optim": optim, "shampoo_block_size": 24, "shampoo_start": 1, "learning_rate": 1e-3}
     topology = Topology(dist.get_world_size(), ep_size)
     model, mesh, _ = sharded_model(path, topology, Case([], settings=settings))
     with mock.patch.object(optimizers, "STACK_ELEMENTS", stack_elements):
         optimizer = build_optimizer(model, train_config(**settings), mesh)
+    before = {name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(dist.get_rank())
     for step in range(2):
         for name, parameter in model.named_parameters():
@@ -80,7 +86,7 @@ def updated(path: Path, optim: str, ep_size: int, stack_elements: int) -> dict[s
             if step == 0 and "k_proj" in name:
                 parameter.grad = None
         optimizer.step()
-    return {name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return {name: (before[name], local_tensor(p.detach()).clone()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow
