@@ -292,7 +292,7 @@ def test_what_does_not_match_is_named(saved: Callable[..., Tensors], which: str)
 def test_nothing_is_there() -> None:
     problems = names_of("mixtral").match({}).problems
     assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} < set(problems)
-    assert all(problem == f"tensor {name} is missing" for name, problem in problems.items())
+    assert all(problem.startswith(f"tensor {name} is missing") for name, problem in problems.items())
 
 
 class Turned(Chunk):
