@@ -67,6 +67,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         self._refuse_repeated(words)
+        for flag, _, value in (word.partition("=") for word in words):
+            if value == "--" and flag in self._option_string_actions:  # argparse would take it for no value
+                self.error(f"argument {flag}: -- is no value")
         return super().parse_known_args(words, namespace)
 
     def _refuse_repeated(self, words: Sequence[str]) -> None:

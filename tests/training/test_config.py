@@ -15,7 +15,7 @@ from expertmesh.moe.util.sizes import parse_size
 from expertmesh.training.config.flags import LIMITS, _value_type, group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
-from expertmesh.training.config.train_config import NEEDS, TrainConfig, as_flag, parse_config
+from expertmesh.training.config.train_config import NEEDS, TrainConfig, as_flag, flags_of_config, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
 from tests.flags import last_of_each
 
@@ -415,3 +415,55 @@ def test_numbers_that_make_no_sense_are_refused_by_name(setting: Any) -> None:
     beside = [] if setting.name == "eval_ratio" else ["--eval-ratio", "0.5"]  # which patience needs
     for number in good:
         assert getattr(parse_config([*NEEDED, *beside, flag, str(number)]), setting.name) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "line"),
+    [
+        ("global_batch_size: 64", ["--gradient-accumulation-steps", "1"], "global_batch_size: 64"),
+        ("warmup_ratio: 0.03", ["--warmup-steps", "0"], "warmup_ratio: 0.03"),
+        ("warmup_steps: 0.05", ["--warmup-ratio", "0"], "warmup_steps: 0.05"),
+        ("bf16: true\nexpert_precision: fp8", ["--bf16", "false"], 'expert_precision: "fp8"'),
+    ],
+)
+def test_a_flag_at_its_default_overrides_a_file(tmp_path: Path, text: str, flags: list[str], line: str) -> None:
+    """What a file says in its place does not stay, and the note names the flag as it can be given."""
+    config = of_yaml(tmp_path, text, *flags)
+    assert config.overridden == [f"{' '.join(flags)} overrides {line} of {tmp_path / 'run.yaml'}"]
+    name = line.partition(":")[0]
+    assert getattr(config, name) == getattr(TrainConfig("m"), name)
+
+
+def test_what_was_not_given_overrides_nothing(tmp_path: Path) -> None:
+    for text in ("global_batch_size: 64\ngradient_accumulation_steps: 1", "warmup_ratio: 0.03\nwarmup_steps: 0"):
+        assert of_yaml(tmp_path, text).overridden == []
+
+
+@pytest.mark.parametrize("name", ["max_seq_length", "learning_rate", "optim", "run_name", "dataset", "bf16"])
+def test_dashes_are_no_value_of_a_flag(name: str) -> None:
+    with pytest.raises(ExpertMeshError, match=f"argument {flag_of(name)}: -- is no value"):
+        parse_config([f"{flag_of(name)}=--"])
+
+
+@pytest.mark.parametrize("values", [["-x"], ["--model"], ["-"], ["-1", "-2.5"], ["-5 + 3 is?", "b"], ["a b", "c"]])
+def test_lists_with_dashes_are_read_back(tmp_path: Path, values: list[str]) -> None:
+    """From config.yaml, and from the command line that is made of settings."""
+    config = TrainConfig("m", dataset=["d"], generate_steps=1, generate_prompts=values)
+    config.save(tmp_path / "config.yaml")
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
+    assert parse_config(flags_of_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("add_tokens: [a, null]", "add_tokens has an empty entry (null)"),
+        ("generate_prompts: [~]", "generate_prompts has an empty entry (null)"),
+        ("run_name: {a: 1}", "run_name is a table; give one value"),
+        ("generate_prompts: {a: b}", "generate_prompts is a table; give one value"),
+        ("generate_prompts: [a, --model]", "generate_prompts has an entry that begins with a dash, as flags do"),
+    ],
+)
+def test_values_of_a_file_that_would_be_misread(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=re.escape(said)):
+        of_yaml(tmp_path, text)

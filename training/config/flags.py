@@ -33,6 +33,7 @@ NOT_OF_PARSERS = (
     "also",
     "device",
     "in_plans",
+    "instead_of",
     "moves",
     *LIMITS,
 )

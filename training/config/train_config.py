@@ -481,6 +481,16 @@ class GivenSettings:
         file = {name: value for name, value in self.file.items() if name not in self.flags}
         because = {name: name for name in self.flags}
         lines: list[str] = []
+
+        def give_way(name: str, flag: str) -> None:
+            because[name] = flag
+            value = json.dumps(file.pop(name), ensure_ascii=False)
+            lines.append(f"{as_flag(flag, self.flags[flag])} overrides {name}: {value} of {self.config}")
+
+        for flag in self.flags:
+            other = SETTINGS[flag].metadata.get("instead_of")
+            if other in file and file[other] != default_of(SETTINGS[other]):
+                give_way(other, flag)
         while True:
             asked = _Asked(file | self.flags)
             for rule in RULES if file else ():
@@ -499,10 +509,7 @@ class GivenSettings:
                     break
             else:
                 return file | self.flags, lines
-            name, flag = yields[0], flags[0]
-            because[name] = flag
-            value = json.dumps(file.pop(name), ensure_ascii=False)
-            lines.append(f"{as_flag(flag, self.flags[flag])} overrides {name}: {value} of {self.config}")
+            give_way(yields[0], flags[0])
 
 
 def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> GivenSettings:
@@ -534,8 +541,12 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
 def as_flag(name: str, value: Any) -> str:
     """A setting as on a command line."""
     if isinstance(value, bool):
+        if not value and not DEFAULTS[name]:  # only what is on by default has a --no- form
+            return f"{flag_of(name)} false"
         return flag_of(name if value else f"no_{name}")
-    said = " ".join(map(str, value)) if isinstance(value, list) else str(value).removesuffix(".0")
+    said = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, float):
+        said = said.removesuffix(".0")
     return f"{flag_of(name)} {said}"
 
 
@@ -567,7 +578,7 @@ def flags_of_config(
         elif value is False:
             words += [flag_of(name), "false"]
         elif isinstance(value, list):
-            words += [flag_of(name), *map(str, value)]
+            words += _with_values(name, value)
         else:
             words += [f"{flag_of(name)}={value}"] if str(value).startswith("-") else [flag_of(name), str(value)]
     return words
@@ -638,13 +649,25 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
         raise ExpertMeshError(f"{name} must be a string, a number, or a list or table of these")
     if isinstance(value, list) and not parser.takes_list(name):
         raise ExpertMeshError(f"{key} is a list; give one value")
-    if isinstance(value, list) and any(str(item).startswith("-") for item in value):
-        raise ExpertMeshError(f"{name} has an entry that begins with a dash, as flags do")
+    if isinstance(value, list) and None in value:
+        raise ExpertMeshError(f"{key} has an empty entry (null); leave it out, or write its text in quotes")
     if isinstance(value, list):
-        return [f"--{name}", *map(str, value)] if value else []
+        words = _with_values(name, value)
+        if any(parser._parse_optional(word) is not None for word in words[1:]):
+            raise ExpertMeshError(f"{name} has an entry that begins with a dash, as flags do")
+        return words
     if isinstance(value, dict):
+        if not any(kind.startswith("dict") for kind in SETTINGS[name].metadata.get("also", ())):
+            raise ExpertMeshError(f"{key} is a table; give one value")
         return [f"--{name}={json.dumps(value)}"]
     return [] if value is None else [f"--{name}={value}"]
+
+
+def _with_values(name: str, values: Sequence[Any]) -> list[str]:
+    """A list as a flag and its values, nothing where it is empty; a single value may begin with a dash."""
+    if len(values) == 1 and str(values[0]).startswith("-"):
+        return [f"{flag_of(name)}={values[0]}"]
+    return [flag_of(name), *map(str, values)] if values else []
 
 
 def _written(value: Any) -> list[str]:
