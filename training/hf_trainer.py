@@ -550,7 +550,14 @@ class TrainerMixin(_Base):
             # transformers' has rank 0's part alone of what was not logged before
             steps = self._all_steps + self._steps
             logs["train_loss"] = float((self._all_losses + self._losses)[0]) / steps if steps else math.nan
-        super().log(logs, *more, **others)
+        model = self.engine.model
+        was_training = model.training
+        # by this trl tells whose figures go along; after an evaluation transformers' model is not
+        model.training = was_training and not logs.keys().isdisjoint(("loss", "train_loss"))
+        try:
+            super().log(logs, *more, **others)
+        finally:
+            model.training = was_training
 
     # ---- evaluations ----
 

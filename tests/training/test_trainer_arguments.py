@@ -567,6 +567,30 @@ def test_a_best_model_by_trls_accuracy(tiny_model: Path, tmp_path: Path) -> None
     assert ours.state.best_metric == max(found)
 
 
+class DPO(expertmesh.TrainerMixin, trl.DPOTrainer):  # type: ignore[name-defined]
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_evaluation_between_two_logs_takes_none_of_their_figures(tiny_model: Path, tmp_path: Path) -> None:
+    """Those of steps are means over the same steps, whether there is an evaluation among them or not."""
+    pairs = datasets.Dataset.from_list(
+        [{"prompt": f"say {i}", "chosen": " hello", "rejected": " no"} for i in range(4)]
+    )
+
+    def logged(**evaluates: Any) -> list[dict[str, Any]]:
+        args = trl.DPOConfig(str(tmp_path), **(BASE | {"max_steps": 2, "logging_steps": 2} | evaluates))
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        given = {"train_dataset": pairs, "eval_dataset": pairs, "processing_class": tokenizer}
+        trainer = DPO(model=load(tiny_model), args=args, **given)
+        trainer.train()
+        return trainer.state.log_history
+
+    first, *others = logged(eval_strategy="steps", eval_steps=1)
+    assert all(name.startswith("eval_") or name in ("epoch", "step") for name in first)
+    assert [line for line in others if "loss" in line] == [line for line in logged() if "loss" in line]
+
+
 def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path) -> None:
     """The argument reaches the data; without arguments the class's own are made for the engine's device."""
     for args in (trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), None):
