@@ -11,6 +11,7 @@ import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.digest import samples_facts
+from expertmesh.training.data.formats import label_in
 from expertmesh.training.data.preview import warnings_of
 from expertmesh.training.data.samples import DataOptions, Labelled, _partners, load_samples
 from expertmesh.training.data.sequences import LabelledRows, make_rows
@@ -151,3 +152,9 @@ def test_a_label_in_some_records(tmp_path: Path) -> None:
     with pytest.raises(ExpertMeshError, match=r"line 2.* has neither label nor kto_tag"):
         load(tmp_path, *rows)
     torch.testing.assert_close(load(tmp_path, rows[0]).is_desirable, torch.tensor([True]))
+
+
+@pytest.mark.parametrize(("label", "is_desirable"), [(1.0, True), (0.0, False), (1, True), ("0.0", False), (0.5, None)])
+def test_labels_that_are_numbers(label: object, is_desirable: bool | None) -> None:
+    """Beside records without one, those of a table are floats."""
+    assert label_in({"label": label}) is is_desirable

@@ -168,6 +168,7 @@ def test_optimizers_of_transformers() -> None:
         (["--max_length", "2048"], "unknown flag --max_length: give --max-seq-length"),
         (["--lora_target_modules", "q_proj", "v_proj", "--use_peft"], "give --lora-targets; .* --use_peft: give"),
         (["--fsdp_offload_params", "true"], "unknown flag --fsdp_offload_params: .* always shards"),
+        (["--save_strategy", "no"], "unknown flag --save_strategy: give --save-steps N: .* or 0 for never$"),
         (["--fp16"], "unknown flag --fp16: float16 is not supported; give --bf16"),
         (["--fp16", "false", "stray"], "unknown flag --fp16"),
         (["--optim", "paged_adamw_8bit"], "invalid choice: 'paged_adamw_8bit' .*; give --optim adamw_torch_8bit"),
@@ -235,3 +236,8 @@ def test_what_is_near() -> None:
     assert nearest("ep", ["ep_size", "cp_size"]) == "ep_size"
     assert nearest("lora", ["lora_rank", "lora_alpha"]) is None
     assert nearest("cosin", ["cosine", "linear"]) == "cosine"
+
+
+@pytest.mark.parametrize("value", ["0", "0.0"])
+def test_no_layers_for_drafts_are_no_error(value: str) -> None:
+    assert parse_config([*NEEDED, "--mtp_num_layers", value]).train_mtp == 0

@@ -134,7 +134,7 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
      "an evaluation computes only the loss", "false"),
     ("batch_eval_metrics label_names", "an evaluation computes only the loss", "false"),
     ("predict_with_generate", "give --generate-steps for sample generations", "false"),
-    ("save_strategy saves_per_epoch", "checkpoints are saved every --save-steps N (0: never)", "steps"),
+    ("save_strategy saves_per_epoch", "give --save-steps N: every how many steps, or 0 for never", "steps"),
     ("save_only_model no_save_optim no_save_rng",
      "checkpoints are for resuming, the export is the model; give --save-steps 0 for no checkpoints", "false"),
     ("finetune", "a run begins at step 0 without --resume", "true"),

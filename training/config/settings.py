@@ -1133,7 +1133,10 @@ class MTPSettings:
 
     GROUP = "Multi-token prediction"
     MOVES = Moves.OBJECTIVE
-    OTHERS: ClassVar[Others] = {"train_mtp": "mtp_num_layers mtp_loss_scaling_factor"}
+    OTHERS: ClassVar[Others] = {
+        "train_mtp": "mtp_num_layers mtp_loss_scaling_factor",
+        "": "train_mtp=0 train_mtp=0.0",
+    }
 
     train_mtp: float = _flag(
         0.0,

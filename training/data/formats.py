@@ -183,9 +183,11 @@ def _refuse_labelled(row: Mapping[str, Any], columns: Sequence[str]) -> None:
 
 def label_in(row: Mapping[str, Any]) -> bool | None:
     """Whether a record's answer is desirable; None where its label does not say. A table has true as text, or as a
-    number."""
+    number, which beside records without one is a float."""
     name = next((name for name in LABELS if name in row), "label")
-    return {"true": True, "false": False, "1": True, "0": False}.get(str(row.get(name)).strip().lower())
+    return {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}.get(
+        str(row.get(name)).strip().lower()
+    )
 
 
 def _named(columns: Columns) -> list[Format]:
