@@ -52,7 +52,8 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     for line in _without_effect(config, settings):
         warn_user(line)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
-        raise ExpertMeshError("warmup_steps needs max_steps; give both")
+        name = "warmup_steps" if config.warmup_steps else "warmup_ratio"
+        raise ExpertMeshError(f"{name} needs max_steps; give both, or {name}=0")
     prepare_process(config)
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
     check_alike(
