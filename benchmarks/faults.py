@@ -157,7 +157,8 @@ def expect(run: Run, code: int | None, *words: str) -> Run:
 
 
 def seconds_since_fault(run: Run) -> float:
-    (when,) = re.findall(r"^inject: .* at ([\d.]+)$", run.text, re.MULTILINE)
+    # of one write, but perhaps between those of another rank's line
+    (when,) = re.findall(r"inject: \w+ on rank \d+ in step \d+ at (\d+\.\d{3})", run.text)
     return run.ended - float(when)
 
 
