@@ -241,7 +241,8 @@ def _check_names_of_parts(config: TrainConfig) -> None:
         ("dataset_config", "config", training + evaluation),
     ):
         given = getattr(config, name)
-        if data and given != default_of(SETTINGS[name]) and not any(part in parts for _, parts in data):
+        # "train" is what datasets calls data without splits
+        if data and given not in (default_of(SETTINGS[name]), "train") and not any(part in parts for _, parts in data):
             kinds = " and ".join(dict.fromkeys(kind for kind, _ in data))
             raise ExpertMeshError(
                 f"{as_flag(name, given)}: the data are {kinds} without a {part} to name; leave it out"

@@ -394,7 +394,7 @@ def step(*arguments, **more):
 
 step.steps = 1
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background has not
-saving._describe, engine.train_step = write_for_ever, step
+saving.file_entry, engine.train_step = write_for_ever, step
 run_command(train_ep.main)
 """
 
