@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -862,7 +862,7 @@ def test_an_optimizer_is_known_everywhere(tiny_model: Path, tmp_path: Path, caps
     assert told.startswith("--adam-beta1 0.8 has no effect without --optim adamw_torch_fused or ")
     assert "sgd: SGD with momentum" in help_text(capsys)
     with pytest.raises(ExpertMeshError, match="that run had --optim sgd, this one has --optim muon"):
-        check_trained(asdict(config), replace(config, optim="muon"), tmp_path)
+        check_trained(config, replace(config, optim="muon"), tmp_path)
 
     # 4 bytes of state where AdamW has 8, and no more but its counts of steps
     for command, more in (("plan", ["--tp-size", "1"]), ("rehearse", [])):

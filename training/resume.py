@@ -18,7 +18,7 @@ from ..sharding.runtime.agreement import differences
 from ..sharding.runtime.process import Ranks, raise_together
 from .config.moves import Moves
 from .config.optimizers import OPTIMIZERS
-from .config.train_config import TrainConfig
+from .config.train_config import TrainConfig, as_flag
 from .data.digest import explain_samples
 from .fingerprints import Facts, changed_settings, names_content, recorded_config
 
@@ -83,15 +83,17 @@ def compare_run(
         there, here = ({"adapter": {}, "tokens": {}} | facts for facts in (there, here))
         if config.init_adapter and not here["adapter"]:
             here["adapter"] = there["adapter"]
-        for name, given in (("adapter", ["init_adapter"]), ("tokens", ["add_tokens", "resize_vocab"])):
-            if not there[name] and any(map(settings.get, given)):
+        began = recorded_config(settings, path)
+        of_adapter, of_tokens = began.init_adapter, began.add_tokens or began.resize_vocab
+        for name, was_given in (("adapter", of_adapter), ("tokens", of_tokens)):
+            if was_given and not there[name]:
                 tell(f"warning: {path}: an earlier release saved no record of {name}, so they are not compared")
                 there[name] = here[name]
         for name in there:
             if name in here and there[name] != here[name]:
-                tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
-        check_trained(settings, config, path)
-        _check_objective(path, recorded_config(settings, path), config, tell)
+                tell(f"warning: {_compared(path, name, there[name], here[name], began, config)}")
+        check_trained(began, config, path)
+        _check_objective(path, began, config, tell)
     if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
 
@@ -118,9 +120,7 @@ def _both(there: TrainConfig, here: TrainConfig, names: list[str]) -> str:
 
 def _told(config: TrainConfig, name: str) -> str:
     value = getattr(config, name)
-    if value is True or value is False or value in (None, "", []):
-        return flag_of(name) if value else f"no {flag_of(name)}"
-    return f"{flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    return f"no {flag_of(name)}" if value is False or value in (None, "", []) else as_flag(name, value)
 
 
 def _compared(
@@ -128,7 +128,7 @@ def _compared(
     name: str,
     there: Mapping[str, str],
     here: Mapping[str, str],
-    settings: dict[str, Any],
+    began: TrainConfig,
     config: TrainConfig,
 ) -> str:
     said = differences([there, here], ["in that run", "now"])
@@ -138,23 +138,22 @@ def _compared(
     if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"
     which = "model" if is_model else "data"
-    date = settings.get("template_date", "")  # not by an earlier release
-    if not is_model and date != config.template_date:
-        dates = [each or "no recorded date" for each in (date, config.template_date)]
+    if not is_model and began.template_date != config.template_date:
+        dates = [each or "no recorded date" for each in (began.template_date, config.template_date)]
         said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
     if not is_model:
-        changed = changed_settings(recorded_config(settings, path), config, Moves.SAMPLES)
+        changed = changed_settings(began, config, Moves.SAMPLES)
         # other places may hold the same data
         if changed := [each for each in changed if not names_content(each) and each != "template_date"]:
-            said = f"{_both(recorded_config(settings, path), config, changed)}: {said}"
+            said = f"{_both(began, config, changed)}: {said}"
     if which in config.allow_changed:
         return f"resuming with a different {name} (--allow-changed): {said}"
-    began = settings["init_adapter" if name == "adapter" else name if is_model else "dataset"] or "none"
+    origin = getattr(began, "init_adapter" if name == "adapter" else name if is_model else "dataset") or "none"
     if name == "evaluation data":  # held out of the other where it has no data set of its own
-        began = settings["eval_dataset"] or began
+        origin = began.eval_dataset or origin
     raise ExpertMeshError(
         f"--resume {path}: is of {f'another {name}' if is_model else f'other {name}'} (it "
-        f"began with {began}): {said}; use the same, or resume anyway with --allow-changed {which}"
+        f"began with {origin}): {said}; use the same, or resume anyway with --allow-changed {which}"
     )
 
 
@@ -178,17 +177,16 @@ def check_order(there: Mapping[str, int], here: Mapping[str, int], config: Train
             )
 
 
-def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:
+def check_trained(there: TrainConfig, config: TrainConfig, path: Path) -> None:
     """Refuse a checkpoint whose state means nothing to this configuration: one optimizer's means nothing to another, to
     another adapter, or to what was frozen; and weights trained with one RoPE scaling are not meant for another.
 
     Args:
-        settings: that the checkpoint was saved with.
+        there: what the checkpoint was saved with (see `recorded_config`).
 
     Raises:
         ExpertMeshError: they differ.
     """
-    there = recorded_config(settings, path)
     # what is read by an optimizer alone means to its state what its entry says
     heeded = {name for entry in OPTIMIZERS.entries() for name in entry.heeds}
     changed = [name for name in changed_settings(there, config, Moves.STATE) if name not in heeded]
