@@ -229,20 +229,19 @@ def _check_names_of_parts(config: TrainConfig) -> None:
     Raises:
         ExpertMeshError: a split or configuration is named, and none of the data have any.
     """
-    training, evaluation = (
-        [named_parts(flag, spec.name, config.dataset_config) for spec in parse_datasets(flag, entries)]
-        if entries
-        else []
-        for flag, entries in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset))
-    )
-    for name, part, data in (
-        ("dataset_split", "split", training),
-        ("eval_dataset_split", "split", evaluation),
-        ("dataset_config", "config", training + evaluation),
+    training, evaluation = ("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset)
+    for name, part, of in (
+        ("dataset_split", "split", [training]),
+        ("eval_dataset_split", "split", [evaluation]),
+        ("dataset_config", "config", [training, evaluation]),
     ):
         given = getattr(config, name)
-        # "train" is what datasets calls data without splits
-        if data and given not in (default_of(SETTINGS[name]), "train") and not any(part in parts for _, parts in data):
+        # datasets calls data without splits so
+        if given == default_of(SETTINGS[name]) or (part, given) == ("split", "train"):
+            continue
+        specs = [(flag, spec) for flag, entries in of if entries for spec in parse_datasets(flag, entries)]
+        data = [named_parts(flag, spec.name, config.dataset_config) for flag, spec in specs]
+        if data and not any(part in parts for _, parts in data):
             kinds = " and ".join(dict.fromkeys(kind for kind, _ in data))
             raise ExpertMeshError(
                 f"{as_flag(name, given)}: the data are {kinds} without a {part} to name; leave it out"
