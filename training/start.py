@@ -34,11 +34,15 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
 
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
-    for flag, model in (("--model", config.model), ("--teacher", config.teacher)):
-        if model:
-            open_source(resolve_model(model, flag, weights=False))
-    flag, place = ("--tokenizer", config.tokenizer) if config.tokenizer else ("--model", config.model)
-    if (config.tokenizer or reads_data) and not has_tokenizer(resolve_model(place, flag, weights=False)):
+    model = resolve_model(config.model, "--model", weights=False)
+    open_source(model)
+    if config.teacher:
+        open_source(resolve_model(config.teacher, "--teacher", weights=False))
+    flag, place, directory = "--model", config.model, model
+    if config.tokenizer:
+        flag, place = "--tokenizer", config.tokenizer
+        directory = resolve_model(place, flag, weights=False)
+    if (config.tokenizer or reads_data) and not has_tokenizer(directory):
         raise ExpertMeshError(f"{flag} {place}: has no tokenizer; give one with --tokenizer")
     if reads_data:
         check_places("--dataset", config.dataset)
