@@ -393,9 +393,8 @@ def _rounding_seconds(run: PlannedRun, hardware: Hardware) -> float:
         return 0.0
     experts = (each for name, each in run.units.items() if name.kind == "experts" and each.cast)
     return sum(
-        number * kernel_seconds(0.0, (each.stored + each.cast) / number, MEMORY, hardware)
+        each.num_parameters * kernel_seconds(0.0, (each.stored + each.cast) / each.num_parameters, MEMORY, hardware)
         for each in experts
-        for number in (each.num_parameters,)
     )
 
 
