@@ -260,7 +260,9 @@ def check_batch(name: str, model: Any) -> None:
     if config.packing:
         apply_packing(model)
     ((positions, _),) = POSITIONS.findall(text)
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name) // config.pp_size
+    rows = (
+        config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1) * gpus_of(name) // config.pp_size
+    )
     assert f"{rows * config.max_seq_length * config.sequences_per_row:,}" == positions
 
 

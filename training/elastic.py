@@ -45,7 +45,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     dist.broadcast_object_list(found, src=0)
     fitting = layout
     if found[0] is not None:
-        fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
+        fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=None)
     changes = []
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} instead of {config.ep_size}")

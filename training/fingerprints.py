@@ -88,7 +88,10 @@ def recorded_config(settings: Mapping[str, Any], path: Path) -> TrainConfig:
     """
     with well_formed(path):
         try:
-            return TrainConfig(**{name: settings[name] for name in SETTINGS if name in settings})
+            known = {name: settings[name] for name in SETTINGS if name in settings}
+            if known.get("global_batch_size") is not None:
+                known.pop("gradient_accumulation_steps", None)  # an earlier release recorded 1 where nobody gave any
+            return TrainConfig(**known)
         except ExpertMeshError as error:
             raise ExpertMeshError(f"{path}: was written with settings that this release refuses: {error}") from error
 

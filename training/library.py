@@ -94,6 +94,7 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
         if name not in own
     ]
     engine_alone = replace(config, **{name: default_of(SETTINGS[name]) for name in of_loop})
+    vars(engine_alone).update(asked=config.asked - of_loop)
     return [*told, *config.overridden, *engine_alone.without_effect]
 
 

@@ -22,7 +22,7 @@ def count(world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> dict
     model, optimizer, mesh = build_run(config, model_config, world_size, torch.device("cpu"))
     seed = mesh.topology.data_index(dist.get_rank())
     batch = full_batch(config, model_config.vocab_size, seed, mesh.cp_group)
-    batches = [batch] * config.gradient_accumulation_steps
+    batches = [batch] * (config.gradient_accumulation_steps or 1)
     weights = LossWeights(config.router_aux_loss_coef or 0.0, 0.0)
     train_step(model, optimizer, batches, mesh, weights, 1.0)
     with CountTraffic() as counted:

@@ -1,5 +1,6 @@
 """Flags, YAML, and what wins."""
 
+import itertools
 import re
 import shlex
 from dataclasses import fields
@@ -15,7 +16,14 @@ from expertmesh.moe.util.sizes import parse_size
 from expertmesh.training.config.flags import LIMITS, _value_type, group_of
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
-from expertmesh.training.config.train_config import NEEDS, TrainConfig, as_flag, flags_of_config, parse_config
+from expertmesh.training.config.train_config import (
+    NEEDS,
+    TrainConfig,
+    as_flag,
+    flags_of_config,
+    make_config,
+    parse_config,
+)
 from expertmesh.training.optim.schedule import scheduler_arguments
 from tests.flags import last_of_each
 
@@ -435,8 +443,40 @@ def test_a_flag_at_its_default_overrides_a_file(tmp_path: Path, text: str, flags
 
 
 def test_what_was_not_given_overrides_nothing(tmp_path: Path) -> None:
-    for text in ("global_batch_size: 64\ngradient_accumulation_steps: 1", "warmup_ratio: 0.03\nwarmup_steps: 0"):
+    for text in ("global_batch_size: 64\ngradient_accumulation_steps: null", "warmup_ratio: 0.03\nwarmup_steps: 0"):
         assert of_yaml(tmp_path, text).overridden == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--global-batch-size 64 --gradient-accumulation-steps 1", "give one of them"),
+        ("--warmup-ratio 0.1 --warmup-steps 0", "--warmup-ratio 0.1 and --warmup-steps 0 are both given"),
+        ("--warmup-ratio 0 --warmup-steps 5", "--warmup-ratio 0.0 and --warmup-steps 5 are both given"),
+        ("--max-steps 5 --num-train-epochs 1", "--num-train-epochs 1 has no effect because --max-steps sets"),
+        ("--lora-rank 16", "--lora-rank 16 has no effect without --adapter lora"),
+        ("--warmup-ratio 0 --warmup-steps 0 --merge false --packing --group-by-length false", ""),
+    ],
+)
+def test_a_flag_at_its_default_is_given(words: str, said: str) -> None:
+    """It is refused, or told, beside what takes its place, unless it only says that something is off."""
+    given = shlex.split(words)
+    named: dict[str, Any] = {}
+    for word, value in itertools.pairwise([*given, "--"]):
+        if word.startswith("--"):
+            named[word[2:].replace("-", "_")] = True if value.startswith("--") else value
+    told = ""
+    for make in (lambda: parse_config([*NEEDED, *given]), lambda: make_config({"model": "m", "dataset": "d", **named})):
+        try:
+            told = "; ".join(make().without_effect)
+        except ExpertMeshError as error:
+            told = str(error)
+        assert said in told if said else not told
+
+
+def test_a_size_of_a_step_is_given_once_in_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ExpertMeshError, match="--global-batch-size and --gradient-accumulation-steps: give one of"):
+        of_yaml(tmp_path, "global_batch_size: 64\ngradient_accumulation_steps: 1")
 
 
 @pytest.mark.parametrize("name", ["max_seq_length", "learning_rate", "optim", "run_name", "dataset", "bf16"])

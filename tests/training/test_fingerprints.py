@@ -16,7 +16,7 @@ from expertmesh.training.config.moves import Moves
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
 from expertmesh.training.data.samples import keys_of
 from expertmesh.training.data.sequences import Rows
-from expertmesh.training.fingerprints import Facts, exports_alike, reference_key, teacher_key
+from expertmesh.training.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
 from expertmesh.training.finished import Finished, _find
 from expertmesh.training.inputs import added_tokens, data_options
 from expertmesh.training.loop import data_order, order_facts
@@ -218,6 +218,11 @@ def test_what_differs_is_told_by_name() -> None:
     compare_run(Path("step-2"), saved, asdict(grown), grown, of_tokens, earlier.append)
     assert "an earlier release saved no record of tokens" in earlier[0]
     assert "has other new tokens" in resumed(grown, replace(grown, add_tokens=["b,a"], allow_changed=["model"]))
+
+
+def test_an_earlier_release_recorded_one_micro_batch_where_nobody_gave_any(tmp_path: Path) -> None:
+    config = TrainConfig(model="m", dataset=["d"], global_batch_size=8)
+    assert recorded_config(asdict(config) | {"gradient_accumulation_steps": 1}, tmp_path) == config
 
 
 def test_a_finished_run_is_that_of_the_same_model_and_objective(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ NOT_OF_PARSERS = (
     "also",
     "device",
     "in_plans",
-    "instead_of",
+    "is_said_at_default",
     "moves",
     *LIMITS,
 )

@@ -124,7 +124,7 @@ class LoadSettings(TypedDict, total=False):
 
     # How much data makes a step, how many steps there are, and the learning rate over them.
     per_device_train_batch_size: int
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int | None
     global_batch_size: int | None
     num_train_epochs: float
     max_steps: int

@@ -52,10 +52,10 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
     Args:
         needs: without which it has no effect, beside what its part of a run needs.
         metadata: `excludes` and `requires`, lists of `Excludes` and `Requires`; `of`, a `Part`; `is_firm`, of what says
-            which kind of run it is: in a file, it does not give way to a flag that it excludes; `instead_of`, of a flag
-            that takes the place of this setting of a file even at its default; `device`, the only type on which it has
-            an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`, further
-            types of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
+            which kind of run it is: in a file, it does not give way to a flag that it excludes; `is_said_at_default`,
+            of a flag that asks for something with its default, too; `device`, the only type on which it has an effect;
+            `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`, further types of a
+            keyword argument; `moves`, see `Moves`; and see `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -905,11 +905,10 @@ class ScheduleSettings:
     per_device_train_batch_size: int = _flag(
         8, "Sequences per micro-batch, per rank (or CP group)", least=1, of=_DATA, moves=Moves.BATCHES, in_plans=True
     )
-    gradient_accumulation_steps: int = _flag(
-        1,
-        "Micro-batches per optimizer step",
+    gradient_accumulation_steps: int | None = _flag(
+        None,
+        "Micro-batches per optimizer step (default: 1, or what --global-batch-size takes)",
         least=1,
-        instead_of="global_batch_size",
         of=_DATA,
         moves=Moves.BATCHES,
         in_plans=True,
@@ -954,7 +953,7 @@ class ScheduleSettings:
         "Warm-up steps; below 1: fraction of all steps",
         metavar="N",
         least=0,
-        instead_of="warmup_ratio",
+        is_said_at_default=True,
         of=_ARGUED,
     )
     warmup_ratio: float = _flag(
@@ -962,7 +961,7 @@ class ScheduleSettings:
         "Warm-up as a fraction of all steps",
         least=0,
         most=1,
-        instead_of="warmup_steps",
+        is_said_at_default=True,
         excludes=[
             (
                 "warmup_steps",

@@ -72,16 +72,22 @@ class TrainConfig(
 
     overridden: ClassVar[Sequence[str]] = ()
     """What flags have taken the place of in the YAML file, in words, to be told."""
+    asked: ClassVar[frozenset[str]] = frozenset()
+    """Settings that were given as flags, at their defaults as well."""
 
     def __post_init__(self) -> None:
         malformed = list(self._malformed())
         problems = [*self._out_of_range(), *malformed]
         if not malformed:
-            problems += [rule.said.format_map(vars(self)) for rule in RULES if rule.is_broken(self)]
+            problems += self.broken_rules()
         if not (problems or self.model):
             problems = ["--model is missing: the directory of a Hugging Face checkpoint"]
         if problems:
             raise ExpertMeshError("; ".join(problems))
+
+    def broken_rules(self) -> list[str]:
+        """What does not go together, in words."""
+        return [rule.said.format_map(vars(self)) for rule in RULES if rule.is_broken(self)]
 
     def _malformed(self) -> Iterator[str]:
         """What is wrong with single values, in words; those that are lists of names are put in order."""
@@ -98,8 +104,13 @@ class TrainConfig(
         """The settings that were asked for and have no effect beside the others, and what it would take."""
         for setting in fields(self):
             unmet = next((needs for needs in NEEDS[setting.name] if not needs.met(self)), None)
-            if unmet is not None and getattr(self, setting.name) != DEFAULTS[setting.name]:
+            if unmet is not None and self._asks_for(setting.name):
                 yield setting, unmet
+
+    def _asks_for(self, name: str) -> bool:
+        """Whether a setting has another value than its default, or was given a value that turns something on."""
+        value = getattr(self, name)
+        return bool(value != DEFAULTS[name] or (name in self.asked and value))
 
     @property
     def without_effect(self) -> list[str]:
@@ -114,7 +125,7 @@ class TrainConfig(
         names = [
             name
             for name, setting in SETTINGS.items()
-            if setting.metadata.get("device", device_type) != device_type and getattr(self, name) != DEFAULTS[name]
+            if setting.metadata.get("device", device_type) != device_type and self._asks_for(name)
         ]
         return [self._without_effect(names, f"on a {'GPU' if device_type == 'cuda' else 'CPU'}")] if names else []
 
@@ -217,7 +228,7 @@ class TrainConfig(
         """The global batch, in sequences."""
         if self.global_batch_size is not None:
             return self.global_batch_size
-        return self.sequences_per_micro_batch(world_size) * self.gradient_accumulation_steps
+        return self.sequences_per_micro_batch(world_size) * (self.gradient_accumulation_steps or 1)
 
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per rank and step."""
@@ -253,8 +264,10 @@ class Rule(NamedTuple):
     def is_broken(self, config: TrainConfig) -> bool:
         if not _is_given(config, self.setting):
             return False
-        has = self.when(config) if callable(self.when) else _is_given(config, self.when)
-        return bool(has) != self.is_needed
+        if callable(self.when):
+            return bool(self.when(config)) != self.is_needed
+        # two that ask for nothing agree
+        return _is_given(config, self.when) and (_differs(config, self.setting) or _differs(config, self.when))
 
 
 RULES = [
@@ -265,9 +278,14 @@ RULES = [
 ]
 
 
-def _is_given(config: TrainConfig, name: str) -> bool:
+def _differs(config: TrainConfig, name: str) -> bool:
     """Whether a setting has another value than its default."""
     return bool(getattr(config, name) != default_of(SETTINGS[name]))
+
+
+def _is_given(config: TrainConfig, name: str) -> bool:
+    """Likewise, or is a flag that asks for something with its default, too."""
+    return _differs(config, name) or (name in config.asked and "is_said_at_default" in SETTINGS[name].metadata)
 
 
 PARTS: dict[str, Part] = {
@@ -363,7 +381,8 @@ def _parse(parser: FlagParser, arguments: Sequence[str]) -> TrainConfig:
     try:
         # what the file says in other words may be what is missing
         config = TrainConfig(**with_init_adapter({**({"model": "-"} if problems else {}), **given.all}))
-        vars(config)["overridden"] = given.overridden
+        vars(config).update(overridden=given.overridden, asked=frozenset(given.flags))
+        problems += config.broken_rules()
     except ExpertMeshError as error:
         problems.append(str(error))
     if problems:
@@ -440,11 +459,15 @@ def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 class _Asked(TrainConfig):
-    """Settings that may not go together, which ones of them were read."""
+    """Settings that may not go together, which ones of them were read.
 
-    def __init__(self, settings: Mapping[str, Any]):
+    Args:
+        asked: those that were given as flags.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], asked: frozenset[str]):
         vars(self).update({name: default_of(setting) for name, setting in SETTINGS.items()} | dict(settings))
-        vars(self)["read"] = set()
+        vars(self).update(read=set(), asked=asked)
 
     def __getattribute__(self, name: str) -> Any:
         if name in SETTINGS:
@@ -487,12 +510,8 @@ class GivenSettings:
             value = json.dumps(file.pop(name), ensure_ascii=False)
             lines.append(f"{as_flag(flag, self.flags[flag])} overrides {name}: {value} of {self.config}")
 
-        for flag in self.flags:
-            other = SETTINGS[flag].metadata.get("instead_of")
-            if other in file and file[other] != default_of(SETTINGS[other]):
-                give_way(other, flag)
         while True:
-            asked = _Asked(file | self.flags)
+            asked = _Asked(file | self.flags, frozenset(self.flags))
             for rule in RULES if file else ():
                 asked.read.clear()
                 if not rule.is_broken(asked):

@@ -207,7 +207,7 @@ def _plans(asked: Asked, config: TrainConfig, measure: CachedMeasure, tried: Tri
         ep_size=1,
         imbalance=imbalance_of(read_imbalance(asked.arguments.imbalance), measure.parameters.num_experts),
         ranks_per_node=config.ranks_per_node or asked.gpus_per_node,
-        accumulation=config.gradient_accumulation_steps,
+        accumulation=config.gradient_accumulation_steps or 1,
         pp_size=1,
         chunks=1,
         schedule="1f1b",
