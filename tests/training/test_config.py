@@ -474,6 +474,49 @@ def test_a_flag_at_its_default_is_given(words: str, said: str) -> None:
         assert said in told if said else not told
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "flags"),
+    [
+        ("stage", "sft", "--task dpo"),
+        ("finetuning_type", "full", "--adapter lora"),
+        ("use_peft", "false", "--adapter lora"),
+        ("load_in_4bit", "false", "--adapter lora --base-dtype nf4"),
+        ("train_on_inputs", "false", "--train-on all"),
+        ("completion_only_loss", "true", "--train-on all"),
+        ("optimizer", "adamw_torch", "--optim muon"),
+        ("val_set_size", "0", "--eval-ratio 0.1"),
+        ("rpo_alpha", "0.0", "--preference-sft-weight 0.1 --task dpo"),
+        ("mixed_precision", "no", "--bf16"),
+        ("bfloat16", "false", "--bf16"),
+    ],
+)
+def test_what_another_tool_calls_a_default_beside_another_value(
+    tmp_path: Path, key: str, value: str, flags: str
+) -> None:
+    """A flag wins over a file, which is told; two flags, or two keys, are refused. Alone it is passed over."""
+    assert of_yaml(tmp_path, f"{key}: {value}") == parse_config(NEEDED)
+    config = of_yaml(tmp_path, f"{key}: {value}", *flags.split())
+    assert config == parse_config([*NEEDED, *flags.split()])
+    assert config.overridden
+    for line in config.overridden:
+        assert f" overrides {key}: " in line
+    ours = "\n".join(
+        f"{pair.replace(' ', ': ', 1) if ' ' in pair else pair + ': true'}" for pair in flags[2:].split(" --")
+    )
+    for text, more in (
+        (f"{key}: {value}\n{ours.replace('-', '_')}", []),
+        (ours.replace("-", "_"), [f"--{key}", value]),
+    ):
+        with pytest.raises(ExpertMeshError, match=f"{key}.* is not what --.* says; leave one of them out"):
+            of_yaml(tmp_path, text, *more)
+    with pytest.raises(ExpertMeshError, match=f"--{key} {value} is not what --.* says; leave one of them out"):
+        parse_config([*NEEDED, *flags.split(), f"--{key}", value])
+
+
+def test_what_another_tool_calls_a_default_contradicts_no_other(tmp_path: Path) -> None:
+    assert of_yaml(tmp_path, "load_in_4bit: false\nadapter: lora\nload_in_8bit: false").overridden == []
+
+
 def test_a_size_of_a_step_is_given_once_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ExpertMeshError, match="--global-batch-size and --gradient-accumulation-steps: give one of"):
         of_yaml(tmp_path, "global_batch_size: 64\ngradient_accumulation_steps: 1")

@@ -59,6 +59,7 @@ class FlagParser(Parser):
     Attributes:
         names: the field that each name is of, aliases included, all with underscores.
         others: what other tools call them.
+        passed_over: flags and keys of other tools that asked only for what is done anyway, each with its values.
 
     Raises:
         ExpertMeshError: from all that parse: a value is invalid.
@@ -68,6 +69,7 @@ class FlagParser(Parser):
         super().__init__(**arguments)
         self.beside = beside
         self.names: dict[str, str] = {}
+        self.passed_over: list[tuple[str, Sequence[str]]] = []
         groups: dict[str, _ArgumentGroup] = {}
         for setting in fields(settings):
             title = group_of(settings, setting.name)
@@ -122,10 +124,12 @@ class FlagParser(Parser):
 
         Returns: None: no known tool has it, or a flag of ours is near; empty: it asks only for what is done anyway.
         """
-        name = name.replace("-", "_")
-        instead = self.others.answer(name, values, exactly=True)
-        if instead is None and nearest(name, [*self.names, *self.beside]) is None:
-            instead = self.others.answer(name, values, exactly=False)
+        plain = name.replace("-", "_")
+        instead = self.others.answer(plain, values, exactly=True)
+        if instead is None and nearest(plain, [*self.names, *self.beside]) is None:
+            instead = self.others.answer(plain, values, exactly=False)
+        if instead == "":
+            self.passed_over.append((name, values))
         return "give --gpus and --gpus-per-node" if instead == TORCHRUN and "--gpus" in self.beside else instead
 
     def _get_value(self, action: Action, arg_string: str) -> Any:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
 
 from ...moe.util.parser import Switch, truth_of
 
@@ -62,8 +64,6 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("interleave_probs interleave_prob mix_strategy", "give --dataset NAME:WEIGHT", "concat"),
     ("template", "give --chat-template, or leave it out: the tokenizer's own is used", ""),
     ("default_system_message system", "give --system-column, or write it into the data", ""),
-    ("assistant_only_loss completion_only_loss",
-     "answers alone are trained on; give --train-on all for all tokens, or leave it out", "true"),
     ("dataset_kwargs remove_unused_columns length_column_name strict", _NEVER, "length true false"),
     ("skip_prepare_dataset", _NEVER, "false"),
     ("image_* video_* max_pixels", "only text is trained on", ""),
@@ -220,6 +220,16 @@ class OtherTools:
         advice, accepted = row
         return "" if values and accepted.issuperset(plain) else advice
 
+    def contradicted(self, name: str, given: Mapping[str, Any]) -> list[str]:
+        """Those of the settings given that another tool's flag contradicts, whose value asks for no other than their
+        defaults."""
+        name = name.lower()
+        action = self.same.get(name)
+        if action is not None:
+            return [action.dest] if given.get(action.dest, action.default) != action.default else []
+        asked = [flags for _, flags in self.asking.get(name, ()) if flags and _have(given, flags)]
+        return [word[2:].replace("-", "_") for flags in asked for word in flags.split() if word.startswith("--")]
+
     def answer_to_value(self, name: str, value: str) -> str:
         """What to give instead of another tool's value of a setting; empty: unknown."""
         if (flags := self._asked(name, _plain(value))) is not None:
@@ -250,6 +260,15 @@ class OtherTools:
         if taken in choices:
             return "" if taken == action.default else f"give {flag} {taken}"
         return f"give {flag}" + (f": {', '.join(choices[:-1])} or {choices[-1]}" if choices else "")
+
+
+def _have(given: Mapping[str, Any], flags: str) -> bool:
+    """Whether settings have what these flags would give, any value where one is in capitals."""
+    for flag, value in pairwise([*flags.split(), "--"]):
+        found = given.get(flag[2:].replace("-", "_"))
+        if flag.startswith("--") and not (str(found) == value or (found and (value.isupper() or value[:2] == "--"))):
+            return False
+    return True
 
 
 def _plain(value: str) -> str:

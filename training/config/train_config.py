@@ -482,12 +482,14 @@ class GivenSettings:
     Attributes:
         flags: given on the command line. file: in the YAML file that `config` names, if one was given.
         refused: what is wrong with keys of the file, and with values, in words.
+        passed_over: what flags have taken the place of that the file says in another tool's words.
     """
 
     flags: dict[str, Any]
     file: dict[str, Any]
     config: str | None
     refused: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
     @property
     def all(self) -> dict[str, Any]:
@@ -497,7 +499,7 @@ class GivenSettings:
     @property
     def overridden(self) -> list[str]:
         """What of the file is left out because of flags, in words."""
-        return self._merged[1]
+        return [*self._merged[1], *self.passed_over]
 
     @cached_property
     def _merged(self) -> tuple[dict[str, Any], list[str]]:
@@ -550,11 +552,20 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     parser.check_names(arguments)
     flags = _parsed(parser, arguments)
     config = flags.pop("config", None)
-    if config is None:
-        return GivenSettings(flags, {}, None)
-    words, refused = _arguments(parser, _read_yaml(Path(config)))
+    of_flags = len(parser.passed_over)
+    words, refused = ([], []) if config is None else _arguments(parser, _read_yaml(Path(config)))
     said = [f"--config {config}: {'; '.join(refused)}"] if refused else []
-    return GivenSettings(flags, _parsed(parser, words), config, tuple(said))
+    given = GivenSettings(flags, _parsed(parser, words), config)
+    told: list[str] = []
+    for place, (key, values) in enumerate(parser.passed_over):
+        for name in parser.others.contradicted(key.replace("-", "_"), given.all):
+            flag, value = as_flag(name, given.all[name]), " ".join(values)
+            theirs = f"--{key} {value}" if place < of_flags else f"{key}: {value} of {config}"
+            if name in flags and place >= of_flags:
+                told.append(f"{flag} overrides {theirs}")
+            else:
+                said.append(f"{theirs} is not what {flag} says; leave one of them out")
+    return replace(given, refused=tuple(said), passed_over=tuple(told))
 
 
 def as_flag(name: str, value: Any) -> str:
