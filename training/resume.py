@@ -4,9 +4,9 @@ Every way to resume comes here before it reads a weight: `--resume` of train_ep.
 `Engine.resume`, and a Trainer's `train(resume_from_checkpoint=...)`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoints.fingerprint import explain_model
 from ..checkpoints.hf.source import well_formed
@@ -89,27 +89,48 @@ def compare_run(
             if was_given and not there[name]:
                 tell(f"warning: {path}: an earlier release saved no record of {name}, so they are not compared")
                 there[name] = here[name]
-        for name in there:
-            if name in here and there[name] != here[name]:
-                tell(f"warning: {_compared(path, name, there[name], here[name], began, config)}")
-        check_trained(began, config, path)
-        _check_objective(path, began, config, tell)
+        found = [
+            _compared(name, there[name], here[name], began, config)
+            for name in there
+            if name in here and there[name] != here[name]
+        ]
+    found += [_Difference(line) for line in changed_state(began, config)]
+    if changed := changed_settings(began, config, Moves.OBJECTIVE):
+        said = _both(began, config, changed)
+        found.append(_Difference(f"{said}, so it would minimise something else", "objective", "objective", said))
+    _refuse(found, path, config.allow_changed)
+    for each in found:
+        tell(f"warning: resuming with a different {each.of} (--allow-changed): {each.told}")
     if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
 
 
-def _check_objective(path: Path, there: TrainConfig, config: TrainConfig, tell: Tell) -> None:
-    """A resumed run may minimise something else, if asked to."""
-    changed = changed_settings(there, config, Moves.OBJECTIVE)
-    if not changed:
-        return
-    said = _both(there, config, changed)
-    if "objective" not in config.allow_changed:
-        raise ExpertMeshError(
-            f"--resume {path}: {said}, so it would minimise something else; take the same, or resume anyway with "
-            "--allow-changed objective"
-        )
-    tell(f"warning: resuming with a different objective (--allow-changed): {said}")
+class _Difference(NamedTuple):
+    """What the run that is resumed had otherwise.
+
+    refused: in words, where it may not be. allowed_by: the name with which --allow-changed permits it; empty: none, and
+    `refused` says what to do. of, told: what differs and how, once it is permitted.
+    """
+
+    refused: str
+    allowed_by: str = ""
+    of: str = ""
+    told: str = ""
+
+
+def _refuse(found: Sequence[_Difference], path: Path, allowed: Sequence[str]) -> None:
+    """
+    Raises:
+        ExpertMeshError: some are not permitted; it says all that is to be done.
+    """
+    refused = [each for each in found if not (each.allowed_by and each.allowed_by in allowed)]
+    lines = [each.refused for each in refused if not each.allowed_by]
+    if permitted := [each for each in refused if each.allowed_by]:
+        names = dict.fromkeys([*allowed, *(each.allowed_by for each in permitted)])
+        anyway = f"use the same, or resume anyway with --allow-changed {' '.join(names)}"
+        lines.append("; ".join([*(each.refused for each in permitted), anyway]))
+    if lines:
+        raise ExpertMeshError(f"--resume {path}: {'; '.join(lines)}")
 
 
 def _both(there: TrainConfig, here: TrainConfig, names: list[str]) -> str:
@@ -124,20 +145,15 @@ def _told(config: TrainConfig, name: str) -> str:
 
 
 def _compared(
-    path: Path,
-    name: str,
-    there: Mapping[str, str],
-    here: Mapping[str, str],
-    began: TrainConfig,
-    config: TrainConfig,
-) -> str:
+    name: str, there: Mapping[str, str], here: Mapping[str, str], began: TrainConfig, config: TrainConfig
+) -> _Difference:
+    """What differs in facts of this name."""
     said = differences([there, here], ["in that run", "now"])
     if name == "tokens":  # embedding, head and the optimizer's state have rows for them
-        raise ExpertMeshError(f"--resume {path}: has other new tokens: {said}; take the same --add-tokens")
+        return _Difference(f"has other new tokens: {said}; take the same --add-tokens")
     is_model = name in ("model", "teacher", "adapter")
     if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"
-    which = "model" if is_model else "data"
     if not is_model and began.template_date != config.template_date:
         dates = [each or "no recorded date" for each in (began.template_date, config.template_date)]
         said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
@@ -146,15 +162,11 @@ def _compared(
         # other places may hold the same data
         if changed := [each for each in changed if not names_content(each) and each != "template_date"]:
             said = f"{_both(began, config, changed)}: {said}"
-    if which in config.allow_changed:
-        return f"resuming with a different {name} (--allow-changed): {said}"
     origin = getattr(began, "init_adapter" if name == "adapter" else name if is_model else "dataset") or "none"
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         origin = began.eval_dataset or origin
-    raise ExpertMeshError(
-        f"--resume {path}: is of {f'another {name}' if is_model else f'other {name}'} (it "
-        f"began with {origin}): {said}; use the same, or resume anyway with --allow-changed {which}"
-    )
+    other = f"another {name}" if is_model else f"other {name}"
+    return _Difference(f"is of {other} (it began with {origin}): {said}", "model" if is_model else "data", name, said)
 
 
 def check_order(there: Mapping[str, int], here: Mapping[str, int], config: TrainConfig, path: Path) -> None:
@@ -177,27 +189,24 @@ def check_order(there: Mapping[str, int], here: Mapping[str, int], config: Train
             )
 
 
-def check_trained(there: TrainConfig, config: TrainConfig, path: Path) -> None:
-    """Refuse a checkpoint whose state means nothing to this configuration: one optimizer's means nothing to another, to
-    another adapter, or to what was frozen; and weights trained with one RoPE scaling are not meant for another.
+def changed_state(there: TrainConfig, config: TrainConfig) -> list[str]:
+    """Why the state of a run means nothing to another, in words: one optimizer's means nothing to another, to another
+    adapter, or to what was frozen; and weights trained with one RoPE scaling are not meant for another.
 
     Args:
-        there: what the checkpoint was saved with (see `recorded_config`).
-
-    Raises:
-        ExpertMeshError: they differ.
+        there: what a checkpoint was saved with (see `recorded_config`).
     """
     # what is read by an optimizer alone means to its state what its entry says
     heeded = {name for entry in OPTIMIZERS.entries() for name in entry.heeds}
     changed = [name for name in changed_settings(there, config, Moves.STATE) if name not in heeded]
     if bool(there.train_mtp) == bool(config.train_mtp):  # its layer is trained, with whatever weight
         changed = [name for name in changed if name != "train_mtp"]
-    if changed:
-        raise ExpertMeshError(f"--resume {path}: {_both(there, config, changed)}; take the same")
+    said = [f"{_both(there, config, changed)}; take the same"] if changed else []
     of_state = config.optimizer_entry.state_settings
-    for saved, own in zip(of_state(vars(there)), of_state(vars(config)), strict=True):
-        if saved.value != own.value:
-            raise ExpertMeshError(
-                f"--resume {path}: that run had {own.flag} {saved.value}, this one has {own.value}{own.origin}; "
-                f"use {own.flag} {saved.value}"
-            )
+    if there.optim != config.optim:
+        return said
+    return said + [
+        f"that run had {own.flag} {saved.value}, this one has {own.value}{own.origin}; use {own.flag} {saved.value}"
+        for saved, own in zip(of_state(vars(there)), of_state(vars(config)), strict=True)
+        if saved.value != own.value
+    ]

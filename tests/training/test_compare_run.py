@@ -78,6 +78,23 @@ def test_settings_that_its_state_means_nothing_to(base: dict[str, Any], changes:
         compare(now, saved, FACTS)
 
 
+def test_all_that_differs_is_told_at_once() -> None:
+    """With what permits all of it, and what was permitted before."""
+    saved = TrainConfig(**PLAIN, task="dpo")
+    now = replace(saved, preference_beta=0.5, allow_changed=["model"])
+    other = {**FACTS, "data": {"samples": "9"}}
+    with pytest.raises(ExpertMeshError) as refused:
+        compare(saved, now, other)
+    said = str(refused.value)
+    assert "is of other data" in said
+    assert "had --preference-beta 0.1, this one has --preference-beta 0.5, so it would minimise something else" in said
+    assert said.endswith("; use the same, or resume anyway with --allow-changed model data objective")
+    told = compare(saved, replace(now, allow_changed=["data", "objective"]), other)
+    assert [line.split()[5] for line in told] == ["data", "objective"]
+    with pytest.raises(ExpertMeshError, match=r"has --optim muon; take the same; is of other data .* --allow-changed"):
+        compare(saved, replace(now, optim="muon"), other)
+
+
 def test_the_batches_to_come() -> None:
     config = TrainConfig(**PLAIN)
     there = {"rows": 50, "tokens": 900, "global_batch_size": 8, "seed": 1}
