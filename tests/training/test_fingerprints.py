@@ -14,7 +14,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config import train_config
 from expertmesh.training.config.moves import Moves
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
-from expertmesh.training.data.samples import keys_of
+from expertmesh.training.data.samples import Samples, hold_out, keys_of
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
 from expertmesh.training.finished import Finished, _find
@@ -30,12 +30,14 @@ BASES: list[dict[str, Any]] = [
     {"gradient_checkpointing": "selective"}, {"optim": "shampoo"}, {"teacher": "t"}, {"eval_dataset": ["e"]},
     {"eval_ratio": 0.1, "early_stopping_patience": 1}, {"streaming": True, "max_steps": 5}, {"resume": "auto"},
     {"generate_steps": 1}, {"profile": ["1"]}, {"adapter": "lora", "add_tokens": ["t"]}, {"group_by_length": True},
+    {"add_tokens": ["t"], "eval_ratio": 0.5},
 ]
 # fmt: on
 """Runs in some of which each setting has an effect."""
 WITH: dict[str, dict[str, Any]] = {
     "per_device_train_batch_size": {"global_batch_size": None},  # else it makes other micro-batches of the same
     "eval_dataset": {"eval_dataset": ["e"]},  # a run that had none may begin to evaluate
+    "seed": {"add_tokens": ["t"], "eval_ratio": 0.5},  # which begin with other rows, and other samples are held out
 }
 """Those in which alone a setting moves what it declares."""
 VALUES: dict[str, Any] = {
@@ -95,7 +97,10 @@ def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
     places = ([config.dataset, config.dataset_split], [config.eval_dataset, config.eval_dataset_split])
     options = data_options(config)
     data = [keys_of(json.dumps([place, config.dataset_config]), options, tokenizer)[1] for place in places]
-    facts: Facts = {"model": {"files": config.model}, "data": {"tokens": data[0], "taken out": str(config.eval_ratio)}}
+    facts: Facts = {"model": {"files": config.model}, "data": {"tokens": data[0]}}
+    if config.eval_ratio:
+        records = cast(Samples, SimpleNamespace(records=torch.arange(99), select=str))
+        facts["data"]["kept"] = cast(str, hold_out(records, config.eval_ratio, config.seed)[0])
     if config.evaluates:
         facts["evaluation data"] = {"tokens": data[1]}
     if config.teacher:
@@ -131,13 +136,13 @@ def moves_key(setting: Field[Any], key: str) -> bool:
 def resumed(one: TrainConfig, other: TrainConfig) -> str:
     """What becomes of a checkpoint of one run in the other: "", or what is said."""
     (there, there_keys), (here, here_keys) = keys_in(one), keys_in(other)
+    told: list[str] = []
     try:
-        told: list[str] = []
         compare_run(Path("step-2"), there, asdict(one), other, here, told.append)
         check_order(there_keys["batches"], here_keys["batches"], other, Path("step-2"))
-        return "".join(told)
     except ExpertMeshError as error:
-        return str(error)
+        told.append(str(error))
+    return "".join(told)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -972,10 +972,11 @@ class ScheduleSettings:
     )
     seed: int = _flag(
         42,
-        "Seed of the data order and of dropout and jitter",
+        "Seed of the data order, of what --eval-ratio and weights of data sets take, of new weights (adapters, rows of "
+        "new tokens), and of dropout and jitter",
         least=0,
         below=2**62,
-        moves=Moves.BATCHES,
+        moves=Moves.MODEL | Moves.SAMPLES | Moves.BATCHES | Moves.UPDATES,
         of=_MODEL,
         in_plans=False,
     )
