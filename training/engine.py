@@ -347,7 +347,7 @@ class Engine:
         """
         config, ranks = self.config, self.ranks
         if resume_from is not None:
-            self.facts = check_resume(resume_from, config, self.facts, ranks, self.tell)
+            self._check_resume(resume_from)
         overlaps = config.overlap_chunks > 1
         self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
         checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from, self.tell)
@@ -859,11 +859,29 @@ class Engine:
         found = find_resume(str(checkpoint), Path(checkpoint), self.tell, self.ranks)
         if found is None:
             raise ExpertMeshError(f"{checkpoint}: no training checkpoint there")
-        self.facts = check_resume(found, self.config, self.facts, self.ranks, self.tell)
+        self._check_resume(found)
         with raise_together():
             check_carried(found, self.checkpoint)
         self.load_state(found)
         return found
+
+    def _check_resume(self, path: Path) -> None:
+        by_default = replace(self.config, router_aux_loss_coef=None)
+        balance = choose_balance(by_default, self.model, self.source.config).weights.balance
+        self.facts = check_resume(path, self.config, self.facts, self.ranks, self.tell, balance)
+
+    def weigh_balance(self, coefficient: float, origin: str) -> None:
+        """Weigh the balancing loss by what no setting has said.
+
+        Args:
+            origin: where it is from, in words.
+
+        Raises:
+            ExpertMeshError: the model has no such loss.
+        """
+        config = replace(self.config, router_aux_loss_coef=coefficient)
+        self.balance = replace(choose_balance(config, self.model, self.source.config), origin=origin)
+        self.config = config
 
     def load_state(self, path: Path) -> Progress:
         """Put model, optimizer and schedule where a checkpoint has them that `place` or `resume` has checked."""

@@ -40,7 +40,6 @@ from .data.batch import IGNORED, Batch
 from .data.chat import answer_ends
 from .engine import Engine
 from .evaluate import inference, token_accuracy
-from .loss.balance import choose_balance
 from .loss.objective import Objective
 from .loss.preference import preference_objective
 from .micro_batch import StepCounts, count_step
@@ -336,9 +335,7 @@ class TrainerMixin(_Base):
             if not has_loss or any(layer.router is None for layer in moe_layers(engine.model)):
                 return
             coefficient, origin = getattr(text_config, name, 0.0), f"{name} of config.json, by which trl balances"
-        config = replace(engine.config, router_aux_loss_coef=coefficient)
-        engine.balance = replace(choose_balance(config, engine.model, engine.source.config), origin=origin)
-        engine.config = config
+        engine.weigh_balance(coefficient, origin)
 
     def _check_columns(self, args: Any, given: dict[str, Any]) -> None:
         """

@@ -16,7 +16,7 @@ from .config.load_settings import LoadSettings
 from .config.train_config import SETTINGS, TrainConfig, make_config, read_by
 from .consistency import start_facts
 from .engine import Engine, start_engine
-from .resume import find_resume
+from .resume import find_resume, recorded_balance
 from .start import prepare_process
 
 
@@ -70,6 +70,11 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     if config.resume:
         directory = Path(config.output_dir) / "checkpoints"
         resume_from = find_resume(config.resume, directory, engine.tell, ranks)
+    if resume_from is not None and config.router_aux_loss_coef is None:
+        with raise_together():
+            if (weight := recorded_balance(resume_from)) not in (None, engine.balance.weights.balance):
+                engine.weigh_balance(weight, f"of {resume_from}")
+                engine.tell(f"router_aux_loss_coef: {weight:g}, as {resume_from} had it")
     engine.place(resume_from, config.ddp_timeout)
     if config.max_steps >= 0:
         engine.schedule(config.max_steps)

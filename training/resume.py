@@ -5,6 +5,7 @@ Every way to resume comes here before it reads a weight: `--resume` of train_ep.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,12 +52,15 @@ def how_it_goes_on(output_dir: Path) -> str:
     return f"--resume auto resumes from step {step_of(saved[0])}" if saved else "nothing was saved, so it begins anew"
 
 
-def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell) -> Facts:
+def check_resume(
+    path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell, balance: float | None = None
+) -> Facts:
     """Compare settings, model and data with those of the run that wrote a checkpoint. All ranks call it together.
 
     Args:
         facts: of what this run has read, on rank 0; data that it has not read are not compared.
         tell: is told of what is not as it was, and permitted by --allow-changed, or cannot be compared.
+        balance: the weight of the balancing loss of this model where no setting says it; None: unknown.
 
     Returns:
         The same with those of an adapter that is there no more, as a resumed run does not need it.
@@ -68,14 +72,20 @@ def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, te
     with raise_together():
         if ranks.rank == 0:
             marker = read_marker(path)
-            compare_run(path, marker["facts"], marker["settings"], config, facts, tell)
+            compare_run(path, marker["facts"], marker["settings"], config, facts, tell, balance)
             if config.init_adapter and "adapter" in marker["facts"]:
                 return {"adapter": marker["facts"]["adapter"], **facts}
     return facts
 
 
 def compare_run(
-    path: Path, there: Facts, settings: dict[str, Any], config: TrainConfig, here: Facts, tell: Tell
+    path: Path,
+    there: Facts,
+    settings: dict[str, Any],
+    config: TrainConfig,
+    here: Facts,
+    tell: Tell,
+    balance: float | None = None,
 ) -> None:
     """As `check_resume`, of facts and settings that were read from `path`, on one rank."""
     with well_formed(path):
@@ -83,7 +93,10 @@ def compare_run(
         there, here = ({"adapter": {}, "tokens": {}} | facts for facts in (there, here))
         if config.init_adapter and not here["adapter"]:
             here["adapter"] = there["adapter"]
-        began = recorded_config(settings, path)
+        began, config = (
+            replace(each, router_aux_loss_coef=balance) if each.router_aux_loss_coef is None else each
+            for each in (recorded_config(settings, path), config)
+        )
         of_adapter, of_tokens = began.init_adapter, began.add_tokens or began.resize_vocab
         for name, was_given in (("adapter", of_adapter), ("tokens", of_tokens)):
             if was_given and not there[name]:
@@ -103,6 +116,11 @@ def compare_run(
         tell(f"warning: resuming with a different {each.of} (--allow-changed): {each.told}")
     if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
+
+
+def recorded_balance(path: Path) -> float | None:
+    """The weight of the balancing loss that a setting, or a Trainer, gave the run that wrote a checkpoint."""
+    return recorded_config(read_marker(path)["settings"], path).router_aux_loss_coef
 
 
 class _Difference(NamedTuple):

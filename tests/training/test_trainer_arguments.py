@@ -529,6 +529,30 @@ def test_balancing_as_trl_has_it(tiny_model: Path, tmp_path: Path) -> None:
         assert trained.engine.balance.weights.balance == value, "one Trainer after another"
 
 
+def test_what_a_trainer_weighed_is_no_other_objective(
+    tiny_model: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where nothing was asked for: `load` goes on as trl's Trainer did, and 0 is what train_ep.py has by default."""
+    saving: dict[str, Any] = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    for value, weighed in ((None, 0.02), (0.0, 0.0)):
+        out = tmp_path / str(value)
+        train_sft(tiny_model, out, load(tiny_model), router_aux_loss_coef=value, **saving)
+        saved = str(next((out / "checkpoint-1" / "expertmesh").glob("step-*")))
+        recwarn.clear()
+        engine = load(tiny_model, resume=saved)
+        assert (engine.step_number, engine.balance.weights.balance) == (1, weighed)
+        told = [str(each.message) for each in recwarn if "router_aux_loss_coef" in str(each.message)]
+        assert told == ([f"router_aux_loss_coef: {weighed}, as {saved} had it"] if weighed else [])
+        with pytest.raises(ExpertMeshError, match=rf"had --router-aux-loss-coef {weighed:g}, this one has .* 0\.5"):
+            load(tiny_model, resume=saved, router_aux_loss_coef=0.5)
+        plain = load(tiny_model)
+        if weighed:
+            with pytest.raises(ExpertMeshError, match=r"had --router-aux-loss-coef 0\.02, this one has .*-coef 0[,;]"):
+                plain.resume(saved)
+        else:
+            assert plain.resume(saved)
+
+
 def test_family_without_a_balancing_loss(tmp_path: Path) -> None:
     model_of_family("deepseek_v3", seed=1).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
