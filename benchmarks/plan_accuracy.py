@@ -49,6 +49,7 @@ from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.parallelize import materialize, parallelize
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
 from expertmesh.sharding.state import local_tensor
+from expertmesh.training.cluster.check import check_groups, measured_hardware
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
@@ -56,7 +57,6 @@ from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.planning.planner.check import check_groups, measured_hardware
 from expertmesh.training.planning.planner.cost import step_time
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.peak_memory import peak

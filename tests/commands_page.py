@@ -39,10 +39,10 @@ TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too. [Plan a run](.
 TRY = "[Choose a layout](../how-to/choose-a-layout.md#try-the-groups) explains it."
 CONVERT = "[Convert and verify](../how-to/convert-and-verify.md) explains it."
 COMMANDS = {
-    "plan": ("training.planning.cluster_commands", TAKES_A_RUN),
-    "rehearse": ("training.planning.cluster_commands", TAKES_A_RUN),
+    "plan": ("training.cluster.commands", TAKES_A_RUN),
+    "rehearse": ("training.cluster.commands", TAKES_A_RUN),
     "mesh": (
-        "training.planning.cluster_commands",
+        "training.cluster.commands",
         f"With `--check` it runs under torchrun. {TRY}",
     ),
     "convert": ("checkpoints.__main__", CONVERT),
@@ -50,7 +50,7 @@ COMMANDS = {
     "merge": ("checkpoints.__main__", CONVERT),
     "verify": ("checkpoints.__main__", CONVERT),
     "inspect": ("checkpoints.__main__", CONVERT),
-    "families": ("training.planning.families_command", "[Models](models.md) has all of them."),
+    "families": ("training.cluster.families_command", "[Models](models.md) has all of them."),
     "report": ("training.report.__main__", "[Watch a run](../how-to/watch-a-run.md) explains it."),
 }
 """By command: the module with its `main`, and what its parser does not say."""

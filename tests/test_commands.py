@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = [
     "expertmesh.train_ep",
     "expertmesh.checkpoints.__main__",
-    "expertmesh.training.planning.cluster_commands",
+    "expertmesh.training.cluster.commands",
     "expertmesh.training.report.__main__",
 ]
 # a tool of the tests of faults, which hands its flags on to train_ep
@@ -51,8 +51,8 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     "line",
     [
         "checkpoints.__main__ inspect MODEL --tensors --check",
-        "training.planning.cluster_commands mesh --world-size 16 --ep-size 8",
-        "training.planning.cluster_commands rehearse --model MODEL --max-seq-length 32",
+        "training.cluster.commands mesh --world-size 16 --ep-size 8",
+        "training.cluster.commands rehearse --model MODEL --max-seq-length 32",
     ],
 )
 def test_work(line: str, tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_work(line: str, tiny_model: Path, capfd: pytest.CaptureFixture[str]) ->
 )
 def test_unknown_flags(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     of_clusters = line.split()[0] in ("mesh", "plan", "rehearse")
-    module = "training.planning.cluster_commands" if of_clusters else "checkpoints.__main__"
+    module = "training.cluster.commands" if of_clusters else "checkpoints.__main__"
     assert importlib.import_module(f"expertmesh.{module}").main(line.split()) == 2
     told = capfd.readouterr().err
     assert told.startswith(f"{'sharding' if of_clusters else 'checkpoints'}: error: ")

@@ -20,12 +20,12 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import check_sizes
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
 from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning import plan_flags
-from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.memory import NEAR
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.model_config import find_config, read_config

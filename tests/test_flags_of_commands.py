@@ -26,9 +26,9 @@ from tests.distributed.whole_runs import run_main
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "sharding": "expertmesh.training.planning.cluster_commands",
+    "sharding": "expertmesh.training.cluster.commands",
     "checkpoints": "expertmesh.checkpoints.__main__",
-    "moe": "expertmesh.training.planning.families_command",
+    "moe": "expertmesh.training.cluster.families_command",
     "report": "expertmesh.training.report.__main__",
 }
 LINES = {

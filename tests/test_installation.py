@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import expertmesh
-from expertmesh.training.planning import cluster_commands
+from expertmesh.training.cluster import commands as cluster_commands
 
 ROOT = Path(__file__).parents[1]
 OWN = ("__init__.py", "launch.py", "py.typed", "report.py")
@@ -168,7 +168,7 @@ importlib.machinery.PathFinder.find_spec = staticmethod(
 )
 from expertmesh.checkpoints.__main__ import main as checkpoints
 from expertmesh.moe.util.command import end_at_once
-from expertmesh.training.planning.cluster_commands import main as sharding
+from expertmesh.training.cluster.commands import main as sharding
 from expertmesh.train_ep import main as train
 
 said = {}

@@ -7,8 +7,8 @@ import transformers
 
 from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
-from expertmesh.training.planning.families_command import main
-from expertmesh.training.planning.support import METHODS
+from expertmesh.training.cluster.families_command import main
+from expertmesh.training.cluster.support import METHODS
 from tests.families.models_page import PAGE, introduction, reasons, refusals, row_of, rows_in, short_table
 from tests.families.test_families import FAMILIES, PLANNED, UNPACKED
 from tests.published.models import CONFIGS

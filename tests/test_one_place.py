@@ -59,6 +59,7 @@ from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.layer_kinds import LAYER_KINDS, register_layer_kind, table_of_layer_kinds
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
+from expertmesh.training.cluster.commands import main as plan_or_rehearse
 from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data import formats
@@ -73,7 +74,6 @@ from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric,
 from expertmesh.training.monitoring import meter
 from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer
 from expertmesh.training.planning import imbalance
-from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
 from expertmesh.training.planning.rehearsal import cached
 from expertmesh.training.report.page import write_report
 from expertmesh.training.resume import changed_state

@@ -103,8 +103,8 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 OF_TRAINING = ("train_ep.py", "my_train.py", "torchrun.sh", "slurm.sbatch", "sharding rehearse", "sharding plan")
 """Programs that take the flags of a run."""
 HANDED_OVER = {
-    "sharding": "training.planning.cluster_commands",
-    "moe": "training.planning.families_command",
+    "sharding": "training.cluster.commands",
+    "moe": "training.cluster.families_command",
     "report": "training.report",
 }
 """What a command hands its flags to."""

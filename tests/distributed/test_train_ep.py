@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.cluster.commands import main as cluster_command
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.planning.cluster_commands import main as cluster_command
 from expertmesh.training.step import train_step
 from tests.distributed.whole_runs import (
     FIXED_PRODUCTS,

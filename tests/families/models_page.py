@@ -13,7 +13,7 @@ import transformers
 from expertmesh.moe.hf_model.build import NOT_MARKED
 from expertmesh.moe.hf_model.families import causal_families, families_passed_over
 from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
-from expertmesh.training.planning.support import METHODS, support_of
+from expertmesh.training.cluster.support import METHODS, support_of
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS, MODELS
 from tests.tiers import REPRESENTATIVES

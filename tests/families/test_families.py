@@ -26,9 +26,9 @@ from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.cluster.families_command import main
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.planning.families_command import main
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.distributed.pool import RankPool

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
-from expertmesh.training.planning.cluster_commands import main as plan_or_rehearse
+from expertmesh.training.cluster.commands import main as plan_or_rehearse
 from expertmesh.training.planning.planner.hardware import DEVICES
 from tests.distributed.test_determinism import FLAGS, assert_same_twice
 from tests.distributed.whole_runs import ROOT, Ended, Runs

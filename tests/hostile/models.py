@@ -30,12 +30,12 @@ from expertmesh.moe.hf_model.tensor_plan import regions_of
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.parallelize import materialize
 from expertmesh.sharding.topology import Topology
+from expertmesh.training.cluster.commands import main as plan_main
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
 from expertmesh.training.data.samples import DataOptions, _records, load_samples
 from expertmesh.training.inputs import load_tokenizer
-from expertmesh.training.planning.cluster_commands import main as plan_main
 from expertmesh.training.planning.planner.hardware import preset, save_measured
 from tests.encoded import save_fp8, save_mxfp4
 from tests.families.configs import tiny_model

@@ -7,7 +7,7 @@ import pytest
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.experts.model_layers import moe_shape
 from expertmesh.moe.hf_model.build import count_parameters
-from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.planner.model_config import read_config
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED

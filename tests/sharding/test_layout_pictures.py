@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.planning.cluster_commands import main
-from expertmesh.training.planning.planner.layout_picture import layout_picture
+from expertmesh.training.cluster.commands import main
+from expertmesh.training.cluster.layout_picture import layout_picture
 from tests.test_readmes import blocks, commands
 
 ROOT = Path(__file__).parents[2]

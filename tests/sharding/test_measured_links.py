@@ -3,7 +3,7 @@
 import pytest
 
 from expertmesh.sharding.topology import Axis, Topology
-from expertmesh.training.planning.planner.check import GroupSpeed, measured_links
+from expertmesh.training.cluster.check import GroupSpeed, measured_links
 from expertmesh.training.planning.planner.cost import seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, Link
 from expertmesh.training.planning.planner.traffic import Kind

@@ -13,8 +13,8 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.planner.cost import step_time
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.peak_memory import peak

@@ -18,19 +18,20 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.model_setup.rates import AT_BEST
-from expertmesh.training.planning import plan_command
-from expertmesh.training.planning.cluster_commands import main
-from expertmesh.training.planning.mesh_command import print_speeds
-from expertmesh.training.planning.plan_flags import read_flags
-from expertmesh.training.planning.planner.check import (
+from expertmesh.training.cluster.check import (
     GroupSpeed,
     check_groups,
     mark_slow,
     measured_hardware,
     measured_links,
 )
+from expertmesh.training.cluster.commands import main
+from expertmesh.training.cluster.mesh_command import print_speeds
+from expertmesh.training.cluster.mesh_picture import picture
+from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.model_setup.rates import AT_BEST
+from expertmesh.training.planning import plan_command
+from expertmesh.training.planning.plan_flags import read_flags
 from expertmesh.training.planning.planner.hardware import (
     DEVICES,
     Hardware,
@@ -39,7 +40,6 @@ from expertmesh.training.planning.planner.hardware import (
     preset,
     save_measured,
 )
-from expertmesh.training.planning.planner.mesh_picture import picture
 from expertmesh.training.planning.rank_memory import _plan_line
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config

@@ -16,7 +16,7 @@ from expertmesh.sharding.pipeline.timeline import Costs, Timetable, bubble
 from expertmesh.sharding.stages import Stages
 from expertmesh.sharding.topology import Axis, Topology
 from expertmesh.training.banner import pipeline_lines
-from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner.cost import _stage_times, step_time, step_times, tokens_per_second
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link

@@ -18,8 +18,8 @@ from expertmesh.moe.transformers_private import looping_functions
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
 from expertmesh.training import engine
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
-from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
 from expertmesh.training.planning.rehearsal.cached import _with_what_is_read
 from expertmesh.training.planning.rehearsal.run_setting import setting_of

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.cluster.commands import main as plan
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
 from expertmesh.training.data.samples import DataOptions, load_samples
 from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.planning import rank_memory as memory
-from expertmesh.training.planning.cluster_commands import main as plan
 from expertmesh.training.planning.host_memory import free_of_process, free_on_host
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, available_memory, longest_sequence, resident

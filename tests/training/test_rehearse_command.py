@@ -11,8 +11,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.model_setup.rates import natural_imbalance
-from expertmesh.training.planning.cluster_commands import main
 from expertmesh.training.planning.imbalance import GivenRouting, skewed
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.planning.rehearsal.collective_order import Call, check_order

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from expertmesh.moe.hf_model.build import count_parameters
-from expertmesh.training.planning.cluster_commands import main
+from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.planner.peak_memory import fullest
 from expertmesh.training.planning.rehearsal.run_setting import planned
 from tests.test_configs import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from html import escape
 
-from ....sharding.topology import DENSE, DIVIDED, EXPERT, Axis, Topology
+from ...sharding.topology import DENSE, DIVIDED, EXPERT, Axis, Topology
 from .mesh_picture import layers_of, ranks_of, spans_nodes
 
 MOST_RANKS = 64

@@ -1,5 +1,5 @@
 """Print the process groups of a parallel layout, and try them: `python -m expertmesh.sharding mesh`, whose flags are in
-`cluster_commands.py`."""
+`commands.py`."""
 
 import argparse
 import os
@@ -15,11 +15,11 @@ from ...moe.util.terminal import folded, terminal_width
 from ...sharding.pipeline.balance import cut_stages
 from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
 from ...sharding.torchrun import read_environment
-from .columns import Column, open_console, print_table
-from .planner.hardware import MOST, check_positive, gpus_per_node, save_measured, tell_nodes
-from .planner.layout_picture import MOST_RANKS, layout_picture
-from .planner.measured import ModelCuts
-from .planner.mesh_picture import picture, ranks_of
+from ..planning.columns import Column, open_console, print_table
+from ..planning.planner.hardware import MOST, check_positive, gpus_per_node, save_measured, tell_nodes
+from ..planning.planner.measured import ModelCuts
+from .layout_picture import MOST_RANKS, layout_picture
+from .mesh_picture import picture, ranks_of
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _torchrun_ranks_a_node() -> int | None:
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:
     from ...sharding.mesh import build_mesh
     from ...sharding.runtime.process import device_type, end_process_group, start_process_group
-    from .planner.check import check_groups, measured_hardware
+    from .check import check_groups, measured_hardware
 
     ranks = start_process_group(arguments.use_cpu, arguments.timeout)
     mesh = build_mesh(device_type(arguments.use_cpu), topology, arguments.timeout)

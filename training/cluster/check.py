@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....moe.util.errors import ExpertMeshError
-from ....sharding.collectives.context_parallel import CPGroup
-from ....sharding.collectives.groups import make_group
-from ....sharding.mesh import Mesh
-from ....sharding.topology import Axis, Topology
-from .hardware import Device, Hardware, Link
-from .traffic import Kind, ranks_a_node, share_away
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.collectives.context_parallel import CPGroup
+from ...sharding.collectives.groups import make_group
+from ...sharding.mesh import Mesh
+from ...sharding.topology import Axis, Topology
+from ..planning.planner.hardware import Device, Hardware, Link
+from ..planning.planner.traffic import Kind, ranks_a_node, share_away
 
 ROUNDS = 9
 """Of which the median counts, after two that warm up."""

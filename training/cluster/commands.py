@@ -86,17 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # what a command does is imported once its flags are read: `--help` does without
         if given[:1] == ["plan"]:
-            from .plan_flags import read_flags as read_plan
+            from ..planning.plan_flags import read_flags as read_plan
 
             asked = read_plan(given[1:])
-            from .plan_command import plan
+            from ..planning.plan_command import plan
 
             return plan(asked)
         if given[:1] == ["rehearse"]:
-            from .rehearsal.rehearse_flags import read_flags as read_rehearsal
+            from ..planning.rehearsal.rehearse_flags import read_flags as read_rehearsal
 
             arguments, config = read_rehearsal(given[1:])
-            from .rehearsal.rehearse_command import dry_run
+            from ..planning.rehearsal.rehearse_command import dry_run
 
             return dry_run(arguments, config)
         arguments = build_parser().parse_args(given)

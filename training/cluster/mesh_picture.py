@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....sharding.topology import Axis, Topology
+from ...sharding.topology import Axis, Topology
 
 MOST_GROUPS = 8
 """Groups of a kind that are written out; of more, the first ones and the last."""

@@ -11,7 +11,7 @@ from ...moe.hf_model.family_exceptions import UNSUPPORTED
 from ...moe.util.errors import ExpertMeshError
 from ..attention.context_parallel_attention import apply_context_parallel
 from ..config.train_config import TrainConfig
-from .rehearsal.building import build_rehearsed
+from ..planning.rehearsal.building import build_rehearsed
 
 METHODS = ("full", "LoRA", "packing", "CP", "TP", "quantized base")
 """Ways of training: of all weights, of adapters, with packed sequences, on context-parallel and on tensor-parallel

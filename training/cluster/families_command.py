@@ -73,7 +73,7 @@ def print_support(names: Sequence[str], models: Collection[str]) -> int:
     """Print the table of support; returns the exit code. models: those of the names that are no family's."""
     from transformers import CONFIG_MAPPING
 
-    from .planner.model_config import find_config
+    from ..planning.planner.model_config import find_config
     from .support import markdown
 
     try:

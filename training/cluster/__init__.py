@@ -1,0 +1,1 @@
+"""Which parallel groups a cluster has and whether they work; which models can be trained."""

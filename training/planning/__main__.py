@@ -1,7 +1,0 @@
-"""Plan a run and check a cluster: `python -m expertmesh.training.planning`, or `-m expertmesh.sharding`."""
-
-from expertmesh.moe.util.command import run_command
-from expertmesh.training.planning.cluster_commands import main
-
-if __name__ == "__main__":
-    run_command(main)
