@@ -229,8 +229,6 @@ def test_figures_of_a_step(engine: Any) -> None:
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
         ({"task": "kto"}, "task=.kto.: only train_ep.py trains on preferences"),
         ({"teacher": "T"}, "teacher=.T.: only train_ep.py learns from a teacher"),
-        ({"warmup_steps": 3}, "warmup_steps needs max_steps; give both, or warmup_steps=0"),
-        ({"warmup_ratio": 0.03}, "^warmup_ratio needs max_steps; give both, or warmup_ratio=0$"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
     ],
@@ -239,6 +237,20 @@ def test_figures_of_a_step(engine: Any) -> None:
 def test_settings_that_will_not_do(engine: Any, tiny_model: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(expertmesh.ExpertMeshError, match=said):
         load(tiny_model, **settings)
+
+
+def test_a_recipes_schedule_waits_for_the_number_of_steps(tiny_model: Path, engine: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("warmup_ratio: 0.5\nlr_scheduler_type: cosine\n")
+    said = "lr_scheduler_type='cosine', warmup_ratio=0.5: the learning rate stays constant until engine.schedule, or"
+    with pytest.warns(UserWarning, match=f"^{said}"):
+        engine = load(tiny_model, config=recipe)
+    assert engine.scheduler is None
+    engine.schedule(4)
+    assert engine.optimizer.param_groups[0]["lr"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tiny_model, config=recipe, max_steps=4).scheduler is not None
 
 
 def test_tokenizer_of_the_settings(tiny_model: Path, engine: Any, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from .engine import Engine, start_engine
 from .resume import find_resume, recorded_balance
 from .start import prepare_process
 
+_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+"""Settings that mean something once it is known how many steps there are."""
+
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     """Load a mixture-of-experts model, shard it over the ranks, and return an engine that trains it.
@@ -51,9 +54,6 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         )
     for line in _without_effect(config, settings):
         warn_user(line)
-    if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
-        name = "warmup_steps" if config.warmup_steps else "warmup_ratio"
-        raise ExpertMeshError(f"{name} needs max_steps; give both, or {name}=0")
     prepare_process(config)
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
     check_alike(
@@ -98,6 +98,12 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
         for name in names
         if name not in own
     ]
+    of_schedule = [name for name in _SCHEDULE if getattr(config, name) != default_of(SETTINGS[name])]
+    if config.max_steps < 0 and of_schedule:
+        said = ", ".join(f"{name}={getattr(config, name)!r}" for name in of_schedule)
+        told.append(
+            f"{said}: the learning rate stays constant until engine.schedule, or max_steps, says for how many steps"
+        )
     engine_alone = replace(config, **{name: default_of(SETTINGS[name]) for name in of_loop})
     vars(engine_alone).update(asked=config.asked - of_loop)
     return [*told, *config.overridden, *engine_alone.without_effect]
