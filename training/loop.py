@@ -19,6 +19,7 @@ from ..checkpoints.training_state.saving import Progress, Saver
 from ..moe.experts.model_layers import moe_layers, moe_shape
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.replicas import check_replicas
+from ..sharding.runtime.memory import free_on_host
 from ..sharding.runtime.preemption import Stopped, StopRequest, boundary
 from ..sharding.runtime.process import Ranks
 from ..sharding.runtime.watchdog import Watchdog
@@ -42,7 +43,6 @@ from .monitoring.meter import Meter, measured
 from .monitoring.nonfinite import NonFiniteGuard
 from .monitoring.profiling import StepProfiler
 from .optim.schedule import Schedule, follows_eval_loss, step_scheduler
-from .planning.host_memory import free_on_host
 from .reference_logprobs import LabelledInputs, References
 from .resume import check_order
 from .step import NO_TARGETS

@@ -12,6 +12,7 @@ from ..checkpoints.training_state.saving import checkpoint_name
 from ..moe.util.errors import ExpertMeshError
 from ..moe.util.terminal import folded, going_on_unread
 from ..sharding.runtime.debugger import check_debug_ranks, debugging
+from ..sharding.runtime.memory import measured_peak
 from ..sharding.runtime.preemption import Stopped, StopRequest, boundary, leave
 from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
 from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
@@ -32,7 +33,7 @@ from .monitoring.log import NOTABLE, RunLog
 from .monitoring.profiling import check_profile
 from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
-from .planning.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
+from .planning.rank_memory import Forecast, NoForecast, beside, forecast
 from .reference_logprobs import FILE as REFERENCE_FILE
 from .reference_logprobs import ReferencePass, References
 from .resume import find_resume, how_it_goes_on

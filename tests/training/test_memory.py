@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.runtime import memory
+from expertmesh.sharding.runtime.memory import available_memory, free_of_process, free_on_host, resident
 from expertmesh.training.cluster.commands import main as plan
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
 from expertmesh.training.data.samples import DataOptions, load_samples
 from expertmesh.training.data.sequences import make_rows
-from expertmesh.training.planning import rank_memory as memory
-from expertmesh.training.planning.host_memory import free_of_process, free_on_host
+from expertmesh.training.planning import rank_memory
 from expertmesh.training.planning.memory import Memory
-from expertmesh.training.planning.rank_memory import Forecast, available_memory, longest_sequence, resident
+from expertmesh.training.planning.rank_memory import Forecast, longest_sequence
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
@@ -180,7 +181,7 @@ def test_limits_of_a_process(tmp_path: Path) -> None:
     assert free_of_process(tmp_path) == math.inf
     limited = f"""
 import resource
-from expertmesh.training.planning.host_memory import free_of_process
+from expertmesh.sharding.runtime.memory import free_of_process
 resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))
 before = free_of_process()
 held = bytearray({GIB})
@@ -217,12 +218,12 @@ def test_sequences_are_forecast_as_long_as_batches_have_them(tmp_path: Path, tas
 
 def run_with_little_memory(argv: list[str]) -> tuple[int, str]:
     """train_ep.py where all but a few kilobytes are taken."""
-    whole = memory.available_memory
-    memory.available_memory = lambda device, before: resident() + 1000.0
+    whole = rank_memory.available_memory
+    rank_memory.available_memory = lambda device, before: resident() + 1000.0
     try:
         return run_main(argv)
     finally:
-        memory.available_memory = whole
+        rank_memory.available_memory = whole
 
 
 @pytest.mark.slow

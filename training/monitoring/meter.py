@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ...moe.experts.router_stats import NO_ROUTING, Routing, over_ranks
 from ...moe.hf_model.counts import ParameterCounts, training_flops
+from ...sharding.runtime.memory import most_held, resident
 from ..loss.balance import LossWeights
 from ..metrics import METRICS, Metric
-from ..planning.rank_memory import most_held, resident
 from ..step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name

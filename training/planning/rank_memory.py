@@ -1,16 +1,13 @@
-"""What a rank will hold, forecast before the weights are read, and what it did hold. By the same forecast is chosen how
-a pipeline is run, where that was left open."""
+"""What a rank will hold, forecast before the weights are read. By the same forecast is chosen how a pipeline is run,
+where that was left open."""
 
 import os
-import resource
 import shlex
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ...checkpoints.hf.source import ModelSource
@@ -18,6 +15,7 @@ from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ...moe.kernels.expert_kernels import KernelChoice
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.pipeline.schedule import ScheduleName
+from ...sharding.runtime.memory import available_memory, resident
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology, ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
@@ -25,7 +23,6 @@ from ..data.batch import Padding
 from ..data.sequences import Rows
 from ..inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
-from .host_memory import free_of_process, free_on_host
 from .memory import NEAR, Memory
 from .planner.peak_memory import Peak, peak
 from .planner.schedule_choice import choose_schedule
@@ -289,36 +286,3 @@ def beside(forecast: Forecast | NoForecast, measured: float) -> str:
         return told
     before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
     return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"
-
-
-def available_memory(device: torch.device, before: float) -> float:
-    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limits of
-    the process's cgroups), divided among the node's ranks, or what its own limits leave, and what it holds already."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return before + min(free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_of_process())
-
-
-def resident() -> float:
-    """Bytes that this process holds in memory; where the system does not say, the most it ever held."""
-    try:
-        return float(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
-    except OSError:
-        return _most_resident()
-
-
-def _most_resident() -> float:
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-
-
-def most_held(device: torch.device) -> float:
-    """The most bytes that this rank has held since it started: on a GPU what torch has allocated there, else the
-    process's resident memory."""
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
-
-
-def measured_peak(device: torch.device) -> float:
-    """The largest `most_held` of all ranks, which call it together."""
-    largest = torch.tensor(most_held(device), dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)

@@ -1,8 +1,14 @@
-"""Host memory that a process may still take: what is free on the host, and under each limit that the kernel sets."""
+"""What a process may hold and holds: the memory that is free on its host, under each limit that the kernel sets, and
+what of it the process takes, on a GPU or a host."""
 
+import os
 import resource
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 _LIMITS = (
     # cgroup v2, where exceeding `high` all but stops a process
@@ -15,6 +21,39 @@ _LIMITS = (
 _MOUNTED = {"cgroup": "sys/fs/cgroup/memory", "cgroup2": "sys/fs/cgroup"}
 """Where file systems of cgroups usually are mounted: v1's of memory, and v2's."""
 _OF_PROCESS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+
+
+def available_memory(device: torch.device, before: float) -> float:
+    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limits of
+    the process's cgroups), divided among the node's ranks, or what its own limits leave, and what it holds already."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return before + min(free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_of_process())
+
+
+def resident() -> float:
+    """Bytes that this process holds in memory; where the system does not say, the most it ever held."""
+    try:
+        return float(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
+    except OSError:
+        return _most_resident()
+
+
+def _most_resident() -> float:
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+def most_held(device: torch.device) -> float:
+    """The most bytes that this rank has held since it started: on a GPU what torch has allocated there, else the
+    process's resident memory."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
+
+
+def measured_peak(device: torch.device) -> float:
+    """The largest `most_held` of all ranks, which call it together."""
+    largest = torch.tensor(most_held(device), dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def free_on_host(root: Path = Path("/")) -> float:
