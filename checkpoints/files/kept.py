@@ -31,6 +31,11 @@ def recorded_key(record: Path) -> str:
     return str(_table(record).get("key", ""))
 
 
+def recorded_files(record: Path) -> list[Path]:
+    """The files beside a record that it is of."""
+    return [record.with_name(name) for name in _table(record).get("files", {})]
+
+
 def damage(record: Path, files: Sequence[Path]) -> str:
     """What is wrong with files that a record is of, in words; empty: nothing. Reads them."""
     entries = _table(record).get("files", {})

@@ -538,6 +538,49 @@ def test_lists_with_dashes_are_read_back(tmp_path: Path, values: list[str]) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("run_name: no", "run_name", "no"),
+        ("run_name: TRUE", "run_name", "TRUE"),
+        ("run_name: 012", "run_name", "012"),
+        ("run_name: 1:30", "run_name", "1:30"),
+        ("run_name: 2026-13-01", "run_name", "2026-13-01"),
+        ("run_name: 2026-01-02 00:00:00", "run_name", "2026-01-02 00:00:00"),
+        ("add_tokens: [yes, no, on, off, true, 0x10, 1_000, 1.50]", "add_tokens",
+         ["yes", "no", "on", "off", "true", "0x10", "1_000", "1.50"]),
+        ("template_date: 2026-01-02", "template_date", "2026-01-02"),
+        ("lr_scheduler_kwargs: {smooth: no, num_cycles: 2}", "lr_scheduler_kwargs",
+         '{"smooth": false, "num_cycles": 2}'),
+        ("lr_scheduler_kwargs: {day: 2026-01-02}", "lr_scheduler_kwargs", '{"day": "2026-01-02"}'),
+        ("bf16: on", "bf16", True),
+        ("export: off", "export", False),
+        ("gradient_checkpointing: yes", "gradient_checkpointing", "full"),
+        ("gradient_checkpointing: off", "gradient_checkpointing", "none"),
+        ("resume: on", "resume", "auto"),
+        ("train_mtp: yes", "train_mtp", 0.1),
+        ("train_mtp: 1", "train_mtp", 1.0),
+        ("learning_rate: 1e-4", "learning_rate", 1e-4),
+        ("debug_ranks: [0, 2]", "debug_ranks", [0, 2]),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_file_is_what_is_written(tmp_path: Path, text: str, name: str, value: object) -> None:
+    """Not what YAML makes of it, where that is something else."""
+    config = of_yaml(tmp_path, text)
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+    config.save(tmp_path / "config.yaml")
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
+
+
+def test_a_switch_is_no_text() -> None:
+    for settings in ({"run_name": False}, {"add_tokens": ["a", True]}, {"seed": True}):
+        (name,) = settings
+        with pytest.raises(ExpertMeshError, match=f"^{name} is .*, as a switch is; give text or a number$"):
+            make_config({"model": "m", **settings})
+    assert make_config({"model": "m", "resume": True}).resume == "auto"
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("add_tokens: [a, null]", "add_tokens has an empty entry (null)"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.files.kept import damage, record_kept, recorded_key
+from ...checkpoints.files.kept import damage, record_kept, recorded_files, recorded_key
 from ...moe.util.errors import ExpertMeshError
 from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
@@ -354,12 +354,14 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
 
     rows_key, tokens_key = keys_of(source.version, options, tokenizer)
     try:
+        for key in (rows_key, tokens_key) if checks else ():
+            _check_kept(rows_key, key)
         rows = Dataset.from_generator(
             partial(_records, source, flag, options),
             cache_dir=str(cache_directory()),
             fingerprint=rows_key,
         )
-        _check_kept(rows, rows_key, checks)
+        _record_kept(rows, rows_key)
         tokens = rows.map(
             _tokenize_batch(tokenizer, options),
             batched=True,
@@ -370,27 +372,35 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             new_fingerprint=tokens_key,
             desc=f"tokenizing {source.name}",
         )
-        _check_kept(tokens, tokens_key, checks)
+        _record_kept(tokens, tokens_key)
         _check_columns(tokens, _features(options))
         return _samples(rows, tokens, flag, source.name, options, source.unread)
     except Exception as error:
         raise _own_error(error) from None
 
 
-def _check_kept(dataset: Any, key: str, checks: bool) -> None:
-    """Compare a data set's files in the cache with their checksums, or write these beside new ones.
+def _check_kept(rows_key: str, key: str) -> None:
+    """Compare the files of a data set in the cache with their checksums, before `datasets` reads them: what it raises
+    where they are damaged may be anything.
 
     Raises:
         ExpertMeshError: a file is damaged.
     """
+    for record in cache_directory().glob(f"*/*{rows_key}/*/{key}.json"):
+        of_another = "" if recorded_key(record) == key else f"{record}: is damaged, or of other data"
+        if found := of_another or damage(record, recorded_files(record)):
+            raise ExpertMeshError(f"{_PLACE.format(cache_directory())} read there: {found}; {_DELETE}")
+
+
+def _record_kept(dataset: Any, key: str) -> None:
+    """Write checksums beside new files of a data set in the cache."""
+    import datasets
+
     files = [Path(file["filename"]) for file in dataset.cache_files]
-    if not files:  # no rows: who looks at the columns tells of it
-        return
-    record = files[0].with_name(f"{key}.json")
-    if recorded_key(record) != key:
+    # no rows: who looks at the columns tells of it
+    if files and not (record := files[0].with_name(f"{key}.json")).exists():
+        files.append(record.with_name(datasets.config.DATASET_INFO_FILENAME))
         record_kept(record, key, files, writer=str(os.getpid()))
-    elif checks and (found := damage(record, files)):
-        raise ExpertMeshError(f"{_PLACE.format(cache_directory())} read there: {found}; {_DELETE}")
 
 
 def _check_columns(tokens: Any, expected: Collection[str]) -> None:
