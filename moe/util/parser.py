@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .errors import ExpertMeshError
 
-_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+_TRUE, _FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", "n", "0")
 _FLAG = re.compile(r"--\w[\w-]*")
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 _HELP_COLUMN = 26

@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -1172,6 +1173,30 @@ def test_a_flipped_bit_of_a_cached_token_is_told(
         load(tokenizer, file)
     kept.write_bytes(kept.read_bytes().replace(after, before))
     assert load(tokenizer, file)[0].tokens == tokens
+
+
+@pytest.mark.parametrize("names", ["dataset_info.json", "*.arrow", "[0-9a-f]*.json"])
+def test_damage_of_any_file_of_the_cache_is_told(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    """Whatever `datasets` makes of it: a letter of a type's name, of a column's, of a key."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file, other = (write(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in ("data", "other"))
+    load(tokenizer, other)
+    others = {path.name: path for path in (tmp_path / "cache").rglob(names)}
+    load(tokenizer, file)
+    for path in {*(tmp_path / "cache").rglob(names)} - {*others.values()}:
+        content = path.read_bytes()
+        texts = [found.start() for found in re.finditer(rb"[a-z]{4}", content)][:12]
+        changed = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in texts]
+        of_another = others.get(path.name, next(iter(others.values()))).read_bytes()
+        for damaged in (*changed, of_another, b"\x80" + content[1:]):
+            path.unlink()
+            path.write_bytes(damaged)
+            with pytest.raises(ExpertMeshError, match=r"cannot be read there: .*is damaged.*; delete that directory"):
+                load(tokenizer, file)
+        path.write_bytes(content)
+    load(tokenizer, file)
 
 
 def test_a_file_that_was_replaced_and_kept_its_time_and_size(tmp_path: Path, tokenizer: Any) -> None:

@@ -64,14 +64,20 @@ def _list(help: str, *needs: "Needs", default: Sequence[str] = (), **metadata: A
     return field(default_factory=lambda: list(default), metadata={"help": help, "needs": needs, **metadata})
 
 
+def _switched(text: str, on: str, off: str) -> str:
+    """What a switch's value stands for; any other is itself."""
+    of_words = {**dict.fromkeys(("true", "yes", "on"), on), **dict.fromkeys(("false", "no", "off"), off)}
+    return of_words.get(text.lower(), text)
+
+
 def _checkpointing(text: str) -> str:
     """In transformers it is a switch: its values mean something here too."""
-    return {"true": "full", "false": "none"}.get(text.lower(), text)
+    return _switched(text, "full", "none")
 
 
 def _resume(text: str) -> str:
     """In YAML it may be a switch too."""
-    return {"true": "auto", "false": ""}.get(text.lower(), text)
+    return _switched(text, "auto", "")
 
 
 def _optimizer(text: str) -> str:
@@ -1123,8 +1129,7 @@ Megatron-LM's default."""
 
 def _mtp_weight(text: str) -> float:
     """In YAML it may be a switch too."""
-    switch = {"true": MTP_WEIGHT, "false": 0.0}.get(text.lower())
-    return float(text) if switch is None else switch
+    return float(_switched(text, str(MTP_WEIGHT), "0"))
 
 
 @dataclass

@@ -614,8 +614,25 @@ def flags_of_config(
     return words
 
 
+class _Scalar(str):
+    """Text that YAML reads as something else, which a setting may not: `no` may be a token, and 010 a name.
+
+    Attributes:
+        value: what YAML reads.
+    """
+
+    value: Any
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML takes the last."""
+    """Keeps what is written, and refuses a key that is given twice, of which YAML takes the last."""
+
+    def as_written(self, node: yaml.ScalarNode) -> _Scalar:
+        scalar = _Scalar(node.value)
+        scalar.value = node.value
+        with suppress(ValueError):  # of 2026-13-01
+            scalar.value = yaml.SafeLoader.yaml_constructors[node.tag](self, node)
+        return scalar
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -623,6 +640,19 @@ class _Loader(yaml.SafeLoader):
             if count > 1:
                 raise yaml.constructor.ConstructorError(problem=f"{name} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+for _kind in ("bool", "int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.as_written)
+
+
+def _as_read(value: Any) -> Any:
+    """What YAML reads, within a table."""
+    if isinstance(value, dict):
+        return {_as_read(key): _as_read(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_as_read, value))
+    return value.value if isinstance(value, _Scalar) else value
 
 
 def _read_yaml(file: Path) -> dict[Any, Any]:
@@ -681,6 +711,9 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
         raise ExpertMeshError(f"{key} is a list; give one value")
     if isinstance(value, list) and None in value:
         raise ExpertMeshError(f"{key} has an empty entry (null); leave it out, or write its text in quotes")
+    is_switch = SETTINGS[name].type is bool or "bool" in SETTINGS[name].metadata.get("also", ())
+    if not is_switch and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
+        raise ExpertMeshError(f"{key} is {value}, as a switch is; give text or a number")
     if isinstance(value, list):
         words = _with_values(name, value)
         if any(parser._parse_optional(word) is not None for word in words[1:]):
@@ -689,7 +722,7 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
     if isinstance(value, dict):
         if not any(kind.startswith("dict") for kind in SETTINGS[name].metadata.get("also", ())):
             raise ExpertMeshError(f"{key} is a table; give one value")
-        return [f"--{name}={json.dumps(value)}"]
+        return [f"--{name}={json.dumps(_as_read(value), default=str)}"]
     return [] if value is None else [f"--{name}={value}"]
 
 
@@ -705,7 +738,7 @@ def _written(value: Any) -> list[str]:
     if isinstance(value, list) and value:
         return [word for item in value for word in _written(item)]
     if isinstance(value, dict | list):
-        return [json.dumps(value, default=str)]
+        return [json.dumps(_as_read(value), default=str)]
     return ["" if value is None else str(value)]
 
 
