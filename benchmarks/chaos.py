@@ -40,7 +40,7 @@ OF_PREFERENCES = ("rewards/chosen", "rewards/margins", "logps/rejected", "kl")
 """The same, of a run with pairs or labelled answers."""
 OUTPUTS = {
     *("adapter", "checkpoints", "config.yaml", "environment.json", "finished.json", "hf"),
-    *("metrics.jsonl", "reference.safetensors", "report.html"),
+    *("metrics.jsonl", "reference.json", "reference.safetensors", "report.html"),
 }
 CHECKPOINTS = re.compile(r"step-\d+")
 

@@ -28,13 +28,14 @@ from .finished import FILE as FINISHED
 from .lock import DirectoryLock
 from .monitoring.trackers import TRACKERS
 from .reference_logprobs import FILE as REFERENCE
+from .reference_logprobs import RECORD as REFERENCE_RECORD
 from .report.profiles import PROFILES
 from .start import check_directory
 from .teacher import DIRECTORY as TEACHER
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS, TEACHER)
-_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED, REFERENCE)
+_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED, REFERENCE, REFERENCE_RECORD)
 _SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
 """A file system of a network may take a while to show on one node what another has written. Less is waited where a run
 can do without."""

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..checkpoints.files.directories import write_errors
+from ..checkpoints.files.kept import damage, record_kept, recorded_key
 from ..moe.util.atomic_write import whole
 from ..moe.util.errors import ExpertMeshError
 from ..sharding.runtime.process import Ranks, raise_together
@@ -25,7 +24,7 @@ from .data.sequences import LabelledRows, Rows
 from .evaluate import by_length, head_outputs, inference
 from .loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
 
-FILE = "reference.safetensors"
+FILE, RECORD = "reference.safetensors", "reference.json"
 _MISSING, _OTHER = "is not there", "is of another model or other data"
 
 
@@ -141,7 +140,8 @@ class ReferencePass:
             with raise_together(), write_errors(directory):
                 if self.ranks.rank == 0:
                     with whole(directory / FILE, durable=True) as partial:
-                        save_file(found, partial, {"fingerprint": self.key, "checksum": _checksum(found)})
+                        save_file(found, partial)
+                    record_kept(directory / RECORD, self.key, [directory / FILE])
         inputs = {name: _inputs(part.samples, found[name], estimates) for name, part in parts.items()}
         return References(inputs["training"], inputs.get("evaluation")), was_kept
 
@@ -153,11 +153,11 @@ class ReferencePass:
                 told = [*_read(path, self.key)]
                 if told[0] is None and not can_compute:
                     raise ExpertMeshError(
-                        f"--resume: {path}: {told[1]}; it has the log-probabilities of the model that the run began "
+                        f"--resume: {told[1]}; it has the log-probabilities of the model that the run began "
                         "with, which this run has not read: bring the file back, or begin anew"
                     )
-                if told[1] not in ("", _MISSING, _OTHER):
-                    self.tell(f"note: {path}: {told[1]}; it is computed anew")
+                if told[1] and not told[1].endswith((_MISSING, _OTHER)):
+                    self.tell(f"note: {told[1]}; the reference's log-probabilities are computed anew")
         dist.broadcast_object_list(told, src=0)
         found: dict[str, Tensor] | None = told[0]
         if found is not None:
@@ -200,25 +200,13 @@ def _inputs(samples: Samples, reference_P2: Tensor, estimates: bool) -> PairInpu
     return PairInputs(samples.targets_P2, reference_P2)
 
 
-def _checksum(found: Mapping[str, Tensor]) -> str:
-    """Of names, shapes and content."""
-    state = xxhash.xxh3_128()
-    for name, values in sorted(found.items()):
-        state.update(f"{name} {values.dtype} {[*values.shape]}".encode())
-        state.update(values.contiguous().numpy().tobytes())
-    return state.hexdigest()
-
-
 def _read(path: Path, key: str) -> tuple[dict[str, Tensor] | None, str]:
     """(the tensors, or why not)."""
     if not path.exists():
-        return None, _MISSING
-    try:
-        with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
-            if said.get("fingerprint") != key:
-                return None, _OTHER
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        return None, f"cannot be read: {error}"
-    return (found, "") if said.get("checksum") == _checksum(found) else (None, "is damaged: its checksum is another")
+        return None, f"{path}: {_MISSING}"
+    record = path.with_name(RECORD)
+    kept = recorded_key(record)
+    if kept != key:
+        return None, f"{path}: {_OTHER}" if kept else f"{record}: is damaged, or not there"
+    said = damage(record, [path])
+    return (None, said) if said else (load_file(path), "")

@@ -153,12 +153,16 @@ def test_lora_against_its_base(runs: Runs) -> None:
     stopped = stop_after_two(whole, runs.directory / "stopped")
     flip_a_bit(stopped / "reference.safetensors")
     resumed = runs(2, f"{lora} --resume auto", stopped)
-    assert "reference.safetensors: is damaged: its checksum is another; it is computed anew" in resumed.printed
+    assert (
+        "reference.safetensors: is damaged: its checksum is not the one in reference.json; the reference"
+        in resumed.printed
+    )
     assert_same_bits(resumed.weights, whole.weights)
     # killed before its first checkpoint, and started again from another adapter, which is its own reference too
     begun = runs.directory / "begun"
     begun.mkdir()
-    shutil.copy(whole.out / "reference.safetensors", begun)
+    for name in ("reference.safetensors", "reference.json"):
+        shutil.copy(whole.out / name, begun)
     other = runs(2, f"{lora} --max-steps 1 --resume auto --init-adapter {whole.out}/adapter", begun).lines("loss")[0]
     assert other["loss"] == near(math.log(2), added_up(other))
 

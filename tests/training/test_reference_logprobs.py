@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training import reference_logprobs
 from expertmesh.training.loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
-from expertmesh.training.reference_logprobs import FILE, LabelledInputs, PairInputs, ReferencePass
+from expertmesh.training.reference_logprobs import FILE, RECORD, LabelledInputs, PairInputs, ReferencePass
 from tests.distributed.whole_runs import flip_a_bit
 
 REFERENCE_P2 = torch.arange(8, dtype=torch.float64).view(4, 2)
@@ -89,24 +89,40 @@ def test_what_is_kept_is_taken_by_the_same_model_and_data_alone(computed: list[A
 
 
 def test_a_damaged_one_is_computed_anew(computed: list[Any], tmp_path: Path) -> None:
-    """With a note, as it may be the disk."""
+    """With a note, as it may be the disk; also a file without its record, as earlier releases left it."""
     data: Any = SimpleNamespace(samples=[0] * 4)
-    told: list[str] = []
     reference_pass("a").run(tmp_path, data, None, can_compute=True)
-    flip_a_bit(tmp_path / FILE)
-    found, was_kept = reference_pass("a", told).run(tmp_path, data, None, can_compute=True)
-    assert not was_kept
-    assert told == [f"note: {tmp_path / FILE}: is damaged: its checksum is another; it is computed anew"]
-    assert torch.equal(cast(torch.Tensor, found.training), REFERENCE_P2 + 2)
+    content, anew = (tmp_path / FILE).read_bytes(), "; the reference's log-probabilities are computed anew"
+    cut = f"{tmp_path / FILE}: is damaged: its checksum is not the one in {RECORD}"
+    for times, (file, change, said) in enumerate(
+        (
+            (FILE, lambda: flip_a_bit(tmp_path / FILE), cut),
+            (FILE, lambda: (tmp_path / FILE).write_bytes(content[:100]), cut),
+            (RECORD, lambda: flip_a_bit(tmp_path / RECORD), f"{tmp_path / RECORD}: is damaged, or not there"),
+            (RECORD, lambda: (tmp_path / RECORD).unlink(), f"{tmp_path / RECORD}: is damaged, or not there"),
+        ),
+        start=2,
+    ):
+        change()
+        with pytest.raises(ExpertMeshError, match=rf"--resume: .*{file}: is damaged.* begin anew"):
+            reference_pass("a").run(tmp_path, data, None, can_compute=False)
+        told: list[str] = []
+        found, was_kept = reference_pass("a", told).run(tmp_path, data, None, can_compute=True)
+        assert not was_kept
+        assert told == [f"note: {said}{anew}"]
+        assert torch.equal(cast(torch.Tensor, found.training), REFERENCE_P2 + times)
+        assert reference_pass("a").run(tmp_path, data, None, can_compute=False)[1]
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "is not there"), (b"x", "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, f"{FILE}: is not there"), (b"x", f"{RECORD}: is damaged, or not there")]
+)
 def test_a_resumed_run_without_them_is_refused(
     computed: list[Any], tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     if content is not None:
         (tmp_path / FILE).write_bytes(content)
     data: Any = SimpleNamespace(samples=[0] * 4)
-    with pytest.raises(ExpertMeshError, match=rf"--resume: .*{FILE}: {said}.*bring the file back, or begin anew"):
+    with pytest.raises(ExpertMeshError, match=rf"--resume: .*{said}.*bring the file back, or begin anew"):
         reference_pass("a").run(tmp_path, data, None, can_compute=False)
     assert not computed
