@@ -10,9 +10,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import transformers
@@ -201,18 +201,36 @@ def _has_loop(function: FunctionType) -> bool:
     return any(isinstance(node, ast.For | ast.While) for node in ast.walk(source))
 
 
+class PackagedKernel(NamedTuple):
+    """What transformers looks for in a package, to take it in place of a function of its own. package: its name for
+    pip. name: of the function there."""
+
+    package: str
+    name: str
+    is_installed: bool
+
+
+def kernel_of(function: FunctionType) -> PackagedKernel | None:
+    """What transformers looks for in place of a function; None: nothing. Where it looks is in no interface: nothing is
+    found where a release has changed that."""
+    known: Mapping[str, str] = getattr(hub_kernels, "_PACKAGE_TO_DISTRIBUTION", {})
+    decorated = inspect.getclosurevars(function).nonlocals
+    if not decorated.keys() >= {"is_new_implementation", "package", "func_name"}:
+        return None
+    package = decorated["package"]
+    return PackagedKernel(known.get(package, package), decorated["func_name"], decorated["is_new_implementation"])
+
+
 def missing_kernels(modules: Iterable[nn.Module]) -> dict[str, list[str]]:
     """Packages, by their names for pip, in which transformers looked in vain for kernels of what these modules compute
-    in loops, with the names of the functions that do so. Where it looks is in no interface: nothing is found where a
-    release has changed that, and it then warns by itself, at the first call."""
-    known: Mapping[str, str] = getattr(hub_kernels, "_PACKAGE_TO_DISTRIBUTION", {})
+    in loops, with the names of the functions that do so. Where nothing is found (see `kernel_of`) it warns by itself,
+    at the first call."""
     missing: dict[str, list[str]] = {}
     for functions in looping_functions(modules).values():
         for name, function in functions.items():
-            decorated = inspect.getclosurevars(function).nonlocals
-            if decorated.get("is_new_implementation") is False:
-                package = decorated["package"]
-                missing.setdefault(known.get(package, package), []).append(name)
+            kernel = kernel_of(function)
+            if kernel is not None and not kernel.is_installed:
+                missing.setdefault(kernel.package, []).append(name)
     return missing
 
 
@@ -222,13 +240,9 @@ def replacing_functions(
 ) -> Iterator[None]:
     """Within it `call(function, *args, **kwargs)` is called in the place of each, which files of models call by these
     names."""
-
-    def replaced(function: FunctionType) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(function, *args, **kwargs)
-
     with ExitStack() as patches:
         for file, named in functions.items():
-            calls = {name: replaced(function) for name, function in named.items()}
+            calls = {name: partial(call, function) for name, function in named.items()}
             patches.enter_context(mock.patch.dict(vars(file), calls))
         yield
 

@@ -83,6 +83,7 @@ from .model_setup.new_tokens import train_new_tokens
 from .model_setup.rates import experts_apart
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
+from .planning.coverage import without_kernels
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary
@@ -983,18 +984,15 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
 
 
 def _slower(missing: Mapping[str, Sequence[str]]) -> str:
-    """A warning that a GPU will run functions of transformers that loop in Python, which forecasts assume (see
+    """A warning that a GPU will run functions of transformers that loop in Python, which forecasts do not assume (see
     `training.planning.coverage.assumed_code`).
 
     Args:
         missing: by package, from `missing_kernels`.
     """
-    names, packages = sorted(name for names in missing.values() for name in names), sorted(missing)
-    return (
-        f"warning: {' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed: transformers' "
-        f"Python code computes {', '.join(names)}, token by token or in chunks, and steps take about ten times as long "
-        f"on a GPU; pip install {' '.join(packages)}"
-    )
+    packages, code = sorted(missing), without_kernels(name for names in missing.values() for name in names)
+    are = "is" if len(packages) == 1 else "are"
+    return f"warning: {' and '.join(packages)} {are} not installed: {code}; pip install {' '.join(packages)}"
 
 
 def _objective(

@@ -1,7 +1,7 @@
 """Which flags of a run its forecasts do not cover: refused, where the run would be another one than was forecast, or
 said beside the figures. All others are read by a forecast, or are in `NO_EFFECT`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
@@ -59,18 +59,25 @@ def check_covered(config: TrainConfig) -> None:
         )
 
 
-def assumed_code(looped: Sequence[str], by_liger: bool) -> list[str]:
+def without_kernels(names: Iterable[str]) -> str:
+    """What a GPU does without a package that has kernels for these functions."""
+    return (
+        f"transformers' Python code computes {', '.join(sorted(names))}, token by token or in chunks, and steps take "
+        "about ten times as long on a GPU"
+    )
+
+
+def assumed_code(looped: Sequence[tuple[str, str]], by_liger: bool) -> list[str]:
     """Whose code is taken to compute what depends on the packages of the machine with the GPUs, a line each.
 
     Args:
         looped, by_liger: of `ModelParameters`.
     """
     lines = []
-    if looped:
-        lines.append(
-            f"assumed: transformers' Python code computes {', '.join(looped)}, token by token or in chunks; where the "
-            "GPUs' machine has a package with kernels for it, such as flash-linear-attention or mamba-ssm, it is faster"
-        )
+    for package in sorted({package for _, package in looped}):
+        names = [name for name, other in looped if other == package]
+        known = f"{package} is installed; without it" if package else "no figures of kernels are known, so"
+        lines.append(f"assumed: {known} {without_kernels(names)}")
     if by_liger:
         lines.append("assumed: liger-kernel is installed, and computes norms and rotary positions; without it slower")
     return lines

@@ -87,7 +87,8 @@ class ModelParameters:
         buffers: bytes of them, on every rank.
         num_experts, top_k: of its MoE layers.
         counts: of parameters.
-        looped: names of its functions that loop over tokens in Python. by_liger: whether liger-kernel computes norms.
+        looped: functions that loop over tokens, and whose kernels compute them (see
+            `rehearsal.recurrent_stand_in.computed_by`). by_liger: whether liger-kernel computes norms.
     """
 
     kinds: tuple[LayerParameters, ...]
@@ -99,7 +100,7 @@ class ModelParameters:
     counts: ParameterCounts
     root_names: tuple[str, ...]
     root_regions: tuple[int, ...]
-    looped: tuple[str, ...] = ()
+    looped: tuple[tuple[str, str], ...] = ()
     by_liger: bool = False
 
     def all(self) -> Iterable[Parameter]:

@@ -147,11 +147,6 @@ class CachedMeasure:
             raise ExpertMeshError(found)
         return found
 
-    def loops(self, workload: Workload) -> list[Any]:
-        """Predictions of the model's functions that loop over tokens (see `loops.Loop`), which are not kept."""
-        found: list[Any] = self._measurer.loops_of(workload)
-        return found
-
     def cuts(self) -> ModelCuts:
         """
         Raises:
@@ -259,7 +254,8 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
     attention = tuple(Attention(**kind) for kind in told["counts"]["attention"])
     counts = ParameterCounts(**{**told["counts"], "attention": attention})
     rest = {name: told[name] for name in ("buffers", "num_experts", "top_k", "by_liger")}
-    rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions", "looped")}
+    rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions")}
+    rest["looped"] = _tuples(told["looped"])
     return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
 
 

@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ....moe.dispatch import exchange
@@ -35,7 +34,7 @@ from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import assuming_even_counts, even
 from ....moe.linear import quantized as quantised
 from ....moe.torch_private import replacing_attention, replacing_collectives
-from ....moe.transformers_private import looping_functions, never_tracing, replacing_calls, replacing_functions
+from ....moe.transformers_private import never_tracing, replacing_calls
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives import context_parallel
@@ -73,8 +72,8 @@ from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors
 from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
-from .loops import Given, Loop, Results, Source, call_told, loops_at, loops_between
 from .recorder import Event, Recorder, recording_triton
+from .recurrent_stand_in import computed_by, recorded, replaced_functions
 from .seen_spans import SeenSpans, Tape, between
 from .triton_stand_in import import_kernels
 from .world import Splits, _fused_attention, batch_of, what_failed
@@ -117,8 +116,8 @@ class Measurer:
         self.calls: dict[Workload, dict[int, _Call]] = {}
         self.seen: dict[tuple[Part, Workload], SeenSpans] = {}
         firsts = [self.layers[number] for number in self.first]
-        self.looping = looping_functions(module for layer in firsts for module in layer.modules())
-        self.loops: dict[Any, list[Loop]] = {}
+        in_layers = [module for layer in firsts for module in layer.modules()]
+        self.recurrent = replaced_functions(in_layers)
         self.divided = {model.get_parameter(name) for name in divided_of(model)}
         self.tp: TPGroup | None = None
         if config.tp_size > 1:
@@ -128,7 +127,7 @@ class Measurer:
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = replace(
             _parameters(model, self.layers, self.kinds, config, counts),
-            looped=tuple(sorted(name for functions in self.looping.values() for name in functions)),
+            looped=computed_by(in_layers),
             by_liger=any(map(is_by_liger, model.modules())),
         )
         self.kept = set(fp32_parameters(model).values())
@@ -164,22 +163,12 @@ class Measurer:
         *kinds, root = (seen.measured() for seen in found.values() if seen is not None)
         return MeasuredModel(tuple(kinds), root)
 
-    def loops_of(self, workload: Workload) -> "list[Loop]":
-        """Predictions of the functions of this model that loop over tokens."""
-        with self._world(workload):
-            return self._loops(workload)
-
-    @contextmanager
-    def _world(self, workload: Workload) -> Iterator[None]:
-        with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
-            yield
-
     def _measured(self, parts: Sequence[Part], workload: Workload) -> dict[Part, SeenSpans]:
         if workload.device == "cuda":
             import_kernels()
         try:
-            with self._world(workload):
-                return _Measurement(self, workload, self._loops(workload)).run(parts)
+            with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
+                return _Measurement(self, workload).run(parts)
         except ExpertMeshError:
             raise
         except Exception as error:
@@ -202,37 +191,12 @@ class Measurer:
         nearest = _nearest(((other, seen) for (of, other), seen in self.seen.items() if of == part), scope)
         return nearest and between(*nearest)
 
-    def _known_loops(self, workload: Workload) -> list[Loop] | None:
-        """Loops that follow from predictions with fewer and with more sequences."""
-        nearest = _nearest(self.loops.items(), workload)
-        return nearest and loops_between(*nearest)
-
-    def _loops(self, workload: Workload) -> "list[Loop]":
-        """Predictions of functions that loop over tokens, which depend on nothing of the workload but its tokens."""
-        workload = _around(workload)
-        if not self.looping:
-            return []
-        if workload not in self.loops and (known := self._known_loops(workload)) is not None:
-            self.loops[workload] = known
-        if workload not in self.loops:
-
-            def given_at(length: int) -> list[Given]:
-                whole = length * workload.cp_size * workload.tp_size
-                short = replace(
-                    workload, seq_length=whole, targets=min(workload.targets, workload.micro_batch * length)
-                )
-                return _Measurement(self, short, []).given()
-
-            self.loops[workload] = loops_at(workload.length, given_at, lambda: _Recorder(self.parts))
-        return self.loops[workload]
-
 
 class _Measurement:
     """The measurement of one workload."""
 
-    def __init__(self, measurer: Measurer, workload: Workload, loops: Sequence[Loop]):
+    def __init__(self, measurer: Measurer, workload: Workload):
         self.of = measurer
-        self.loops = loops
         self.model, self.layers = measurer.model, measurer.layers
         self.workload = workload
         self.dtype = torch.bfloat16 if workload.bf16 else torch.float32
@@ -289,42 +253,9 @@ class _Measurement:
             calls = self.of.calls[around]
             return {part: self._root(calls) if part == "root" else self._layer(part, calls) for part in parts}
 
-    def given(self) -> list[Given]:
-        """How the first layer of each kind calls looping functions."""
-        found: list[tuple[Given, list[StorageWeakRef]]] = []
-        # kinds of layers call a function alike, and it takes as long as all else
-        results: dict[Any, Results] = {}
-
-        def note(function: Any, *args: Any, **kwargs: Any) -> Any:
-            told = Given.of(function, args, kwargs)
-            storages = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            found.append((told, [StorageWeakRef(storage) for storage in storages]))
-            like = (told.form, told.layouts)
-            if like not in results:
-                results[like] = Results.of(function, args, kwargs)
-            return results[like].without_graph(args, kwargs)
-
-        given: dict[Any, Given] = {}
-        with self._told(), replacing_functions(self.of.looping, note):
-            calls = self._calls()
-            found.clear()
-            with self._recording([]), forward_of(self.batch):
-                for kind, number in enumerate(self.of.first):
-                    args, kwargs = calls[kind].arguments(torch.zeros((), requires_grad=True), self.dtype)
-                    out = self.layers[number](*args, **kwargs)
-                    del args, kwargs
-                    for each, storages in found:
-                        told = each.with_held(storages)
-                        given.setdefault((told.form, told.layouts, told.learned), told)
-                    found.clear()
-                    del out
-        return [each for each in given.values() if each.is_plain]
-
-    def _call_looping(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call what was predicted of a function that loops, or else the function itself."""
+    def _record_kernel(self, *kernel: Any) -> None:
         assert self.recorder is not None
-        is_checkpointed = self.workload.checkpointing != "none"
-        return call_told(self.loops, self.recorder, self.of.parts, is_checkpointed, function, args, kwargs)
+        self.recorder.kernel(*kernel)
 
     def _calls(self) -> dict[int, "_Call"]:
         """How the model calls the first layer of each kind, and what that gives."""
@@ -488,10 +419,8 @@ class _Measurement:
                 never_tracing(),
                 assuming_even_counts(),
             ]
-            if self.loops:
-                patches.append(replacing_functions(self.of.looping, self._call_looping))
             if w.device == "cuda":
-                patches.append(replacing_attention(_fused_attention))
+                patches += [replacing_attention(_fused_attention), recorded(self.of.recurrent, self._record_kernel)]
             for patch in patches:
                 stack.enter_context(patch)
             yield
@@ -505,7 +434,7 @@ def _without_experts(workload: Workload) -> Workload:
 
 
 def _around(workload: Workload) -> Workload:
-    """The workload as what is around the layers depends on it, or a function of a layer that loops over tokens."""
+    """The workload as what is around the layers depends on it."""
     return replace(_without_experts(workload), checkpointing="none", offload_activations=False)
 
 
@@ -534,7 +463,6 @@ class _Recorder(Recorder):
     def __init__(self, parts: Parts):
         super().__init__(parts)
         self.micro = 0
-        self.note_levels: Callable[[Sequence[int]], None] = _nothing
 
     def doing(self) -> str:
         """What part of a step the newest event is of."""
@@ -551,9 +479,6 @@ class _Recorder(Recorder):
         rounds = 2 if kind == "all-reduce" else 1
         event.collective, event.group, event.sent = kind, group.group_name, rounds * largest * (1 - 1 / group.ranks)
         return event
-
-    def reached(self, levels: Sequence[int]) -> None:
-        self.note_levels(levels)
 
     def arrive(self, group: "_Group") -> None:
         """Wait for the group's oldest all-to-all under way."""
@@ -584,7 +509,6 @@ class _Tape(Tape):
         self.recorder = recorder
         self.live = LiveTensors(held)
         self.live.changed = lambda storage, more, is_gone: self.note(("change", recorder.doing()), more)
-        recorder.note_levels = lambda levels: self.note(("reach", recorder.doing()), *levels)
         self.events = self.calls = 0
 
     def freed(self) -> None:
@@ -656,7 +580,7 @@ class _Call:
 
         def fresh(leaf: Any) -> Any:
             if isinstance(leaf, _Spec):
-                return leaf.make() if start is None else Source.apply(start, leaf, lambda gradient: returned())
+                return leaf.make() if start is None else _Source.apply(start, leaf, returned)
             is_cast = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
             return leaf.to(dtype) if is_cast else leaf
 
@@ -701,6 +625,20 @@ def _stand_in(
 
 def _differentiable(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class _Source(torch.autograd.Function):
+    """A tensor that is made anew. returned: called when its gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, spec: _Spec, returned: Callable[[], None]) -> Tensor:
+        ctx.returned = returned
+        return spec.make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.returned()
+        return None, None, None
 
 
 class _Through(torch.autograd.Function):

@@ -188,7 +188,7 @@ def parts_of(rehearsed: Rehearsed, micro: int, hardware: Hardware) -> list[PartC
         part.sent += often * event.sent
         if event.is_kernel:
             part.moved += often * event.moved
-            part.kernels += often * event.times
+            part.kernels += often
             part.seconds += often * event_seconds(event, hardware)
     return sorted(parts.values(), key=lambda part: -part.seconds)
 
@@ -215,6 +215,4 @@ def times_of(rehearsed: Rehearsed, micro: int) -> dict[int | None, int]:
 
 
 def event_seconds(event: Event, hardware: Hardware) -> float:
-    """Seconds of a kernel, or of all that it stands for."""
-    number = event.times
-    return number * kernel_seconds(event.flops / number, event.moved / number, event.work, hardware)
+    return kernel_seconds(event.flops, event.moved, event.work, hardware)

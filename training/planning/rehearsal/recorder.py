@@ -51,10 +51,9 @@ class Event:
     recomputation. sent: bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`.
     travels: whether it is an all-to-all that other kernels overlap. waits: whether here the oldest of these among
     `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
-    read, written: bytes. work: class and size of its kernel. times: how many operators this stands for (see
-    `Recorder.repeated`). calls: operators that the host has called since the event before, this one included. action:
-    what of a pipeline's schedule is being computed, or was last. to_each, from_each: of an all-to-all, bytes for and
-    from each of `ranks`.
+    read, written: bytes. work: class and size of its kernel. calls: operators that the host has called since the event
+    before, this one included. action: what of a pipeline's schedule is being computed, or was last. to_each, from_each:
+    of an all-to-all, bytes for and from each of `ranks`.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Event:
     waits: bool = False
     is_read: bool = False
     work: Work = MEMORY
-    times: int = 1
     calls: int = 0
     action: Action | None = None
     to_each: tuple[int, ...] = ()
@@ -177,24 +175,26 @@ class Recorder(Pausable, TorchDispatchMode):
                 self._record(operator, place, args, kwargs, result)
         return result
 
-    def kernel(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
-        """Record a kernel that is no operator of torch."""
+    def kernel(
+        self,
+        name: str,
+        read: list[Tensor],
+        written: list[Tensor],
+        flops: float = 0.0,
+        needed: float | None = None,
+        operator: Operator = "matmul",
+    ) -> None:
+        """Record a kernel that is no operator of torch.
+
+        Args:
+            flops: of its matmuls. needed: those of them without recomputation; None: all. operator: their class.
+        """
         self.calls[self.micro] += 1
         event = self._event(name, self.parts.here())
-        event.work = self._no_matmul(event)
+        event.work = Work(operator, flops) if flops else self._no_matmul(event)
+        event.flops = flops
+        event.needed = 0.0 if event.phase == "recomputation" else flops if needed is None else needed
         event.read, event.written = _bytes_read(read), sum(map(_bytes, written))
-
-    def repeated(self, name: str, times: float, flops: float, needed: float, moved: float) -> None:
-        """Record so many operators, none of which is called; the other figures are totals over them."""
-        event = self._event(name, self.parts.here())
-        event.times, event.flops, event.read = int(times), flops, int(moved)
-        event.work = Work(_OPERATORS.get(name, "matmul"), flops / times) if flops else MEMORY
-        event.needed = 0.0 if event.phase == "recomputation" else needed
-
-    def reached(self, levels: Sequence[int]) -> None:
-        """Record memory that was in use for a while, beside what is: so many bytes, one after the other."""
-        with self.paused():
-            torch.empty(max((0, *levels)), dtype=torch.uint8)
 
     @contextmanager
     def shared_by(self, steps: int) -> Iterator[None]:

@@ -58,7 +58,7 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
-        rehearsed = rehearse(config, model_config, arguments.gpus, rank, routing, here, planner.loops)
+        rehearsed = rehearse(config, model_config, arguments.gpus, rank, routing, here)
         accounts.append(account_of(rehearsed, config, hardware, arguments.gpus, rank))
         orders[rank] = calls(rehearsed.recorder.events)
         routing = rehearsed.routing
@@ -125,10 +125,6 @@ class _Planner:
             return config
         within = replace(self.cluster, memory=NEAR * self.cluster.memory)
         return replace(config, **choose_pipeline(self.run(config), within, config)[1].left_open(config))
-
-    def loops(self) -> list[Any]:
-        """Predictions of the model's functions that loop over tokens."""
-        return self.measure.loops(self.setting(self.config).workload(self.measure.parameters))
 
     def plan(self, config: TrainConfig, imbalance: float | None = None) -> Plan:
         """imbalance: in place of what was asked for."""

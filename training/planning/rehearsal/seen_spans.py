@@ -49,7 +49,7 @@ class Tape:
     def note_event(self, event: Event) -> None:
         operator, size = event.work
         form = ("event", event.name, operator, event.collective, event.group, event.travels, event.waits, event.is_read)
-        self.note(form, event.flops, event.needed, event.moved, event.sent, event.times, size)
+        self.note(form, event.flops, event.needed, event.moved, event.sent, size)
 
     def seen(self) -> SeenSpans:
         return SeenSpans(tuple(self._form), tuple(self._numbers))
@@ -76,13 +76,8 @@ class _Reader:
 
     def change(self, when: str, more: int) -> None:
         self._level += more
-        self.reach(when)
-
-    def reach(self, when: str, *levels: int) -> None:
-        """Levels, beside what is there, that memory came to."""
-        highest = self._level + max((0, *levels))
-        if highest > self._peak:
-            self._peak, self._when = highest, when
+        if self._level > self._peak:
+            self._peak, self._when = self._level, when
 
     def event(self, name: str, *figures: Any) -> None:
         self._events.append(figures)
@@ -90,7 +85,7 @@ class _Reader:
     def cut(self, mark: Any, when: str, region: int, calls: int) -> None:
         """The span ends here, and with `mark` the next one begins."""
         stretches = tuple(_stretches(self._events))
-        needed = sum(needed for *_, needed, _, _, _, _ in self._events)
+        needed = sum(needed for *_, needed, _, _, _ in self._events)
         found = (self._peak, self._level, self._when, stretches, calls, needed, self._region)
         self.spans.append(MeasuredSpan(self._mark, *found))
         self.begin(mark, when, region)
@@ -131,15 +126,11 @@ def _stretches(events: Sequence[tuple[Any, ...]]) -> Iterator[MeasuredRange]:
         kernels.clear()
         return MeasuredRange(found, then, sent, group, is_read, exchange)
 
-    for operator, collective, group, travels, waits, is_read, flops, _, moved, sent, times, size in events:
+    for operator, collective, group, travels, waits, is_read, flops, _, moved, sent, size in events:
         if waits:
             yield ended("arrive", sent, group)
         elif collective is None:
-            # of many that are alike, two kinds, as bytes are whole numbers
-            each, more = divmod(moved, times)
-            for alike, part in ((times - more, each), (more, each + 1)):
-                if alike:
-                    kernels[flops / times, part, Work(operator, size)] += alike
+            kernels[flops, moved, Work(operator, size)] += 1
         else:
             yield ended("send" if travels else "exchange", sent, group, is_read, collective)
     yield ended("")

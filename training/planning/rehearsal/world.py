@@ -3,11 +3,11 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from traceback import walk_tb
-from types import FunctionType, ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,7 @@ from ....moe.torch_private import (
     replacing_attention,
     sharing_empty_chunks,
 )
-from ....moe.transformers_private import looping_functions, never_tracing, replacing_functions
+from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.gpu import rehearsing_gpu
 from ....moe.util.recompute_cache import is_replaying
@@ -62,9 +62,9 @@ from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
 from .live_memory import LiveTensors
-from .loops import Loop, call_told
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
+from .recurrent_stand_in import recorded, replaced_functions
 from .triton_stand_in import import_kernels
 
 ALIKE = 2
@@ -101,7 +101,6 @@ def rehearse(
     rank: int = 0,
     routing: GivenRouting = EVEN,
     gpus_per_node: int = 8,
-    loops: Callable[[], Sequence[Loop]] = list,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
@@ -112,7 +111,6 @@ def rehearse(
     Args:
         routing: in place of what depends on data.
         gpus_per_node: for how tokens travel, where `config` does not say.
-        loops: gives predictions of functions that loop over tokens, if the model has any; what is not predicted is run.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
@@ -121,18 +119,12 @@ def rehearse(
     with rehearsing_gpu():
         model = build_rehearsed(config, model_config, "cuda")
     check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
-    # before there is a world: it is one process that predicts
-    predicted = loops() if _looping(model) else ()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model, world_size, routing, gpus_per_node, predicted)
+            return _rehearse(config, model, world_size, routing, gpus_per_node)
     finally:
         dist.destroy_process_group()
-
-
-def _looping(model: Any) -> dict[ModuleType, dict[str, FunctionType]]:
-    return looping_functions(module for layer in decoder_layers(model) for module in layer.modules())
 
 
 def _rehearse(
@@ -141,7 +133,6 @@ def _rehearse(
     world_size: int,
     routing: GivenRouting,
     gpus_per_node: int,
-    predicted: Sequence[Loop] = (),
 ) -> Rehearsed:
     counts = count_parameters(model)
     balance = choose_balance(config, model, model.config)
@@ -179,6 +170,7 @@ def _rehearse(
         held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         live = LiveTensors(held, changed=recorder.changed)
         _mark_layers(model, recorder)
+        recurrent = replaced_functions(module for layer in decoder_layers(model) for module in layer.modules())
 
         def at(doing: str) -> None:
             if doing == "the gradient norm":
@@ -193,7 +185,7 @@ def _rehearse(
             sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
             _naming_layers(recorder),
-            _telling_loops(model, predicted, recorder, config.gradient_checkpointing != "none"),
+            recorded(recurrent, recorder.kernel),
             live,
             recorder,
             live.noting_casts() as casts,
@@ -243,17 +235,6 @@ def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder
     layer.register_forward_hook(end, prepend=True)
     if is_last:
         layer.register_forward_hook(go_on)
-
-
-@contextmanager
-def _telling_loops(model: Any, predicted: Sequence[Loop], recorder: Recorder, is_checkpointed: bool) -> Iterator[None]:
-    """Within it, functions that loop over tokens do what was predicted of them."""
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return call_told(predicted, recorder, recorder.parts, is_checkpointed, function, args, kwargs)
-
-    with replacing_functions(_looping(model), call) if predicted else nullcontext():
-        yield
 
 
 @contextmanager
