@@ -27,13 +27,10 @@ def _of_load(flag: re.Match[str]) -> str:
 
 
 HEEDED: dict[str, tuple[str, ...]] = {
+    "what `expertmesh.load` reads where there is no Trainer": (*(read_by("load") - read_by("Trainer")),),
     "Trainer's loop": (
-        *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
         *("seed", "data_seed", "ignore_data_skip"),
-    ),
-    "the engine's optimizer and clipping, and Trainer's schedule": (
-        *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     ),
     "the data loaders": (
         *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
@@ -52,10 +49,7 @@ HEEDED: dict[str, tuple[str, ...]] = {
         *("eval_do_concat_batches", "eval_use_gather_object"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
-    "checkpoints": (
-        *("output_dir", "save_strategy", "save_steps", "save_total_limit"),
-        "restore_callback_states_from_checkpoint",
-    ),
+    "checkpoints": (*("save_strategy", "save_steps", "restore_callback_states_from_checkpoint"),),
     "uploads to the hub": (
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         "hub_revision",
@@ -82,11 +76,13 @@ _OF_ANY_RUN = (
 
 REFUSED: dict[str, str] = {
     "fp16": "give bf16=True to expertmesh.load",
-    "bf16_full_eval": "evaluations compute as training does; give bf16=True to expertmesh.load",
-    "fp16_full_eval": "evaluations compute as training does; give bf16=True to expertmesh.load",
-    "torch_compile": "give compile=True to expertmesh.load",
-    "torch_compile_backend": "give compile=True to expertmesh.load",
-    "torch_compile_mode": "give compile=True to expertmesh.load",
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "evaluations compute as training does; give bf16=True to expertmesh.load",
+    ),
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), "give compile=True to expertmesh.load"
+    ),
     "optim_args": "give the optimizer's settings to expertmesh.load",
     "optim_target_modules": "give adapter='lora' or an optim of matrices to expertmesh.load, or leave it out",
     "auto_find_batch_size": "give per_device_train_batch_size",
@@ -126,10 +122,10 @@ BY_VALUE: dict[str, str] = {
 
 WITHOUT_EFFECT: dict[str, str] = {
     "use_cache": "no forward of training or evaluation keeps a cache of keys and values",
-    "ddp_find_unused_parameters": "gradients are not reduced by DistributedDataParallel",
-    "ddp_bucket_cap_mb": "gradients are not reduced by DistributedDataParallel",
-    "ddp_broadcast_buffers": "gradients are not reduced by DistributedDataParallel",
-    "ddp_static_graph": "gradients are not reduced by DistributedDataParallel",
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "gradients are not reduced by DistributedDataParallel",
+    ),
 }
 """Arguments without effect, and why; who sets one is warned."""
 

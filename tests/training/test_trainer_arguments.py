@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, TrainingArguments
 
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, read_by
 from expertmesh.training.loss.balance import correction_biases
 from expertmesh.training.trainer_arguments import (
     BY_VALUE,
@@ -52,6 +52,8 @@ def test_every_field_has_a_fate(kind: Any) -> None:
         *WITHOUT_EFFECT,
         *FOR_SCRIPTS,
     ]
+    theirs = {field.name for field in fields(TrainingArguments)}
+    assert read_by("load") - read_by("Trainer") - theirs <= {"warmup_ratio"}, "theirs is warmup_steps below 1"
     assert len(listed) == len(set(listed)) == len(known_fields()), "an argument has two fates"
     assert known_fields().keys() >= {field.name for field in fields(kind)}
 
