@@ -44,6 +44,7 @@ from ..moe.kernels.c_compiler import check_c_compiler
 from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ..moe.transformers_private import missing_kernels
 from ..moe.util.errors import ExpertMeshError, warn_user
+from ..moe.util.versions import without_kernels
 from ..sharding.clipping import clip_grad_norm
 from ..sharding.collectives.node_groups import check_tp_groups
 from ..sharding.mesh import Mesh, build_mesh
@@ -83,7 +84,6 @@ from .model_setup.new_tokens import train_new_tokens
 from .model_setup.rates import experts_apart
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from .planning.coverage import without_kernels
 from .resume import Tell, check_resume, find_resume
 from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary

@@ -1,5 +1,6 @@
-"""Versions of installed packages."""
+"""Versions of installed packages, and what is done without some."""
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -9,3 +10,11 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def without_kernels(names: Iterable[str]) -> str:
+    """What a GPU does without a package that has kernels for these functions."""
+    return (
+        f"transformers' Python code computes {', '.join(sorted(names))}, token by token or in chunks, and steps take "
+        "about ten times as long on a GPU"
+    )

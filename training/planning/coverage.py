@@ -1,10 +1,11 @@
 """Which flags of a run its forecasts do not cover: refused, where the run would be another one than was forecast, or
 said beside the figures. All others are read by a forecast, or are in `NO_EFFECT`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of
+from ...moe.util.versions import without_kernels
 from ..config.train_config import SETTINGS, TrainConfig, read_by
 
 NOT_MODELLED = {
@@ -57,14 +58,6 @@ def check_covered(config: TrainConfig) -> None:
         raise ExpertMeshError(
             "--elastic: would choose another --ep-size at the start than was forecast; leave it out, and give --ep-size"
         )
-
-
-def without_kernels(names: Iterable[str]) -> str:
-    """What a GPU does without a package that has kernels for these functions."""
-    return (
-        f"transformers' Python code computes {', '.join(sorted(names))}, token by token or in chunks, and steps take "
-        "about ten times as long on a GPU"
-    )
 
 
 def assumed_code(looped: Sequence[tuple[str, str]], by_liger: bool) -> list[str]:
