@@ -23,21 +23,8 @@ LIMITS = {
 }
 """Metadata of a field that say what numbers it takes, each with how it is compared, and in words."""
 
-NOT_OF_PARSERS = (
-    "scope",
-    "needs",
-    "excludes",
-    "requires",
-    "is_firm",
-    "of",
-    "also",
-    "device",
-    "in_plans",
-    "is_said_at_default",
-    "moves",
-    *LIMITS,
-)
-"""Metadata of a field that say nothing to a parser."""
+_OF_PARSERS = ("choices", "const", "help", "metavar", "nargs", "type")
+"""Metadata of a field that go to `add_argument`."""
 
 
 class FlagParser(Parser):
@@ -45,8 +32,8 @@ class FlagParser(Parser):
 
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
-    (groups come in the order of their first fields). A field's metadata go to `add_argument`, but for "aliases", its
-    other names, and `NOT_OF_PARSERS`. "scope" marks a setting that may be another on each node: "input", a place that
+    (groups come in the order of their first fields). Of a field's metadata, "aliases" are its other names, and
+    `_OF_PARSERS` go to `add_argument`. "scope" marks a setting that may be another on each node: "input", a place that
     is read; "output", one that is written; "node", anything. "help" and "choices" may be functions without arguments:
     the parser has what they return when it is made.
 
@@ -154,11 +141,10 @@ class FlagParser(Parser):
         return self._option_string_actions[flag_of(name)].nargs == "+"
 
     def _add_flag(self, group: _ArgumentGroup, setting: Field[Any]) -> None:
-        arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
-        names = [setting.name, *arguments.pop("aliases", [])]
+        own = {name: setting.metadata[name] for name in _OF_PARSERS if name in setting.metadata}
+        arguments: dict[str, Any] = {"type": _value_type(setting), **own}
+        names = [setting.name, *setting.metadata.get("aliases", ())]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in NOT_OF_PARSERS:
-            arguments.pop(other, None)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
         if arguments["type"] is bool:

@@ -51,11 +51,11 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
 
     Args:
         needs: without which it has no effect, beside what its part of a run needs.
-        metadata: `excludes` and `requires`, lists of `Excludes` and `Requires`; `of`, a `Part`; `is_firm`, of what says
-            which kind of run it is: in a file, it does not give way to a flag that it excludes; `is_said_at_default`,
-            of a flag that asks for something with its default, too; `device`, the only type on which it has an effect;
-            `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`, further types of a
-            keyword argument; `moves`, see `Moves`; and see `FlagParser`.
+        metadata: `excludes` and `requires`, an `Excludes` or `Requires`, or a list of them; `of`, a `Part`; `is_firm`,
+            of what says which kind of run it is: in a file, it does not give way to a flag that it excludes;
+            `is_said_at_default`, of a flag that asks for something with its default, too; `device`, the only type on
+            which it has an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`,
+            further types of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -86,7 +86,7 @@ def _optimizer(text: str) -> str:
 
 
 Excludes = tuple[str | Callable[[Any], Any], str]
-"""With what a setting does not go together, given with another value than its default: the name of a setting, likewise
+"""With what a setting does not go together, given with another value than its default: names of settings, likewise
 given, or whether a configuration has it; and why, and what to do instead, with {names} of settings for their values."""
 Requires = tuple[Callable[[Any], Any], str]
 """Likewise, whether a configuration has what a setting is refused without."""
@@ -127,9 +127,7 @@ _TRAINS = Needs(
     because="because nothing is trained (--max-steps 0, --preview or --prepare-only)",
 )
 _WRITES = Needs(
-    "",
-    lambda config: not config.ends_after_data,
-    because="because nothing is written (--preview or --prepare-only)",
+    "", lambda config: not config.ends_after_data, because="because nothing is written (--preview or --prepare-only)"
 )
 _BUILDS = Needs("", lambda config: not config.prepare_only, because="because only the data are read (--prepare-only)")
 _DATA = Part(frozenset({"train_ep"}))
@@ -330,10 +328,10 @@ class DataSettings:
         "",
         "Column with the conversation (default: found by its name)",
         metavar="NAME",
-        excludes=[
-            (name, "--messages-column: leave out prompt, response and text columns")
-            for name in ("prompt_column", "response_column", "text_column")
-        ],
+        excludes=(
+            "prompt_column response_column text_column",
+            "--messages-column: leave out prompt, response and text columns",
+        ),
     )
     prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
     response_column: str = _flag("", "Column with the response", metavar="NAME")
@@ -342,16 +340,16 @@ class DataSettings:
         "",
         "Column with plain text; all of it is trained on",
         metavar="NAME",
-        excludes=[
-            (name, "--text-column: leave out prompt, response and system columns")
-            for name in ("prompt_column", "response_column", "system_column")
-        ],
+        excludes=(
+            "prompt_column response_column system_column",
+            "--text-column: leave out prompt, response and system columns",
+        ),
     )
     weight_column: str = _flag(
         "",
         "Column with the weight of a record's loss, 0 or more",
         metavar="NAME",
-        excludes=[_of_preferences("--weight-column")],
+        excludes=_of_preferences("--weight-column"),
     )
     sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
     chat_template: str = _flag(
@@ -382,12 +380,10 @@ class DataSettings:
         False,
         "Make a sample of each trained answer of a conversation, which ends with it: so templates that leave reasoning "
         "out of earlier turns leave none out",
-        requires=[
-            (
-                lambda config: config.train_on in ("assistant", "final"),
-                "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
-            )
-        ],
+        requires=(
+            lambda config: config.train_on in ("assistant", "final"),
+            "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
+        ),
         excludes=[
             ("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
             _of_preferences("--split-turns"),
@@ -409,7 +405,7 @@ class DataSettings:
     group_by_length: bool = _flag(
         False,
         "Batch samples of similar length, without --packing",
-        excludes=[("packing", "--packing and --group-by-length: packed sequences have one length already; choose one")],
+        excludes=("packing", "--packing and --group-by-length: packed sequences have one length already; choose one"),
         moves=Moves.BATCHES,
     )
     streaming: bool = _flag(
@@ -452,7 +448,7 @@ class DataSettings:
     prepare_only: bool = _flag(
         False,
         "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU",
-        excludes=[("preview", "--preview and --prepare-only: give one of them; --preview fills the cache, too")],
+        excludes=("preview", "--preview and --prepare-only: give one of them; --preview fills the cache, too"),
         moves=Moves.NOTHING,
         in_plans=True,
     )
@@ -503,13 +499,10 @@ class PreferenceSettings:
         is_firm=True,
         excludes=[
             ("train_on", "--train-on {train_on}: --task {task} trains on answers only; leave it out"),
-            *(
-                (
-                    name,
-                    "--task {task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
-                    "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column",
-                )
-                for name in ("prompt_column", "response_column", "messages_column", "text_column")
+            (
+                "prompt_column response_column messages_column text_column",
+                "--task {task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
+                "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column",
             ),
             ("teacher", "--teacher: has no part in --task {task}; leave out one of them"),
         ],
@@ -659,13 +652,11 @@ class ParallelSettings:
         "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast, so that the "
         "slowest stage is fastest and all fit)",
         metavar="N,N...",
-        requires=[
-            (
-                lambda config: config.pp_size > 1,
-                "--pipeline-layers {pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, or leave "
-                "--pipeline-layers out",
-            )
-        ],
+        requires=(
+            lambda config: config.pp_size > 1,
+            "--pipeline-layers {pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, or leave "
+            "--pipeline-layers out",
+        ),
     )
     dense_shard: DenseShard = _flag(
         "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
@@ -747,25 +738,21 @@ class MemorySettings:
         "Number of layers whose first expert GEMMs selective checkpointing does not recompute",
         _SELECTIVE,
         least=0,
-        requires=[
-            (
-                lambda config: config.gradient_checkpointing != "full",
-                "--keep-expert-products {keep_expert_products}: --gradient-checkpointing full stores no outputs; give "
-                "--gradient-checkpointing selective",
-            )
-        ],
+        requires=(
+            lambda config: config.gradient_checkpointing != "full",
+            "--keep-expert-products {keep_expert_products}: --gradient-checkpointing full stores no outputs; give "
+            "--gradient-checkpointing selective",
+        ),
     )
     offload_activations: bool = _flag(
         False,
         "With --gradient-checkpointing: offload each layer's input to host memory until its backward",
         device="cuda",
-        requires=[
-            (
-                lambda config: config.gradient_checkpointing != "none",
-                "--offload-activations: needs checkpointing, or a layer stores far more than its input; add "
-                "--gradient-checkpointing full or selective",
-            )
-        ],
+        requires=(
+            lambda config: config.gradient_checkpointing != "none",
+            "--offload-activations: needs checkpointing, or a layer stores far more than its input; add "
+            "--gradient-checkpointing full or selective",
+        ),
     )
     offload: bool = _flag(
         False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU", device="cuda"
@@ -774,13 +761,11 @@ class MemorySettings:
         False,
         "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes",
         device="cuda",
-        requires=[
-            (
-                lambda config: config.adapter != "none" or config.freeze,
-                "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
-                "or --freeze experts, or --offload for what is trained, too",
-            )
-        ],
+        requires=(
+            lambda config: config.adapter != "none" or config.freeze,
+            "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
+            "or --freeze experts, or --offload for what is trained, too",
+        ),
         excludes=[
             ("offload", "--offload-experts: --offload keeps all parameters in host memory; leave out one"),
             (
@@ -832,7 +817,7 @@ class PrecisionSettings:
         "same",
         "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
         "capability 9 (H100, H200); emulated on CPUs",
-        requires=[(lambda config: config.bf16, "--expert-precision fp8 needs bf16 for everything else; add --bf16")],
+        requires=(lambda config: config.bf16, "--expert-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
             (lambda config: not is_beside_fp8(config.expert_kernel), BESIDE_FP8),
             (
@@ -848,7 +833,7 @@ class PrecisionSettings:
         "same",
         "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or "
         "in fp8 with row-wise scales on GPUs of compute capability 9 and above; emulated on CPUs",
-        requires=[(lambda config: config.bf16, "--dense-precision fp8 needs bf16 for everything else; add --bf16")],
+        requires=(lambda config: config.bf16, "--dense-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
             ("compile", "--dense-precision fp8: does not work with --compile; leave out one of them"),
             (
@@ -897,6 +882,7 @@ class ScheduleSettings:
 
     GROUP = "Batch and schedule"
     MOVES = Moves.UPDATES
+    OF = _ARGUED
     OTHERS: ClassVar[Others] = {
         "per_device_train_batch_size": "micro_batch_size train_micro_batch_size_per_gpu",
         "global_batch_size": "batch_size train_batch_size",
@@ -923,9 +909,10 @@ class ScheduleSettings:
         None,
         "Sequences per optimizer step; sets accumulation",
         least=1,
-        excludes=[
-            ("gradient_accumulation_steps", "--global-batch-size and --gradient-accumulation-steps: give one of them")
-        ],
+        excludes=(
+            "gradient_accumulation_steps",
+            "--global-batch-size and --gradient-accumulation-steps: give one of them",
+        ),
         of=_DATA,
         moves=Moves.BATCHES,
         in_plans=True,
@@ -948,19 +935,12 @@ class ScheduleSettings:
         in_plans=False,
         of=ENGINE._replace(readers=ENGINE.readers - {"Trainer"}),
     )
-    lr_scheduler_type: str = _flag(
-        "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME", of=_ARGUED
-    )
+    lr_scheduler_type: str = _flag("linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME")
     lr_scheduler_kwargs: str = _flag(
-        "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", also=("dict[str, Any]",), metavar="JSON", of=_ARGUED
+        "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", also=("dict[str, Any]",), metavar="JSON"
     )
     warmup_steps: float = _flag(
-        0,
-        "Warm-up steps; below 1: fraction of all steps",
-        metavar="N",
-        least=0,
-        is_said_at_default=True,
-        of=_ARGUED,
+        0, "Warm-up steps; below 1: fraction of all steps", metavar="N", least=0, is_said_at_default=True
     )
     warmup_ratio: float = _flag(
         0.0,
@@ -968,13 +948,10 @@ class ScheduleSettings:
         least=0,
         most=1,
         is_said_at_default=True,
-        excludes=[
-            (
-                "warmup_steps",
-                "--warmup-ratio {warmup_ratio} and --warmup-steps {warmup_steps:g} are both given; leave one out",
-            )
-        ],
-        of=_ARGUED,
+        excludes=(
+            "warmup_steps",
+            "--warmup-ratio {warmup_ratio} and --warmup-steps {warmup_steps:g} are both given; leave one out",
+        ),
     )
     seed: int = _flag(
         42,
@@ -992,6 +969,9 @@ class ScheduleSettings:
             raise ExpertMeshError(
                 "--lr-scheduler-type: " + unknown_name("schedule", self.lr_scheduler_type, list(SCHEDULES))
             )
+
+
+_OF_STATE: dict[str, Any] = {"moves": Moves.UPDATES | Moves.STATE, "of": _STEPS}
 
 
 @dataclass
@@ -1013,12 +993,10 @@ class OptimizerSettings:
         optimizers_in_words,
         type=_optimizer,
         choices=OPTIMIZERS.names,
-        excludes=[
-            (
-                lambda config: config.adapter != "none" and config.optimizer_entry.takes_matrices,
-                "--optim {optim}: works on weight matrices, not on LoRA factors; choose another one for --adapter lora",
-            )
-        ],
+        excludes=(
+            lambda config: config.adapter != "none" and config.optimizer_entry.takes_matrices,
+            "--optim {optim}: works on weight matrices, not on LoRA factors; choose another one for --adapter lora",
+        ),
         of=ENGINE,
         moves=Moves.UPDATES | Moves.STATE | Moves.PRECISION,
     )
@@ -1033,26 +1011,23 @@ class OptimizerSettings:
         "With --optim shampoo: steps between two preconditioners",
         _heeded_as("shampoo_frequency"),
         least=1,
-        moves=Moves.UPDATES | Moves.STATE,
         in_plans=True,
-        of=_STEPS,
+        **_OF_STATE,
     )
     shampoo_start: int | None = _flag(
         None,
         "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
         _heeded_as("shampoo_start"),
         least=1,
-        moves=Moves.UPDATES | Moves.STATE,
-        of=_STEPS,
+        **_OF_STATE,
     )
     shampoo_block_size: int = _flag(
         1024,
         "With --optim shampoo: cut matrices into blocks of this size",
         _heeded_as("shampoo_block_size"),
         least=2,
-        moves=Moves.UPDATES | Moves.STATE,
         in_plans=True,
-        of=_STEPS,
+        **_OF_STATE,
     )
     max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0: no clipping", least=0, in_plans=True)
 
@@ -1095,13 +1070,11 @@ class RoutingSettings:
         "Auxiliary-loss-free balancing: change of the routers' correction biases per step, "
         "towards even load; for model families with such biases",
         least=0,
-        excludes=[
-            (
-                "adapter",
-                "--router-bias-update-rate {router_bias_update_rate:g}: adapters have no router bias; leave it out "
-                "with --adapter lora",
-            )
-        ],
+        excludes=(
+            "adapter",
+            "--router-bias-update-rate {router_bias_update_rate:g}: adapters have no router bias; leave it out "
+            "with --adapter lora",
+        ),
         moves=Moves.UPDATES,
     )
     router_warn_steps: int = _flag(
@@ -1138,10 +1111,7 @@ class MTPSettings:
 
     GROUP = "Multi-token prediction"
     MOVES = Moves.OBJECTIVE
-    OTHERS: ClassVar[Others] = {
-        "train_mtp": "mtp_num_layers mtp_loss_scaling_factor",
-        "": "train_mtp=0 train_mtp=0.0",
-    }
+    OTHERS: ClassVar[Others] = {"train_mtp": "mtp_num_layers mtp_loss_scaling_factor", "": "train_mtp=0 train_mtp=0.0"}
 
     train_mtp: float = _flag(
         0.0,
@@ -1227,24 +1197,20 @@ class AdapterSettings:
         "Beside the adapters, train the rows that new tokens (--add-tokens, --resize-vocab) have in embedding and "
         "head, and no others",
         _LORA,
-        requires=[
-            (
-                lambda config: config.add_tokens or config.resize_vocab,
-                "--train-new-tokens: there are none; give --add-tokens or --resize-vocab",
-            )
-        ],
+        requires=(
+            lambda config: config.add_tokens or config.resize_vocab,
+            "--train-new-tokens: there are none; give --add-tokens or --resize-vocab",
+        ),
     )
     base_dtype: BaseDtype = _flag(
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA); mxfp4: experts stay in the MXFP4 of the "
         "checkpoint, the rest in bf16. auto: bf16 with --bf16, else fp32",
         _LORA,
-        requires=[
-            (
-                lambda config: config.adapter != "none" or config.base_dtype == "float32",
-                "--base-dtype {base_dtype}: needs frozen weights; give --adapter lora",
-            )
-        ],
+        requires=(
+            lambda config: config.adapter != "none" or config.base_dtype == "float32",
+            "--base-dtype {base_dtype}: needs frozen weights; give --adapter lora",
+        ),
         moves=Moves.MODEL | Moves.STATE,
     )
     init_adapter: str = _flag(
@@ -1253,7 +1219,7 @@ class AdapterSettings:
         "alpha and targets are the defaults",
         scope="input",
         metavar="DIR",
-        requires=[(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora")],
+        requires=(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora"),
         moves=Moves.MODEL,
         in_plans=False,
     )
@@ -1278,7 +1244,7 @@ class AdapterSettings:
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or "
         "regular expressions for names of parameters; separated by commas or spaces",
         metavar="NAME",
-        excludes=[("adapter", "--adapter lora freezes everything but the adapters; leave out --freeze")],
+        excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --freeze"),
     )
 
     def check_adapter(self) -> None:
@@ -1330,7 +1296,7 @@ class EvaluationSettings:
         _READS_EVALUATION,
         least=0,
         below=1,
-        excludes=[("eval_dataset", "--eval-dataset and --eval-ratio: give one of them")],
+        excludes=("eval_dataset", "--eval-dataset and --eval-ratio: give one of them"),
         of=_DATA,
         moves=Moves.SAMPLES,
     )
@@ -1346,7 +1312,7 @@ class EvaluationSettings:
         0,
         "Stop after N evaluations without a better loss; 0: never",
         least=0,
-        requires=[_evaluations_for("--early-stopping-patience")],
+        requires=_evaluations_for("--early-stopping-patience"),
     )
     early_stopping_threshold: float = _flag(
         0.0,
@@ -1431,7 +1397,7 @@ class CheckpointSettings:
     elastic: bool = _flag(
         False,
         "With --resume: choose the largest --ep-size that the number of ranks allows, and keep the global batch size",
-        requires=[(lambda config: config.resume, "--elastic needs --resume; give --resume auto")],
+        requires=(lambda config: config.resume, "--elastic needs --resume; give --resume auto"),
     )
     export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf", of=_OUTPUT)
     max_shard_size: str = _flag(
@@ -1487,7 +1453,7 @@ class LogSettings:
         "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
         "OUTPUT_DIR/profile, and into the report",
         metavar="STEPS",
-        excludes=[("compile", "--profile cannot look inside layers that --compile compiles; leave out one of them")],
+        excludes=("compile", "--profile cannot look inside layers that --compile compiles; leave out one of them"),
     )
     profile_ranks: list[str] = _list(
         "Ranks that --profile profiles: numbers, or all",
@@ -1546,9 +1512,10 @@ class DebugSettings:
     detect_anomaly: bool = _flag(
         False,
         "Name the first tensor that is not finite, by checking every module's output",
-        excludes=[
-            ("compile", "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them")
-        ],
+        excludes=(
+            "compile",
+            "--detect-anomaly cannot look inside layers that --compile compiles; leave out one of them",
+        ),
         of=_LOOP._replace(readers=_LOOP.readers | {"Trainer"}),
     )
     check_replicas: int = _flag(

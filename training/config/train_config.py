@@ -270,12 +270,15 @@ class Rule(NamedTuple):
         return _is_given(config, self.when) and (_differs(config, self.setting) or _differs(config, self.when))
 
 
-RULES = [
-    Rule(name, when, said, is_needed)
-    for name, setting in SETTINGS.items()
-    for which, is_needed in (("requires", True), ("excludes", False))
-    for when, said in setting.metadata.get(which, ())
-]
+def _rules(setting: Field[Any]) -> Iterator[Rule]:
+    for which in ("requires", "excludes"):
+        rules = setting.metadata.get(which, [])
+        for when, said in rules if isinstance(rules, list) else [rules]:
+            for each in when.split() if isinstance(when, str) else [when]:
+                yield Rule(setting.name, each, said, which == "requires")
+
+
+RULES = [rule for setting in SETTINGS.values() for rule in _rules(setting)]
 
 
 def _differs(config: TrainConfig, name: str) -> bool:
@@ -581,10 +584,7 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def flags_of_config(
-    config: TrainConfig,
-    always: Sequence[str] = (),
-    file: Mapping[str, Any] | None = None,
-    never: Collection[str] = (),
+    config: TrainConfig, always: Sequence[str] = (), file: Mapping[str, Any] | None = None, never: Collection[str] = ()
 ) -> list[str]:
     """The command line that asks for this configuration: what is not as by default.
 
