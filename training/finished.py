@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..checkpoints.files.checksums import check_seal, seal
 from ..checkpoints.files.directories import write_errors
 from ..checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ..checkpoints.training_state.saving import checkpoint_name
@@ -57,7 +58,7 @@ class Finished:
 
     def _write(self, path: Path) -> None:
         with whole(path, durable=True) as partial:
-            partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+            partial.write_text(json.dumps(seal(asdict(self)), indent=1), encoding="utf-8")
 
 
 def exports_of(config: TrainConfig) -> list[str]:
@@ -85,9 +86,11 @@ def read_finished(output_dir: Path) -> Finished | None:
 def _read(path: Path) -> Finished | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        check_seal(found, path)
+        del found["checksum"]
         kinds = {"step": int, "num_steps": int, "holds": str, "settings": dict, "facts": dict, "order": dict}
         return Finished(**found) if all(isinstance(found[name], kinds[name]) for name in kinds) else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ExpertMeshError):
         return None
 
 

@@ -1208,6 +1208,18 @@ def test_a_file_that_was_replaced_and_kept_its_time_and_size(tmp_path: Path, tok
     assert shown(tokenizer, load(tokenizer, file)) != before
 
 
+def test_a_file_of_a_saved_data_set_that_was_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    """Its fingerprint is in another one."""
+    import datasets
+
+    for text in ("a", "b"):
+        datasets.Dataset.from_list([{"text": text}]).save_to_disk(tmp_path / text)
+    before = shown(tokenizer, load(tokenizer, tmp_path / "a"))
+    (file,), (other,) = ([*(tmp_path / text).glob("*.arrow")] for text in ("a", "b"))
+    shutil.copy(other, file)
+    assert shown(tokenizer, load(tokenizer, tmp_path / "a")) != before
+
+
 def failing(number: int) -> Callable[..., Any]:
     def fails(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))

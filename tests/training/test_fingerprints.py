@@ -17,7 +17,7 @@ from expertmesh.training.config.train_config import TrainConfig, flags_of_config
 from expertmesh.training.data.samples import Samples, hold_out, keys_of
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
-from expertmesh.training.finished import Finished, _find
+from expertmesh.training.finished import Finished, _find, read_finished
 from expertmesh.training.inputs import added_tokens, data_options
 from expertmesh.training.loop import data_order, order_facts
 from expertmesh.training.resume import check_order, compare_run
@@ -253,3 +253,23 @@ def test_a_finished_run_is_that_of_the_same_model_and_objective(tmp_path: Path) 
     ):
         with pytest.raises(ExpertMeshError, match=said):
             found(**changes)
+
+
+def test_a_damaged_record_of_a_finished_run_is_none(tmp_path: Path) -> None:
+    """Whatever is another in it, be it well formed."""
+    done = Finished(2, 2, "hf has the weights", asdict(TrainConfig(model="m")), {"model": {"files": "1"}}, {"seed": 0})
+    done.write(tmp_path)
+    assert read_finished(tmp_path) == done
+    file = tmp_path / "finished.json"
+    content = file.read_text()
+    for there, damaged in (
+        ('"step": 2', '"step": 3'),
+        ('"files": "1"', '"files": "0"'),
+        ("learning_rate", "learning_raTe"),
+    ):
+        assert there in content
+        file.write_text(content.replace(there, damaged))
+        assert read_finished(tmp_path) is None
+    for other in ("[]", "{}", "", content[:-9]):
+        file.write_text(other)
+        assert read_finished(tmp_path) is None

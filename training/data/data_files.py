@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -189,9 +189,14 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
             for place, row in rows:
                 yield f"{flag} {file}: {place}", row
 
-    # the time of the last change of any kind too: a copy may keep that of the content
-    stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for file in files]
+    stats = _stats(files)
     return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats))
+
+
+def _stats(files: Iterable[Path]) -> list[tuple[str, int, int, int]]:
+    """What is another where a file's content is: its place, size and times, that of the last change of any kind too,
+    as a copy may keep that of the content."""
+    return [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns) for file in files]
 
 
 def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
@@ -205,7 +210,10 @@ def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
         if split not in saved:
             raise ExpertMeshError(f"{flag} {directory}: has no split {split!r}; found: {', '.join(map(str, saved))}")
         saved = saved[split]
-    return _rows_of(f"{flag} {directory}", str(directory), saved)
+    rows = _rows_of(f"{flag} {directory}", str(directory), saved)
+    # its fingerprint stands in a file beside those of the records
+    stats = _stats(Path(file["filename"]) for file in saved.cache_files)
+    return replace(rows, version=repr((rows.version, stats)))
 
 
 def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
