@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..moe.util.step_parts import register_step_part
 from .mesh import Mesh
 from .parallelize.unreached import agree_on_gradients, num_lacking, parts_of
 from .state import StateTensor, local_tensor
 from .topology import Topology
+
+register_step_part(__name__, "clipping")
 
 EPSILON = 1e-6
 """That of `torch.nn.utils.clip_grad_norm_`."""

@@ -20,12 +20,15 @@ from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ..moe.hf_model.counts import seen_pairs
 from ..moe.util.gpu import computing_values
+from ..moe.util.step_parts import register_step_part
 from ..sharding.pipeline.pipeline import pipeline_of, stage_group
 from .attention.packed_attention import run_model
 from .data.batch import CANDIDATES, Batch
 from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.objective import Objective
+
+register_step_part(__name__, "the step")
 
 MTP_LOSS = "mtp_loss"
 """Name of the figure that is the loss of multi-token prediction."""

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..moe.experts.forward import current_forward
 from ..moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..moe.experts.router_stats import RouterStats, Routing, routing_of
+from ..moe.util.step_parts import register_step_part
 from ..sharding.parallelize.parallelize import forget_forwards
 from ..sharding.parallelize.weight_gradients import weight_gradients
 from ..sharding.pipeline.cut import StageForward
@@ -43,6 +44,8 @@ from .loss.balance import LossWeights
 from .loss.head import loss_head
 from .loss.objective import Objective
 from .micro_batch import PooledCounts, StepCounts, figure_names, forward_of, loss_sums, weigh_losses
+
+register_step_part(__name__, "pipeline")
 
 
 def pipelined_gradients(

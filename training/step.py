@@ -20,6 +20,7 @@ from torch import Tensor
 from ..moe.experts.model_layers import moe_layers
 from ..moe.experts.router_stats import Routing
 from ..moe.util.gpu import computes_on_cpu
+from ..moe.util.step_parts import register_step_part
 from ..sharding.clipping import clip_divisor, scale_gradients, squares_and_lacking
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.unreached import agree_on_gradients
@@ -30,6 +31,8 @@ from .loss.balance import BiasUpdate, LossWeights
 from .loss.objective import Objective
 from .micro_batch import StepCounts, count_step, figure_names, losses_of
 from .pipelined import pipelined_gradients
+
+register_step_part(__name__, "the step")
 
 NO_TARGETS = "there is no token to predict on any rank: every label is -100"
 

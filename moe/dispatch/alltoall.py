@@ -16,10 +16,13 @@ from torch import Tensor
 
 from ..kernels.expert_products import even
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
+from ..util.step_parts import register_step_part
 from .dispatcher_entries import PLAIN_ENTRY
 from .dispatcher_registry import DISPATCHERS, DispatchOptions, Part, Sent
 from .exchange import Arrive, Exchange, Home, Return, Send
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
+
+register_step_part(__name__, "dispatch")
 
 
 @dataclass(frozen=True)

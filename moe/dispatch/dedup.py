@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..util.recompute_cache import is_replaying, kept
+from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
 from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
@@ -28,6 +29,8 @@ from .dispatcher_entries import NODE_ENTRY, RANK_ENTRY
 from .dispatcher_registry import DISPATCHERS, DispatchOptions, NodeGroups, Part, Sent
 from .exchange import Exchange
 from .permute import ExpertOrder, count_experts, expert_order
+
+register_step_part(__name__, "dispatch")
 
 
 @dataclass(frozen=True)

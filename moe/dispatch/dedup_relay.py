@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import is_replaying, kept, placeholder
+from ..util.step_parts import register_step_part
 from .exchange import Exchange
 from .permute import ExpertOrder, combine_backward, gather_sum, spread
+
+register_step_part(__name__, "permute, combine")
 
 
 def _save(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:

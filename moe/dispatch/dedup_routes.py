@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.recompute_cache import is_replaying, kept, placeholder
+from ..util.step_parts import register_step_part
 from .exchange import Exchange
 from .permute import ExpertOrder, first_rows
+
+register_step_part(__name__, "dispatch")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
 from ..util.recompute_cache import result_of
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "permute, combine")
 
 
 @dataclass(frozen=True)

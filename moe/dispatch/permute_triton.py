@@ -16,6 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..util.step_parts import register_step_part, writes
+
+register_step_part(
+    __name__,
+    "permute, combine",
+    kernels={
+        "_spread_kernel": writes("rows_ptr"),
+        "_gather_sum_kernel": writes("out_ptr"),
+        "_combine_backward_kernel": writes("grad_rows_ptr", "grad_weights_ptr"),
+    },
+)
+
 BLOCK = 1024
 """Elements of a row that a program processes at a time: in 4 warps, 16 bytes of bf16 per thread."""
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "experts' activation")
+
 
 class Activation:
     """gate_RF, up_RF -> hidden_RF, as the experts module of a family in transformers has it.

@@ -22,10 +22,13 @@ from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import for_backward_alone, keeping_products
+from ..util.step_parts import register_step_part
 from .activation import Activation
 from .bf16_copies import WorkingWeights
 from .forward import current_forward
 from .layout import ExpertLayout
+
+register_step_part(__name__, "expert GEMMs")
 
 _JOINED = "w1 and v1"
 """Name of both in one tensor, (e, 2·F, D)."""

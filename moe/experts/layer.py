@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from ..dispatch.alltoall import LocalDispatcher
 from ..dispatch.dispatcher_registry import Dispatcher
 from ..dispatch.permute import count_experts
+from ..util.step_parts import register_step_part
 from .expert_mlp import ExpertMLP
 from .forward import Beside, forward_of_experts
 from .router_stats import UNKNOWN, router_stats
 from .shape import MoEShape
+
+register_step_part(__name__, "router")
 
 
 class DMoE(nn.Module):

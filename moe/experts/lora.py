@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from ..linear.linear import Linear, is_linear, only_multiplies, quantize_weight
 from ..linear.low_rank import LowRank
 from ..linear.quantized import Kind, store
+from ..util.step_parts import register_step_part
 from .expert_mlp import ExpertMLP
 from .layer import DMoE
 from .layout import ExpertParameter
 from .model_facts import facts_of
 from .model_layers import layer_prefixes, router_prefixes
+
+register_step_part(__name__, "adapters")
 
 A, B = "lora_A", "lora_B"
 """Names of an adapter's two parameters in a linear layer's module; among experts' weights they are as in

@@ -17,6 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "router")
+
 LOG_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits_TE: logits_TE.log_softmax(dim=-1),
     "sigmoid": F.logsigmoid,

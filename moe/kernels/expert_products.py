@@ -24,8 +24,11 @@ from torch.autograd.function import once_differentiable
 from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
 from ..util.recompute_cache import result_of
+from ..util.step_parts import register_step_part
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
+
+register_step_part(__name__, "expert GEMMs")
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -26,12 +26,15 @@ from torch import Tensor
 
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
+from ..util.step_parts import register_step_part
 from .carve_out import leaving_room
 from .expert_products import grouped_product
 from .fp8_casts import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
 from .grouped import GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import KernelEntry, check_beside_fp8
 from .kernel_registry import ExpertKernel, Needs
+
+register_step_part(__name__, "expert GEMMs")
 
 _FP8 = "--expert-precision fp8"
 

@@ -15,6 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..util.step_parts import register_step_part, writes
+
+register_step_part(
+    __name__,
+    None,
+    kernels={
+        "_rows_kernel": writes("codes_ptr", "scales_ptr"),
+        "_largest_kernel": writes("largest_ptr"),
+        "_columns_kernel": writes("codes_ptr", "scales_ptr"),
+    },
+)
+
 ROWS, COLUMNS = 128, 64
 """Size of the tile that a program of the column kernels holds at a time."""
 

@@ -18,8 +18,11 @@ from torch.autograd.function import once_differentiable
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import kept_product, placeholder
+from ..util.step_parts import register_step_part
 from .swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 from .weight_gradients import deferral_of, now_or_later
+
+register_step_part(__name__, "expert GEMMs")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows
 from ..util.recompute_cache import kept_product, placeholder
+from ..util.step_parts import register_step_part
 from .expert_products import compute_dtype, grouped_product, host_counts, looped, runs
 from .kernel_entries import LOOP_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, Needs
 from .weight_gradients import deferral_of, now_or_later
+
+register_step_part(__name__, "expert GEMMs")
 
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:

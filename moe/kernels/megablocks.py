@@ -20,9 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
+from ..util.step_parts import register_step_part
 from .kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, Needs
 from .swiglu import SwiGLU
+
+register_step_part(__name__, "expert GEMMs")
 
 BLOCK = 128
 """Side of a block of stk's matrices; MegaBlocks knows no other."""

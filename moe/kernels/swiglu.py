@@ -15,6 +15,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "experts' activation")
 
 
 def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:

@@ -14,6 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..util.step_parts import register_step_part, writes
+
+register_step_part(
+    __name__,
+    "experts' activation",
+    kernels={
+        "_forward_kernel": writes("hidden_ptr"),
+        "_backward_kernel": writes("d_gate_ptr", "d_up_ptr", "hidden_ptr"),
+    },
+)
+
 BLOCK = tl.constexpr(1024)
 
 _ALIGNED = 16

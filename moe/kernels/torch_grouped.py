@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..util.errors import ExpertMeshError
+from ..util.step_parts import register_step_part
 from .carve_out import leaving_room
 from .expert_products import grouped_product, known_counts, looped, padded
 from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import TORCH_GROUPED_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, Needs
+
+register_step_part(__name__, "expert GEMMs")
 
 
 def torch_grouped(

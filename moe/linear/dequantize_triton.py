@@ -14,6 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..util.step_parts import register_step_part, writes
+
+register_step_part(
+    __name__,
+    "dequantization",
+    kernels=dict.fromkeys(("_fp8_kernel", "_nf4_kernel", "_mxfp4_kernel"), writes("wide_ptr")),
+)
+
 BLOCK = 4096
 """Values of a row that one program computes."""
 

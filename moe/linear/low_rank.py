@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "adapters")
+
 
 @dataclass(frozen=True)
 class LowRank:

@@ -27,6 +27,9 @@ from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..kernels.expert_products import Product, host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, result_of
+from ..util.step_parts import register_step_part
+
+register_step_part(__name__, "dequantization")
 
 Kind = Literal["fp8", "nf4", "mxfp4"]
 

@@ -22,6 +22,7 @@ from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
 from ...moe.linear.quantized import SCALES, view_codes
 from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.step_parts import register_step_part
 from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from ..mesh import Mesh
 from ..pipeline.cut import cut
@@ -33,6 +34,8 @@ from .dispatchers import choose_dispatcher
 from .offload import copies_of, offload_frozen, offload_inputs
 from .recompute import checkpoint_layers, keep_products
 from .unreached import reduce_unreached
+
+register_step_part(__name__, None, lasting=("zeros_by_rows",))
 
 
 def parallelize(

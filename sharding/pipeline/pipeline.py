@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...moe.kernels.weight_gradients import WeightGradients
+from ...moe.util.step_parts import register_step_part
 from ..collectives.pipeline_groups import PipelineGroups
 from ..mesh import Mesh
 from ..stages import Stages
@@ -21,6 +22,8 @@ from ..state import StateTensor, local_tensor, trainable_of
 from .balance import cut_stages
 from .schedule import ScheduleName
 from .survey import survey
+
+register_step_part(__name__, "pipeline")
 
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 

@@ -24,7 +24,10 @@ from ...moe.hf_model.build import fp32_parameters, without_computing
 from ...moe.hf_model.mtp import final_norm, mtp_of
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import register_step_part
 from .balance import crossing
+
+register_step_part(__name__, "pipeline")
 
 BEFORE = -1
 """The place before the first layer, as origin of a tensor."""

@@ -1,5 +1,4 @@
-"""What part of a step code is: that the table in `planning.step_parts` has every module that runs in one, and what is
-made of it."""
+"""What part of a step code is: that every module that computes in one says so, and what is made of it."""
 
 import ast
 import importlib
@@ -18,19 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from expertmesh.moe.util import step_parts
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.monitoring.profiling import _Ranges
-from expertmesh.training.optim.low_bit import update_8bit, update_bf16, update_fp32
-from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.planning import step_parts
-from expertmesh.training.planning.rehearsal import attribution
-from expertmesh.training.planning.rehearsal.attribution import LASTING, Parts, StepPlace
-from expertmesh.training.planning.rehearsal.cached import CachedMeasure
-from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.planning.step_parts import (
+from expertmesh.moe.util.step_parts import (
     STEP_PARTS,
     StepPart,
     Writes,
@@ -40,6 +29,17 @@ from expertmesh.training.planning.step_parts import (
     writes,
     written_by,
 )
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.monitoring import attribution
+from expertmesh.training.monitoring.attribution import LASTING, Parts, StepPlace
+from expertmesh.training.monitoring.profiling import _Ranges
+from expertmesh.training.optim.low_bit import update_8bit, update_bf16, update_fp32
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.rehearsal.triton_stand_in import import_kernels
+from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
@@ -50,13 +50,80 @@ from tests.training.test_measure import SETTINGS, flags_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = "expertmesh."
-RECORDING = ("expertmesh.training.planning.rehearsal.", "expertmesh.training.monitoring.profiling")
+RECORDING = (
+    "expertmesh.training.planning.rehearsal.",
+    "expertmesh.training.monitoring.attribution",
+    "expertmesh.training.monitoring.profiling",
+)
+HELPERS = {
+    "moe.cpu.matmul",
+    "moe.dispatch.exchange",
+    "moe.experts.bf16_copies",
+    "moe.experts.forward",
+    "moe.experts.model_layers",
+    "moe.hf_model.build",
+    "moe.hf_model.tensor_plan",
+    "moe.hf_model.trial",
+    "moe.kernels.carve_out",
+    "moe.kernels.fp8_casts",
+    "moe.kernels.weight_gradients",
+    "moe.linear.division",
+    "moe.linear.fp8",
+    "moe.linear.linear",
+    "moe.util.recompute_cache",
+    "sharding.collectives.context_parallel",
+    "sharding.collectives.differentiable",
+    "sharding.collectives.gloo",
+    "sharding.collectives.groups",
+    "sharding.collectives.tensor_parallel",
+    "sharding.parallelize.offload",
+    "sharding.parallelize.recompute",
+    "sharding.parallelize.unreached",
+    "sharding.parallelize.weight_gradients",
+    "sharding.pipeline.cut",
+    "sharding.state",
+    "training.attention.by_sample",
+    "training.attention.complete_sequences",
+    "training.attention.context_parallel_attention",
+    "training.attention.flash",
+    "training.attention.packed_attention",
+    "training.model_setup.dense_precision",
+    "training.tensor_parallel.divide",
+    "training.tensor_parallel.kept_positions",
+    "training.tensor_parallel.overlap",
+    "training.tensor_parallel.regions",
+}
+"""Modules that run in a step and say nothing, as what they compute belongs to the part that calls them."""
+
+
+def is_silent(name: str) -> bool:
+    """Whether a module of ours has not said what it is, and is no helper."""
+    return name not in STEP_PARTS and name.removeprefix(PRODUCT) not in HELPERS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_have_said() -> None:
+    """Imports every module that says what it is."""
+    import_kernels()
+    for file in sources():
+        if "register_step_part(" in file.read_text():
+            importlib.import_module(module_of(file))
+
+
+def sources() -> Iterator[Path]:
+    for folder in ("moe", "sharding", "checkpoints", "training"):
+        yield from (ROOT / folder).rglob("*.py")
+
+
+def module_of(file: Path) -> str:
+    return PRODUCT + ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
 @contextmanager
 def noting_unlisted() -> Iterator[set[str]]:
-    """Modules of ours that are not in the table and call an operator within it, or stand on the call stack between an
-    operator and the module whose part of a step it is; but for those that record, or stand in for a GPU."""
+    """Modules of ours that have not said what they are and call an operator within it, or stand on the call stack
+    between an operator and the module whose part of a step it is; but for helpers, and for those that record, or stand
+    in for a GPU."""
     found: set[str] = set()
     here = Parts.here
 
@@ -65,7 +132,7 @@ def noting_unlisted() -> Iterator[set[str]]:
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
             is_ours = name.startswith(PRODUCT) and not name.startswith(RECORDING)
-            if is_ours and name not in STEP_PARTS:
+            if is_ours and is_silent(name):
                 found.add(name)
             if name in STEP_PARTS and STEP_PARTS[name].part is not None:
                 break
@@ -140,10 +207,12 @@ def _unlisted(path: Path, topology: Topology, case: Case) -> set[str]:
 
 
 def test_a_module_that_is_not_listed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(STEP_PARTS, "expertmesh.moe.dispatch.exchange")
+    monkeypatch.delitem(STEP_PARTS, "expertmesh.moe.dispatch.permute")
+    HELPERS.remove("moe.dispatch.exchange")
     with noting_unlisted() as unlisted:
         rehearse(flags_of(ep_size=4), tiny_config("mixtral"), 8)
-    assert unlisted == {"expertmesh.moe.dispatch.exchange"}
+    HELPERS.add("moe.dispatch.exchange")
+    assert unlisted == {"expertmesh.moe.dispatch.permute", "expertmesh.moe.dispatch.exchange"}
 
 
 class _Modules(torch.nn.Module):
@@ -154,11 +223,11 @@ class _Modules(torch.nn.Module):
 def parts_of_no_model() -> Iterator[Parts]:
     with (
         mock.patch.multiple(
-            "expertmesh.training.planning.rehearsal.attribution",
+            "expertmesh.training.monitoring.attribution",
             decoder_layers=lambda model: [],
             moe_layers=lambda model: [],
         ),
-        mock.patch("expertmesh.training.planning.rehearsal.attribution.router_prefixes", return_value=()),
+        mock.patch("expertmesh.training.monitoring.attribution.router_prefixes", return_value=()),
     ):
         yield Parts(_Modules())
 
@@ -267,6 +336,9 @@ def test_what_is_listed_is_there() -> None:
             assert of_torch, name
             assert all(map(is_lasting, of_torch)), name
     assert {module.part for module in STEP_PARTS.values()} == {*get_args(StepPart), None}
+    for name in HELPERS:
+        assert PRODUCT + name not in STEP_PARTS, name
+        assert ROOT.joinpath(*name.split(".")).with_suffix(".py").is_file(), name
 
 
 def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -279,21 +351,19 @@ def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Fun
 
 
 def unlisted_by_text() -> set[str]:
-    """Modules of ours that are not in the table and have an autograd function, a module of a model or Triton kernels,
-    whether or not a test runs them; but for those that record."""
+    """Modules of ours that have an autograd function, a module of a model or Triton kernels and do not say what they
+    are, whether or not a test runs them; but for helpers, and for those that record."""
     found = set()
-    for folder in ("moe", "sharding", "checkpoints", "training"):
-        for file in (ROOT / folder).rglob("*.py"):
-            name = PRODUCT + ".".join(file.relative_to(ROOT).with_suffix("").parts)
-            bases = {
-                ast.unparse(base).rpartition(".")[2]
-                for node in ast.walk(ast.parse(file.read_text()))
-                if isinstance(node, ast.ClassDef)
-                for base in node.bases
-            }
-            if bases & {"Function", "Module"} or file.stem.endswith("_triton"):
-                found.add(name)
-    return {name for name in found if name not in STEP_PARTS and not name.startswith(RECORDING)}
+    for file in sources():
+        bases = {
+            ast.unparse(base).rpartition(".")[2]
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+        }
+        if bases & {"Function", "Module"} or file.stem.endswith("_triton"):
+            found.add(module_of(file))
+    return {name for name in found if is_silent(name) and not name.startswith(RECORDING)}
 
 
 def test_every_module_that_has_layers_or_kernels_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

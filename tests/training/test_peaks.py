@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.training.planning.rehearsal.attribution import StepPlace
+from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.planning.rehearsal.peaks import peak_memory
 from expertmesh.training.planning.rehearsal.recorder import Change, Event
 

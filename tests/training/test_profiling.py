@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.monitoring.profiling import (
     Cost,
     StepProfiler,
@@ -21,7 +22,6 @@ from expertmesh.training.monitoring.profiling import (
     costs_of,
     steps_in_words,
 )
-from expertmesh.training.planning.rehearsal.attribution import StepPlace
 from expertmesh.training.report.profiles import BETWEEN
 
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.model_config import read_config
-from expertmesh.training.planning.rehearsal.attribution import StepPlace
 from expertmesh.training.planning.rehearsal.rank_summary import PartCost, event_seconds, needed_flops, parts_of
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
 from expertmesh.training.planning.rehearsal.triton_stand_in import kinds_of_kernels

@@ -15,9 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from ...moe.experts.forward import Ahead, Targets
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.context_parallel import CPGroup
 from .samples import Sample
 from .sequences import LabelledRows, Rows
+
+register_step_part(__name__, "LM head, loss")
 
 IGNORED = -100
 CANDIDATES = "candidates"

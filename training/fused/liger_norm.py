@@ -19,7 +19,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from ...moe.util.step_parts import register_step_part
 from .trial import takes_kernel, try_kernel
+
+register_step_part(__name__, "norms")
 
 ROWS, ROWS_AT_ONCE, NARROW = 32, 8 * 4096, 256
 """Rows of a trial; and from how many on, of rows no wider than this, liger has another kernel, which is tried then."""

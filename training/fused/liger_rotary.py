@@ -16,7 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.step_parts import register_step_part
 from .trial import takes_kernel, try_kernel
+
+register_step_part(__name__, "rotary")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from ...moe.experts.model_layers import moe_layers
 from ...moe.experts.router_stats import Routing
 from ...moe.hf_model.mtp import mtp_of
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.step_parts import register_step_part
 from ..config.train_config import TrainConfig
+
+register_step_part(__name__, "optimizer step")
 
 BIAS_RATE = 0.001
 """What DeepSeek-V3 was trained with (arXiv 2412.19437, 4.2)."""

@@ -30,12 +30,15 @@ from ...moe.experts.forward import Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import computes_on_cpu, takes_triton
+from ...moe.util.step_parts import register_step_part
 from ...moe.util.versions import installed_version
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
 from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
 from ..model_setup.new_tokens import with_new_rows
+
+register_step_part(__name__, "LM head, loss")
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU

@@ -14,6 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...moe.util.step_parts import register_step_part, writes
+
+register_step_part(
+    __name__,
+    "LM head, loss",
+    kernels={
+        "_cross_entropy_kernel": writes("losses_ptr", updates=("logits_ptr",)),
+        "_row_figures_kernel": writes("highest_ptr", "exp_sums_ptr", "at_target_ptr"),
+        "_gradient_kernel": writes(updates=("logits_ptr",)),
+    },
+)
+
 BLOCK = 4096
 
 # Where a chunk's targets, and one row of figures after another, begin in memory depends on the number of rows. Of each

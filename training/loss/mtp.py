@@ -21,7 +21,10 @@ from torch.autograd.function import once_differentiable
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.mtp import final_norm
+from ...moe.util.step_parts import register_step_part
 from .head import loss_head
+
+register_step_part(__name__, "LM head, loss")
 
 
 def use_mtp(model: Any, detach: bool) -> None:

@@ -26,8 +26,8 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks
 from ...sharding.state import has_dtensor
 from ..config.train_config import TrainConfig
-from ..planning.rehearsal.attribution import Parts
 from ..report.profiles import BETWEEN, PROFILES
+from .attribution import Parts
 
 _STEP = "step "
 """What the name of the range around a step begins with."""

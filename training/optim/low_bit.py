@@ -23,9 +23,23 @@ from torch import Tensor
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe import torch_private
 from ...moe.util.gpu import takes_triton
+from ...moe.util.step_parts import register_step_part, writes
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 from ..config.optimizers import alike_size, block_size
+
+register_step_part(
+    __name__,
+    "optimizer step",
+    lasting=("_AdamW._first_state",),
+    kernels={
+        "update_fp32": writes(updates=("weight_PN", "mean_PN", "square_PN")),
+        "update_8bit": writes(
+            updates=("weight_PBn", "mean_codes_PBn", "mean_scales_PB", "square_codes_PBn", "square_scales_PB")
+        ),
+        "update_bf16": writes(updates=("weight", "mean", "square")),
+    },
+)
 
 
 class Update(NamedTuple):

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ...checkpoints.files.tensors import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
+from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.warm_up import warm_up
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
 from ..config.optimizers import num_elements, stack_size
+
+register_step_part(__name__, "optimizer step")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.training_state.resuming import StateLayout
+from ...moe.util.step_parts import register_step_part
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
 from .matrices import Matrix, MatrixOptimizer, Run
+
+register_step_part(__name__, "optimizer step", lasting=("Shampoo._begin", "Shampoo._new_stack"))
 
 RIDGE = 1e-5
 """Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,

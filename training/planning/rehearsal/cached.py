@@ -26,6 +26,7 @@ from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
 from ....moe.util.atomic_write import whole
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.sources import sources_digest
+from ....moe.util.step_parts import has_modules_from_outside
 from ....moe.util.user_cache import cache_directory
 from ....moe.util.versions import installed_version
 from ...config.optimizers import OUR_OPTIMIZERS
@@ -43,7 +44,6 @@ from ..planner.measured import (
     Parameter,
     Workload,
 )
-from ..step_parts import has_modules_from_outside
 
 PACKAGES = ("torch", "transformers", "triton")
 SOURCES = ("moe", "sharding", "training")

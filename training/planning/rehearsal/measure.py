@@ -54,6 +54,7 @@ from ...fused.liger_norm import is_by_liger
 from ...loss.balance import LossWeights
 from ...micro_batch import forward_of, token_loss_sum
 from ...model_setup.rates import Work
+from ...monitoring.attribution import Parts
 from ...optim.optimizer import matrix_parts, state_bytes
 from ...tensor_parallel import regions
 from ..planner.measured import (
@@ -67,7 +68,6 @@ from ..planner.measured import (
     Parameter,
     Workload,
 )
-from .attribution import Parts
 from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors
 from .layer_kinds import kinds_of_layers

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....moe.util.step_parts import STEP_PARTS
 from ....sharding.state import local_tensor
+from ...monitoring.attribution import FSDP, LASTING
 from ..memory import Memory, MemoryTerm
-from ..step_parts import STEP_PARTS
-from .attribution import FSDP, LASTING
 from .live_memory import LiveTensors
 from .recorder import Event, Maker, Recorder
 

@@ -27,13 +27,13 @@ from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from ....moe.util.gpu import is_rehearsing_gpu
+from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
 from ...config.optimizers import EIGEN_FLOPS
 from ...model_setup.rates import MEMORY, Operator, Work
+from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...pipelined import PipelinedStep
-from ..step_parts import written_by
-from .attribution import FSDP, LASTING, Parts, StepPlace
 from .liger_stand_in import recorded
 from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels

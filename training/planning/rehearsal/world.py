@@ -53,11 +53,11 @@ from ...engine import compute_dtype, topology_of
 from ...loss.balance import BiasUpdate, choose_balance
 from ...loss.distillation import TEACHER, distillation_objective
 from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
+from ...monitoring.attribution import Parts
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...step import train_step
 from ..imbalance import EVEN, GivenRouting
-from .attribution import Parts
 from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors

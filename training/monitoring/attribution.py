@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils import checkpoint
 
-from ....moe.experts.layer import DMoE
-from ....moe.experts.model_layers import decoder_layers, moe_layers, router_prefixes
-from ....moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
-from ..step_parts import STEP_PARTS, is_lasting
+from ...moe.experts.layer import DMoE
+from ...moe.experts.model_layers import decoder_layers, moe_layers, router_prefixes
+from ...moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
+from ...moe.util.step_parts import STEP_PARTS, is_lasting
 
 LASTING, FSDP = "lasting", "FSDP"
 _OF_TORCH = {torch.optim.__name__: "optimizer step", fsdp.__name__: FSDP}
@@ -87,7 +87,7 @@ def _own_self(frame: FrameType) -> Any:
 class Parts:
     """Finds the place of the operator that is being called.
 
-    Forward: the innermost frame of the call stack whose module is a part of a step by `planning.step_parts`, or is
+    Forward: the innermost frame of the call stack whose module is a part of a step by `moe.util.step_parts`, or is
     FSDP's or an optimizer's, or whose `self` is one of the model's modules. Backward of operators: as in the forward
     that made the node of the graph.
     """
