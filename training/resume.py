@@ -21,7 +21,7 @@ from .config.moves import Moves
 from .config.optimizers import OPTIMIZERS
 from .config.train_config import TrainConfig, as_flag
 from .data.digest import explain_samples
-from .fingerprints import Facts, changed_settings, names_content, recorded_config
+from .fingerprints import Facts, changed_settings, recorded_config
 
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""
@@ -177,8 +177,7 @@ def _compared(
         said = f"its chat template wrote {dates[0]}, now {dates[1]} (--template-date sets it): {said}"
     if not is_model:
         changed = changed_settings(began, config, Moves.SAMPLES)
-        # other places may hold the same data
-        if changed := [each for each in changed if not names_content(each) and each != "template_date"]:
+        if changed := [each for each in changed if each != "template_date"]:
             said = f"{_both(began, config, changed)}: {said}"
     origin = getattr(began, "init_adapter" if name == "adapter" else name if is_model else "dataset") or "none"
     if name == "evaluation data":  # held out of the other where it has no data set of its own

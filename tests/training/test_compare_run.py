@@ -50,6 +50,10 @@ def test_settings_that_make_other_samples_are_named_as_the_cause() -> None:
     for (one, other), cause in zip(((saved, now), (now, saved)), causes, strict=True):
         with pytest.raises(ExpertMeshError, match=f"is of other data .*{cause}in that run"):
             compare(one, other, here)
+    templated = replace(saved, chat_template="chatml")
+    for one, other, cause in ((saved, templated, "no --chat-template"), (templated, saved, "--chat-template chatml")):
+        with pytest.raises(ExpertMeshError, match=f"is of other data .*that run had {cause}, this one has"):
+            compare(one, other, here)
     with pytest.raises(ExpertMeshError, match=r"is of other data \(it began with \['d'\]\): in that run"):
         compare(saved, replace(saved, dataset=["moved"]), here)
 

@@ -1113,6 +1113,15 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
         False,
         True,
     ]
+    versions = {"transformers": "5", "jinja2": "3", "tokenizers": "0"}
+    monkeypatch.setattr("expertmesh.training.data.samples.installed_version", lambda of: versions[of])
+    load(tokenizer, file)
+    for package in versions:
+        with monkeypatch.context() as patch:
+            patch.setitem(versions, package, "next")
+            patch.setattr("expertmesh.training.data.samples._tokenize_batch", lambda *_: failing(errno.EDOM))
+            with pytest.raises(ExpertMeshError, match=os.strerror(errno.EDOM)):
+                load(tokenizer, file)
     write(file, [{"prompt": "ab", "response": "fgh"}])
     assert "fgh" in shown(tokenizer, load(tokenizer, file))[0]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...checkpoints.files.kept import damage, record_kept, recorded_files, recorded_key
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.versions import installed_version
 from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
 from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
@@ -483,6 +484,8 @@ def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, st
     # which part of the source it is, is in its version
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
+    # what renders templates, and what tokenizes
+    of_tokenizer += map(installed_version, ("transformers", "jinja2", "tokenizers"))
     ends = sorted(_special_ids(tokenizer))
     return rows_key, _fingerprint(rows_key, settings, of_tokenizer, tokenizer.chat_template, ends)
 
