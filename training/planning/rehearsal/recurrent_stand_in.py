@@ -25,6 +25,8 @@ from ....moe.transformers_private import kernel_of, looping_functions, replacing
 
 Record = Callable[..., None]
 """`Recorder.kernel`."""
+Kept = tuple[Tensor | None, ...]
+"""What a forward keeps for backward."""
 _BLOCK = 16
 """Tokens of the blocks in which a chunk's triangular system is solved."""
 _WIDEST = 128
@@ -95,120 +97,90 @@ class _Kernels(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeltaRule:
-    """fla's gated delta rule (chunk_gated_delta_rule), and the one whose keys' channels have a gate each (chunk_kda).
+    """flash-linear-attention's chunk_gated_delta_rule, whose gates are one per head. Its functions are these methods.
 
-    normalizes: queries and keys.
+    Attributes:
+        chunk: tokens of it.
+        normalizes: queries and keys.
     """
 
     record: Record
     chunk: int
     normalizes: bool
 
-    @staticmethod
-    def call(record: Record, arguments: dict[str, Any]) -> tuple[Tensor, None]:
-        inputs = list(arguments.values())[:5]
-        rule = _DeltaRule(record, arguments["chunk_size"], arguments["use_qk_l2norm_in_kernel"])
-        by_channel = inputs[3].dim() == 4
-        forward = rule.forward_by_channel if by_channel else rule.forward
-        return _Kernels.apply(forward, rule.backward_by_channel if by_channel else rule.backward, *inputs), None
+    @classmethod
+    def call(cls, record: Record, arguments: dict[str, Any]) -> tuple[Tensor, None]:
+        rule = cls(record, arguments["chunk_size"], arguments["use_qk_l2norm_in_kernel"])
+        return _Kernels.apply(rule.forward, rule.backward, *list(arguments.values())[:5]), None
 
-    def flops(self, of: Tensor, *products: int) -> float:
-        """FLOPs of matmuls that take so many multiplications per token and head of values of a (B, S, G, ...)."""
-        return 2.0 * of.shape[0] * of.shape[1] * of.shape[2] * sum(products)
-
-    def forward(
-        self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSGV: Tensor, g_BSG: Tensor, beta_BSG: Tensor
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        own_q, own_k, v, g, beta = (x.contiguous() for x in (q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG))
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Kept]:
+        """inputs: queries and keys (B, S, H, K), values (B, S, G, V), gates (B, S, G) or (B, S, G, K), and what is
+        learned per token (B, S, G)."""
+        own_q, own_k, *others = (x.contiguous() for x in inputs)
         (q, q_factor), (k, k_factor) = self._normed(own_q), self._normed(own_k)
-        g = self._summed(g)
-        inverse = self._inverse(k, v)
-        self.record(
-            "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
-            [k, g, beta],
-            [inverse],
-            self.flops(v, self.chunk * k.shape[-1]),
-        )
-        w, u = self._new_values(k, v, g, beta, inverse)
-        h, v_new = self._states(k, w, u, g)
-        out, (K, V, C) = torch.empty_like(v), self._sizes(k, v)
-        self.record("chunk_fwd_kernel_o", [q, k, v_new, h, g], [out], self.flops(v, K * V, C * K, C * V))
-        return out, (q, q_factor, k, k_factor, v, g, beta, inverse)
+        out, kept = self.outputs(q, k, *others)
+        return out, (q, q_factor, k, k_factor, *kept)
 
-    def backward(self, kept: tuple[Any, ...], gradient: Tensor) -> tuple[Tensor, ...]:
-        q, q_factor, k, k_factor, v, g, beta, inverse = kept
-        d_out, (K, V, C) = gradient.contiguous(), self._sizes(k, v)
-        w, u = self._new_values(k, v, g, beta, inverse, again=True)
+    def backward(self, kept: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        q, q_factor, k, k_factor, *others = kept
+        d_q, d_k, *rest = self.gradients(q, k, gradient.contiguous(), *others)
+        d_q = self._unnormed(q, q_factor, d_q)
+        d_k = self._unnormed(k, k_factor, d_k)
+        return (d_q, d_k, *rest)
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, own_g: Tensor, beta: Tensor) -> tuple[Tensor, Kept]:
+        """The result, and what is kept besides queries and keys."""
+        g, (K, V, C) = self._summed(own_g), self._sizes(k, v)
+        inverse = k.new_zeros(*v.shape[:3], C)
+        name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
+        self.record(name, [k, g, beta], [inverse], self._flops(v, C * K))
+        w, u = self._new_values([k, v, beta, inverse, g], k, v)
+        h, v_new = self._states(k, w, u, g)
+        out = torch.empty_like(v)
+        self.record("chunk_fwd_kernel_o", [q, k, v_new, h, g], [out], self._flops(v, K * V, C * K, C * V))
+        return out, (v, g, beta, inverse)
+
+    def gradients(
+        self, q: Tensor, k: Tensor, d_out: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Of queries and keys as normalized, and of the other inputs. Names that are bound anew free tensors where the
+        package does."""
+        K, V, C = self._sizes(k, v)
+        w, u = self._new_values([k, v, beta, inverse, g], k, v, again=True)
         h, v_new = self._states(k, w, u, g, again=True)
-        d_v = torch.empty_like(d_out)
-        inside = [self.flops(v, product) for product in (C * K, C * V)]
-        self.record("chunk_bwd_kernel_dv_local", [q, k, g, d_out], [d_v], sum(inside), inside[1])
+        d_v, flops, needed = torch.empty_like(d_out), self._flops(v, C * K, C * V), self._flops(v, C * V)
+        self.record("chunk_bwd_kernel_dv_local", [q, k, g, d_out], [d_v], flops, needed)
         d_h, d_v = self._state_gradients(q, k, w, g, d_out, d_v)
         d_q, d_k = (k.new_empty(*v.shape[:3], K) for _ in range(2))
         d_w, d_g = torch.empty_like(w), g.new_empty(-(-K // _WIDEST), *g.shape)
-        flops = self.flops(v, 3 * K * V, 2 * C * K, C * V)
-        self.record("chunk_bwd_kernel_dqkwg", [q, k, v_new, w, g, h, d_v, d_out, d_h], [d_q, d_k, d_w, d_g], flops)
-        d_q, d_k, d_g = self._by_key_head(d_q, k), self._by_key_head(d_k, k), d_g.sum(0)
+        flops = self._flops(v, 3 * K * V, 2 * C * K, C * V)
+        self.record("chunk_bwd_kernel_dqkwg", [q, k, v_new, g, h, d_v, d_out, d_h], [d_q, d_k, d_w, d_g], flops)
+        d_q = self._by_key_head(d_q, k)
+        d_k = self._by_key_head(d_k, k)
+        d_g = d_g.sum(0)
         d_k_2, d_v_2 = k.new_empty(*v.shape[:3], K), torch.empty_like(v)
         d_g_2, d_beta = torch.empty_like(g), torch.empty_like(beta)
-        needed = self.flops(v, 4 * C * K, 2 * C * V, 2 * C * C)
-        read, written = [k, v, beta, g, inverse, d_w, d_v], [d_k_2, d_v_2, d_beta, d_g_2]
-        self.record("prepare_wy_repr_bwd_kernel", read, written, needed + self.flops(v, C * K), needed)
+        needed = self._flops(v, 4 * C * K, 2 * C * V, 2 * C * C)
+        self.record(
+            "prepare_wy_repr_bwd_kernel",
+            [k, v, beta, g, inverse, d_w, d_v],
+            [d_k_2, d_v_2, d_beta, d_g_2],
+            needed + self._flops(v, C * K),
+            needed,
+        )
         d_k_2 = self._by_key_head(d_k_2, k)
+        d_v = d_v_2
         d_k.add_(d_k_2)
         d_g.add_(d_g_2)
         d_g = self._summed(d_g)
-        return self._unnormed(q, q_factor, d_q), self._unnormed(k, k_factor, d_k), d_v_2, d_g, d_beta
-
-    def forward_by_channel(
-        self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSGV: Tensor, g_BSGK: Tensor, beta_BSG: Tensor
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        own_q, own_k, v, own_g, beta = (x.contiguous() for x in (q_BSHK, k_BSHK, v_BSGV, g_BSGK, beta_BSG))
-        (q, q_factor), (k, k_factor) = self._normed(own_q), self._normed(own_k)
-        g, (K, V, C) = self._summed(own_g), self._sizes(k, v)
-        scores, inverse = k.new_empty(*v.shape[:3], C), self._inverse(k, v)
-        diagonal = g.new_empty(*v.shape[:3], _BLOCK)
-        self.record("chunk_kda_fwd_kernel_intra_token_parallel", [q, k, g, beta], [scores, diagonal])
-        name, flops = "chunk_kda_fwd_kernel_inter_solve_fused", self.flops(v, 2 * C * K)
-        self.record(name, [q, k, g, beta, diagonal], [scores, inverse], flops)
-        decayed_k = k.new_empty(*v.shape[:3], K)
-        w, u = self._new_values(k, v, g, beta, inverse, [decayed_k])
-        h, v_new = self._states(decayed_k, w, u, g)
-        out = torch.zeros_like(v)
-        self.record("chunk_gla_fwd_kernel_o", [q, v_new, g, h, scores], [out], self.flops(v, K * V, C * V))
-        return out, (q, q_factor, k, k_factor, v, g, own_g, beta, scores, inverse)
-
-    def backward_by_channel(self, kept: tuple[Any, ...], gradient: Tensor) -> tuple[Tensor, ...]:
-        q, q_factor, k, k_factor, v, g, own_g, beta, scores, inverse = kept
-        d_out, (K, V, C) = gradient.contiguous(), self._sizes(k, v)
-        decayed_q, decayed_k = (k.new_empty(*v.shape[:3], K) for _ in range(2))
-        w, u = self._new_values(k, v, g, beta, inverse, [decayed_q, decayed_k], again=True)
-        h, v_new = self._states(decayed_k, w, u, g, again=True)
-        d_scores, d_v = g.new_empty(*v.shape[:3], C), torch.empty_like(d_out)
-        flops = self.flops(v, 2 * C * V)
-        self.record("chunk_kda_bwd_kernel_dAv", [v_new, d_out, scores], [d_scores, d_v], flops)
-        d_h, d_v = self._state_gradients(decayed_q, decayed_k, w, g, d_out, d_v)
-        d_q, d_k, d_g = (torch.empty_like(g) for _ in range(3))
-        d_v_2, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=g.dtype)
-        d_inverse = torch.empty_like(inverse, dtype=g.dtype)
-        read, written = (
-            [q, k, v, v_new, g, beta, inverse, h, d_out, d_h, d_v],
-            [d_q, d_k, d_v_2, d_g, d_beta, d_inverse],
-        )
-        flops = self.flops(v, 3 * K * V, 2 * C * K, 2 * C * V, 2 * C * C)
-        self.record("chunk_kda_bwd_kernel_wy_dqkg_fused", read, written, flops)
-        d_q_2, d_k_2, d_g_2 = (torch.empty_like(g) for _ in range(3))
-        d_beta_2 = g.new_empty(-(-K // _WIDEST_BY_CHANNEL), *beta.shape)
-        read = [q, k, g, beta, d_scores, d_inverse, d_q, d_k, d_g]
-        written = [d_q_2, d_k_2, d_g_2, d_beta_2]
-        self.record("chunk_kda_bwd_kernel_intra", read, written, self.flops(v, 4 * C * K))
-        d_beta = d_beta_2.sum(0).add_(d_beta).to(beta.dtype)
-        d_q, d_k = self._by_key_head(d_q_2, k), self._by_key_head(d_k_2, k)
-        d_g = self._summed(d_g_2).to(own_g.dtype)
-        return self._unnormed(q, q_factor, d_q), self._unnormed(k, k_factor, d_k), d_v_2, d_g, d_beta
+        return d_q, d_k, d_v, d_g, d_beta
 
     def _sizes(self, k: Tensor, v: Tensor) -> tuple[int, int, int]:
         return k.shape[-1], v.shape[-1], self.chunk
+
+    def _flops(self, of: Tensor, *products: int) -> float:
+        """FLOPs of matmuls that take so many multiplications per token and head of a (B, S, G, ...)."""
+        return 2.0 * of.shape[0] * of.shape[1] * of.shape[2] * sum(products)
 
     def _normed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.normalizes:
@@ -229,30 +201,18 @@ class _DeltaRule:
         self.record("chunk_local_cumsum_kernel", [g], [out])
         return out
 
-    def _inverse(self, k: Tensor, v: Tensor) -> Tensor:
-        return k.new_zeros(*v.shape[:3], self.chunk)
-
     def _new_values(
-        self,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        inverse: Tensor,
-        beside: Iterable[Tensor] = (),
-        again: bool = False,
+        self, read: list[Tensor], k: Tensor, v: Tensor, beside: Iterable[Tensor] = (), again: bool = False
     ) -> tuple[Tensor, Tensor]:
         """beside: what is written besides. again: whether the forward has done the same."""
         w, u, (K, V, C) = k.new_empty(*v.shape[:3], k.shape[-1]), torch.empty_like(v), self._sizes(k, v)
-        flops = self.flops(v, C * K, C * V)
-        self.record(
-            "recompute_w_u_fwd_kernel", [k, v, beta, inverse, g], [w, u, *beside], flops, 0.0 if again else flops
-        )
+        flops = self._flops(v, C * K, C * V)
+        self.record("recompute_w_u_fwd_kernel", read, [w, u, *beside], flops, 0.0 if again else flops)
         return w, u
 
     def _states(self, k: Tensor, w: Tensor, u: Tensor, g: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
         (B, S, G, V), K = u.shape, k.shape[-1]
-        h, v_new, flops = k.new_empty(B, -(-S // self.chunk), G, K, V), torch.empty_like(u), self.flops(u, 2 * K * V)
+        h, v_new, flops = k.new_empty(B, -(-S // self.chunk), G, K, V), torch.empty_like(u), self._flops(u, 2 * K * V)
         name = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64"
         self.record(name, [k, w, u, g], [h, v_new], flops, 0.0 if again else flops)
         return h, v_new
@@ -262,7 +222,7 @@ class _DeltaRule:
     ) -> tuple[Tensor, Tensor]:
         (B, S, G, V), K = d_out.shape, k.shape[-1]
         d_h, d_v_2 = q.new_empty(B, -(-S // self.chunk), G, K, V), torch.empty_like(d_v)
-        name, flops = "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", self.flops(d_out, 3 * K * V)
+        name, flops = "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", self._flops(d_out, 3 * K * V)
         self.record(name, [q, k, w, g, d_out, d_v], [d_h, d_v_2], flops)
         return d_h, d_v_2
 
@@ -270,6 +230,63 @@ class _DeltaRule:
         """Summed up over heads of values that share a head of keys."""
         heads = k.shape[2]
         return x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3)
+
+
+class _DeltaRuleByChannel(_DeltaRule):
+    """flash-linear-attention's chunk_kda, whose gates are one per head and channel of keys."""
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, own_g: Tensor, beta: Tensor) -> tuple[Tensor, Kept]:
+        g, (K, V, C) = self._summed(own_g), self._sizes(k, v)
+        scores, inverse = self._pairs(q, k, v, g, beta)
+        decayed_k = k.new_empty(*v.shape[:3], K)
+        w, u = self._new_values([k, v, beta, inverse, g], k, v, [decayed_k])
+        h, v_new = self._states(decayed_k, w, u, g)
+        out = torch.zeros_like(v)
+        self.record("chunk_gla_fwd_kernel_o", [q, v_new, g, h, scores], [out], self._flops(v, K * V, C * V))
+        return out, (v, g, own_g, beta, scores, inverse)
+
+    def _pairs(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens in a chunk: queries with keys, and the inverse of keys with keys."""
+        K, _, C = self._sizes(k, v)
+        scores, inverse = k.new_empty(*v.shape[:3], C), k.new_zeros(*v.shape[:3], C)
+        diagonal = g.new_empty(*v.shape[:3], _BLOCK)
+        self.record("chunk_kda_fwd_kernel_intra_token_parallel", [q, k, g, beta], [scores, diagonal])
+        name, flops = "chunk_kda_fwd_kernel_inter_solve_fused", self._flops(v, 2 * C * K)
+        self.record(name, [q, k, g, beta, diagonal], [scores, inverse], flops)
+        return scores, inverse
+
+    def gradients(self, q: Tensor, k: Tensor, d_out: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        v, g, own_g, beta, scores, inverse = kept
+        K, V, C = self._sizes(k, v)
+        decayed_q, decayed_k = (k.new_empty(*v.shape[:3], K) for _ in range(2))
+        w, u = self._new_values([q, k, v, beta, inverse, g], k, v, [decayed_q, decayed_k], again=True)
+        h, v_new = self._states(decayed_k, w, u, g, again=True)
+        d_scores, d_v = g.new_empty(*v.shape[:3], C), torch.empty_like(d_out)
+        self.record("chunk_kda_bwd_kernel_dAv", [v_new, d_out, scores], [d_scores, d_v], self._flops(v, 2 * C * V))
+        d_h, d_v = self._state_gradients(decayed_q, decayed_k, w, g, d_out, d_v)
+        d_q, d_k, d_g = (torch.empty_like(g) for _ in range(3))
+        d_v_2, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=g.dtype)
+        d_inverse = torch.empty_like(inverse, dtype=g.dtype)
+        self.record(
+            "chunk_kda_bwd_kernel_wy_dqkg_fused",
+            [q, k, v, v_new, g, beta, inverse, h, d_out, d_h, d_v],
+            [d_q, d_k, d_v_2, d_g, d_beta, d_inverse],
+            self._flops(v, 3 * K * V, 2 * C * K, 2 * C * V, 2 * C * C),
+        )
+        d_v = d_v_2
+        d_q_2, d_k_2, d_g_2 = (torch.empty_like(g) for _ in range(3))
+        d_beta_2 = g.new_empty(-(-K // _WIDEST_BY_CHANNEL), *beta.shape)
+        self.record(
+            "chunk_kda_bwd_kernel_intra",
+            [q, k, g, beta, d_scores, d_inverse, d_q, d_k, d_g],
+            [d_q_2, d_k_2, d_g_2, d_beta_2],
+            self._flops(v, 4 * C * K),
+        )
+        d_beta = d_beta_2.sum(0).add_(d_beta)
+        d_q = self._by_key_head(d_q_2, k)
+        d_k = self._by_key_head(d_k_2, k)
+        d_g = self._summed(d_g_2)
+        return d_q, d_k, d_v, d_g.to(own_g.dtype), d_beta.to(beta.dtype)
 
 
 @dataclass(frozen=True)
@@ -295,7 +312,7 @@ class _SelectiveScan:
         skip_D: Tensor | None,
         gate_BDS: Tensor | None,
         delta_bias_D: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, Kept]:
         x, delta, b, c = (each.contiguous() for each in (x_BDS, delta_BDS, b_BTS, c_BTS))
         gate = None if gate_BDS is None else gate_BDS.contiguous()
         (B, D, S), T = delta.shape, a_DT.shape[1]
@@ -307,7 +324,7 @@ class _SelectiveScan:
         self.record("selective_scan_fwd_kernel", _given(*inputs), written, flops, flops, "matmul fp32")
         return (out, (*inputs, states, None)) if gated is None else (gated, (*inputs, states, out))
 
-    def backward(self, kept: tuple[Any, ...], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(self, kept: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, states, out = kept
         x, delta, a_DT, b, c, skip_D, gate, delta_bias_D = inputs
         d_out, (B, D, S), T = gradient.contiguous(), delta.shape, a_DT.shape[1]
@@ -329,7 +346,7 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 _KERNELS: dict[str, Callable[[Record, dict[str, Any]], Any]] = {
     "chunk_gated_delta_rule": _DeltaRule.call,
-    "chunk_kda": _DeltaRule.call,
+    "chunk_kda": _DeltaRuleByChannel.call,
     "selective_scan_fn": _SelectiveScan.call,
 }
 """By the names that packages give them."""
