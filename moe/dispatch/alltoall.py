@@ -4,7 +4,7 @@ Shape suffixes: T tokens on this rank, D model width, E experts, e experts on th
 routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R rows of a part that this rank receives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -282,29 +282,12 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         receive_counts_E, int64: row by row of (S, e), how many rows each rank sends to each expert on this rank.
         What the host is told.
     """
-    if _answer is not None:
-        return _answer(counts_E, group, sizes)
     receive_counts_E = torch.empty_like(counts_E)
     with on_counts_stream(counts_E, receive_counts_E):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
         both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
         both_2Se = both_2Se.to("cpu", non_blocking=True)
     return receive_counts_E, _Counts(both_2Se, sizes)
-
-
-@contextmanager
-def answering_counts(answer: Callable[..., tuple[Tensor, Told]]) -> Iterator[None]:
-    """Within it, `exchange_counts` asks no other ranks, and nothing is waited for: a dry run's `answer` gives what it
-    returns."""
-    global _answer
-    before, _answer = _answer, answer
-    try:
-        yield
-    finally:
-        _answer = before
-
-
-_answer: Callable[..., tuple[Tensor, Told]] | None = None
 
 
 @contextmanager
@@ -325,8 +308,6 @@ def on_counts_stream(*tensors: Tensor) -> Iterator[None]:
 
 def wait_for_counts(device: torch.device) -> None:
     """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
-    if _answer is not None:
-        return
     done, counts = torch.get_device_module(device).Event(), _counts_stream(device)
     done.record(counts.stream)
     done.synchronize()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..cpu.matmul import matmul, pad_rows
-from ..util.gpu import computes_on_cpu, is_rehearsing_gpu
+from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import result_of
 from ..util.step_parts import register_step_part
 from .grouped import GroupedMatmul, for_any_rows
@@ -135,12 +135,14 @@ def _sums_by_product(x_RO: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
-    """Each expert's number of rows, for which the host waits, unless it knows them; as even as possible in a dry run,
-    where they are unknown."""
-    if is_rehearsing_gpu() or _assumes_even:
-        return even(num_rows, counts_e.numel())
+    """Each expert's number of rows, for which the host waits, unless it knows them."""
     known = known_counts()
-    return counts_e.tolist() if known is None else known
+    return read_counts(counts_e, num_rows) if known is None else known
+
+
+def read_counts(counts_e: Tensor, num_rows: int) -> list[int]:
+    """The same, read from the device."""
+    return counts_e.tolist()
 
 
 _ON_HOST: ContextVar[Callable[[], list[int]] | None] = ContextVar("_ON_HOST", default=None)
@@ -160,20 +162,6 @@ def known_counts() -> list[int] | None:
     """Each expert's number of rows, where the host knows them without waiting."""
     counts = _ON_HOST.get()
     return None if counts is None else counts()
-
-
-@contextmanager
-def assuming_even_counts() -> Iterator[None]:
-    """Within it, `host_counts` reads nothing: every expert has as many rows as any other."""
-    global _assumes_even
-    _assumes_even = True
-    try:
-        yield
-    finally:
-        _assumes_even = False
-
-
-_assumes_even = False
 
 
 def even(total: int, parts: int) -> list[int]:

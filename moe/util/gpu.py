@@ -24,9 +24,9 @@ def computes_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not _rehearsed
 
 
-def is_rehearsing_gpu() -> bool:
-    """Whether what runs on a CPU stands for what a GPU would run."""
-    return _rehearsed
+def is_gpu(device_type: str) -> bool:
+    """Whether a device of this type is a GPU, or stands for one in a dry run."""
+    return device_type == "cuda" or _rehearsed
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.torch_private import FSDPParam, FSDPParamGroup
 from ...moe.transformers_private import wrap_checkpointing
-from ...moe.util.gpu import is_rehearsing_gpu
 from ..stages import experts_here
 
 
@@ -47,8 +46,6 @@ class Copies(Protocol):
 
 
 def copies_of(device_type: str) -> Copies:
-    if is_rehearsing_gpu():
-        return NoCopies()
     return CopiesBeside(torch.cuda) if device_type == "cuda" else CopiesAtOnce()
 
 
@@ -63,23 +60,6 @@ class CopiesAtOnce:
 
     def come(self, host: Tensor, left: None) -> tuple[Tensor, None]:
         return host, None
-
-    def wait(self, end: None) -> None:
-        pass
-
-
-class NoCopies:
-    """In a dry run, where tensors have no values: no tensor is put in host memory, so that none is counted."""
-
-    def held(self, tensor: Tensor, device: torch.device) -> Any:
-        return tensor.shape, tensor.dtype, device
-
-    def leave(self, tensor: Tensor) -> tuple[Any, None]:
-        return (tensor.shape, tensor.dtype, tensor.device), None
-
-    def come(self, host: Any, left: None) -> tuple[Tensor, None]:
-        shape, dtype, device = host
-        return torch.empty(shape, dtype=dtype, device=device), None
 
     def wait(self, end: None) -> None:
         pass

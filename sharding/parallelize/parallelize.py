@@ -21,7 +21,7 @@ from ...moe.experts.lora import first_values
 from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
 from ...moe.linear.quantized import SCALES, view_codes
-from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.gpu import is_gpu
 from ...moe.util.step_parts import register_step_part
 from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from ..mesh import Mesh
@@ -78,7 +78,7 @@ def parallelize(
     for layer in moe_layers(model):
         layer.mlp.working.are_kept = strategy.keep_expert_copies or not strategy.reshard_after_forward
     # over gloo nothing overlaps: it would only cost the memory of another layer
-    if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
+    if is_gpu(mesh.grid.device_type):
         by_stage = layers_by_stage(model)
         for layers in by_stage:
             prefetch_layers(model, layers, from_root=len(by_stage) == 1)

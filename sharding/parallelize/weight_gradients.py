@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...moe.experts.bf16_copies import distributed_like, local_part
 from ...moe.experts.model_layers import moe_layers
 from ...moe.kernels.weight_gradients import ExpertsCall, WeightGradients
-from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.gpu import is_gpu
 from ..collectives.gloo import GlooReduceScatter, SharedMemory
 from ..collectives.groups import reduce_scatter
 from ..mesh import Mesh
@@ -48,7 +48,7 @@ class _Reduction:
         parameters = (parameter for own in self.sharded.values() for parameter in own.values())
         assert all(_is_sharded_over_dp(parameter) for parameter in parameters), "experts are gathered"
         self.group = mesh.dp.get_group()
-        is_gloo = mesh.grid.device_type == "cpu" and not is_rehearsing_gpu()
+        is_gloo = not is_gpu(mesh.grid.device_type)
         self.over_gloo = GlooReduceScatter(SharedMemory()) if is_gloo else None
 
     def __call__(self, call: ExpertsCall) -> None:

@@ -24,7 +24,7 @@ from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.gpu import computing_values, is_rehearsing_gpu, rehearsing_gpu
+from expertmesh.moe.util.gpu import computing_values, is_gpu, rehearsing_gpu
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
 from tests.rounding import assert_near
 
@@ -397,12 +397,12 @@ def test_names() -> None:
 def test_a_dry_run_within_another_does_not_end_it() -> None:
     with rehearsing_gpu():
         with rehearsing_gpu():
-            assert is_rehearsing_gpu()
-        assert is_rehearsing_gpu()
+            assert is_gpu("cpu")
+        assert is_gpu("cpu")
         with computing_values():
-            assert not is_rehearsing_gpu()
+            assert not is_gpu("cpu")
             with rehearsing_gpu():
-                assert is_rehearsing_gpu()
-            assert not is_rehearsing_gpu()
-        assert is_rehearsing_gpu()
-    assert not is_rehearsing_gpu()
+                assert is_gpu("cpu")
+            assert not is_gpu("cpu")
+        assert is_gpu("cpu")
+    assert not is_gpu("cpu")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...moe.torch_private import flash_operator
-from ...moe.util.gpu import is_rehearsing_gpu
+from ...moe.util.gpu import is_gpu
 
 _WIDEST = 256
 """Width of the widest heads that the GPU's kernel takes."""
@@ -66,7 +66,8 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     if not is_half or _kernel_width(query, value) > _WIDEST:
         return False
-    return is_rehearsing_gpu() or (query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0))
+    is_old = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
+    return is_gpu(query.device.type) and not is_old
 
 
 def _kernel_width(query: Tensor, value: Tensor) -> int:

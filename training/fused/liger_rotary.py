@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...moe.util.gpu import is_rehearsing_gpu
 from ...moe.util.step_parts import register_step_part
 from .trial import takes_kernel, try_kernel
 
@@ -101,11 +100,11 @@ def _by_liger(function: Callable[..., Any], rotation: Rotation) -> Callable[...,
     def fit(cos: Tensor, sin: Tensor) -> bool:
         """Whether both values of a pair have the same entry, of which the kernel reads one. Looked at once for all
         tables of a width, which a model makes alike: it waits for the GPU."""
-        if rotation.is_half or is_rehearsing_gpu():
+        if rotation.is_half:
             return True
         kind = cos.shape[-1], cos.dtype
         if kind not in fitting:
-            fitting[kind] = all(torch.equal(*table.chunk(2, dim=-1)) for table in (cos, sin))
+            fitting[kind] = all(map(has_equal_halves, (cos, sin)))
         return fitting[kind]
 
     @wraps(function)
@@ -124,6 +123,10 @@ def _by_liger(function: Callable[..., Any], rotation: Rotation) -> Callable[...,
 
     rotary.by_transformers = function  # type: ignore[attr-defined]
     return rotary
+
+
+def has_equal_halves(table: Tensor) -> bool:
+    return torch.equal(*table.chunk(2, dim=-1))
 
 
 def _takes_kernel(q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, rotation: Rotation) -> bool:

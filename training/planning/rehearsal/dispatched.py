@@ -13,10 +13,11 @@ from unittest import mock
 
 from torch import Tensor
 
+from ....moe.dispatch import alltoall
 from ....moe.dispatch import dedup as once
-from ....moe.dispatch.alltoall import answering_counts
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from ....moe.kernels import expert_products
 from ....moe.kernels.expert_products import even
 from ....moe.util.errors import ExpertMeshError
 
@@ -76,7 +77,7 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
 def telling_rows(
     counts: Callable[..., Any], rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]
 ) -> Iterator[None]:
-    """Within it, how many rows there are is not asked of other ranks.
+    """Within it, how many rows there are is not asked of other ranks, and every expert here has as many as any other.
 
     Args:
         counts: in place of `moe.dispatch.alltoall.exchange_counts`.
@@ -89,8 +90,9 @@ def telling_rows(
         return counts_C.new_empty(group.size(), counts_C.numel()), None
 
     with (
-        answering_counts(counts),
-        mock.patch.object(once, "gather_counts", gather),
+        mock.patch.multiple(alltoall, exchange_counts=counts, wait_for_counts=lambda device: None),
+        mock.patch.multiple(once, gather_counts=gather, wait_for_counts=lambda device: None),
+        mock.patch.object(expert_products, "read_counts", lambda counts_e, num_rows: even(num_rows, counts_e.numel())),
         mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)),
     ):
         yield

@@ -88,7 +88,7 @@ def recorded(kernel: Callable[[str, list[Tensor], list[Tensor]], None]) -> Itera
 
     with (
         mock.patch.multiple(liger_norm, norm_forward=norm_forward, norm_backward=norm_backward),
-        mock.patch.object(liger_rotary, "rotate_in_place", rotate_in_place),
+        mock.patch.multiple(liger_rotary, rotate_in_place=rotate_in_place, has_equal_halves=lambda table: True),
     ):
         yield
 

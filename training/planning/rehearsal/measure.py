@@ -31,12 +31,11 @@ from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import RouterStats
 from ....moe.hf_model.build import count_parameters, fp32_parameters
 from ....moe.hf_model.counts import ParameterCounts
-from ....moe.kernels.expert_products import assuming_even_counts, even
+from ....moe.kernels.expert_products import even
 from ....moe.linear import quantized as quantised
 from ....moe.torch_private import replacing_attention, replacing_collectives
 from ....moe.transformers_private import never_tracing, replacing_calls
 from ....moe.util.errors import ExpertMeshError
-from ....moe.util.gpu import rehearsing_gpu
 from ....sharding.collectives import context_parallel
 from ....sharding.collectives.context_parallel import CPGroup
 from ....sharding.collectives.groups import ALL_GATHER, REDUCE_SCATTER
@@ -70,6 +69,7 @@ from ..planner.measured import (
 )
 from .dispatched import check_recorded, expected_rows, telling_rows
 from .fake_tensors import FakeTensors
+from .gpu_stand_in import as_on_gpu
 from .layer_kinds import kinds_of_layers
 from .live_memory import LiveTensors
 from .recorder import Event, Recorder, recording_triton
@@ -167,7 +167,7 @@ class Measurer:
         if workload.device == "cuda":
             import_kernels()
         try:
-            with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
+            with as_on_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
                 return _Measurement(self, workload).run(parts)
         except ExpertMeshError:
             raise
@@ -417,7 +417,6 @@ class _Measurement:
                 replacing_collectives({name: exchange_at_once(kind) for name, kind in _AT_ONCE.items()}),
                 mock.patch.object(regions, "gather_once", gather_once),
                 never_tracing(),
-                assuming_even_counts(),
             ]
             if w.device == "cuda":
                 patches += [replacing_attention(_fused_attention), recorded(self.of.recurrent, self._record_kernel)]

@@ -26,7 +26,7 @@ from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
-from ....moe.util.gpu import is_rehearsing_gpu
+from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
@@ -159,7 +159,7 @@ class Recorder(Pausable, TorchDispatchMode):
             # asked for at every second step, and known
             return args[0].fake_device
         if operator is aten._local_scalar_dense.default:
-            if is_rehearsing_gpu():
+            if is_gpu(args[0].device.type):
                 self._wait()
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)

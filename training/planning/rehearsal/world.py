@@ -35,7 +35,6 @@ from ....moe.torch_private import (
 )
 from ....moe.transformers_private import never_tracing
 from ....moe.util.errors import ExpertMeshError
-from ....moe.util.gpu import rehearsing_gpu
 from ....moe.util.recompute_cache import is_replaying
 from ....sharding.collectives.context_parallel import CPGroup
 from ....sharding.collectives.groups import group_name
@@ -61,6 +60,7 @@ from ..imbalance import EVEN, GivenRouting
 from .building import build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
+from .gpu_stand_in import as_on_gpu
 from .live_memory import LiveTensors
 from .peaks import PeakMemory, kinds_of_storages, peak_memory
 from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
@@ -116,12 +116,12 @@ def rehearse(
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
     import_kernels()
-    with rehearsing_gpu():
+    with as_on_gpu():
         model = build_rehearsed(config, model_config, "cuda")
     check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with rehearsing_gpu():
+        with as_on_gpu():
             return _rehearse(config, model, world_size, routing, gpus_per_node)
     finally:
         dist.destroy_process_group()
