@@ -5,6 +5,7 @@ put off what a circle costs its reader; those under `if TYPE_CHECKING:` do not, 
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -112,3 +113,16 @@ def test_what_would_be_found(tmp_path: Path, source: str, files: list[str], of_r
     assert sorted({str(file) for file in circle(graph)}) == files
     assert sorted({str(file) for file in circle(rooms(graph))}) == of_rooms
     assert len(upward(graph)) == up
+
+
+def asking_for_dry_runs(root: Path) -> set[str]:
+    """Files outside of forecasts that know of dry runs."""
+    planning = Path("training/planning")
+    files = [file for file in read_graph(root) if not file.is_relative_to(planning)]
+    return {str(file) for file in files if "rehears" in re.sub(r'"""(?s:.*?)"""|#.*', "", (root / file).read_text())}
+
+
+def test_a_run_does_not_ask_whether_it_is_a_dry_run() -> None:
+    """What a dry run replaces it patches; and in one file a tensor is said to be as on a GPU."""
+    commands = {"training/cluster/commands.py", "training/cluster/support.py"}
+    assert asking_for_dry_runs(ROOT) - commands == {"moe/util/gpu.py"}
