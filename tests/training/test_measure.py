@@ -61,8 +61,8 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "shared experts, dense first layers, MLA": ("deepseek_v3", 64, {"ep_size": 4, "gradient_checkpointing": "full"}),
     "biases, windows, sinks": ("gpt_oss", 16, {"ep_size": 8, "gradient_checkpointing": "selective"}),
     "DeltaNet": ("qwen3_next", 16, {"ep_size": 2}),
-    # which transformers computes token by token
-    "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full", "max_seq_length": 32}),
+    "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full"}),
+    "gates per channel": ("kimi_linear", 16, {"ep_size": 2, "gradient_checkpointing": "selective"}),
     "grouped products in fp32": ("mixtral", 8, {"ep_size": 4, "bf16": False, "expert_kernel": "torch-grouped"}),
     "LoRA": ("mixtral", 8, {"ep_size": 4, "adapter": "lora"}),
     "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),

@@ -18,7 +18,7 @@ def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:
     return config, Measurer(build_rehearsed(config, tiny_config(family), "cuda"), config)
 
 
-# the second one has layers that loop over tokens
+# the second one has recurrent layers
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "jamba"])
 @pytest.mark.parametrize(("checkpointing", "ep_size"), [("none", 1), ("selective", 2)])
