@@ -49,12 +49,13 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.engine import assemble
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.meter import peak_tflops
-from expertmesh.training.planning.planner.cost import step_time
+from expertmesh.training.planning.planner.account import Account
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.costs import Cluster
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import preset
-from expertmesh.training.planning.planner.peak_memory import peak
-from expertmesh.training.planning.rehearsal.building import ConfigAlone
-from expertmesh.training.planning.rehearsal.run_setting import planned
-from expertmesh.training.planning.this_machine import NETWORK, known_gpu
+from expertmesh.training.planning.rehearsal.building import ConfigAlone, DeviceType
+from expertmesh.training.planning.this_machine import CPU, NETWORK, known_gpu
 from expertmesh.training.step import StepResult, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
@@ -177,7 +178,7 @@ def layers_that_fit(arguments: argparse.Namespace, free_bytes: float) -> tuple[i
     config = settings_of(arguments, is_gpu=True)
 
     def needed(layers: int) -> float:
-        return peak(planned(config, sized(arguments, layers), 1, "cuda", is_kept=False)).memory.total
+        return forecast(config, sized(arguments, layers)).fit(free_bytes).total
 
     fit, most = 0, sized(arguments, arguments.layers).num_hidden_layers
     found: dict[int, float] = {}
@@ -193,6 +194,14 @@ def layers_that_fit(arguments: argparse.Namespace, free_bytes: float) -> tuple[i
         )
     more = f", {above} would need {found[above] / 2**30:.1f}" if above in found else ", all that there are"
     return fit, f"{fit} layers need {found[fit] / 2**30:.1f} GiB by forecast{more}"
+
+
+def forecast(config: TrainConfig, model_config: Any, gpu: str | None = known_gpu("")) -> Account:
+    """What a lone rank takes; on a CPU where no GPU is named."""
+    device: DeviceType = "cpu" if gpu is None else "cuda"
+    forecasts = Forecasts(model_config.to_dict(), lambda: model_config, device, is_kept=False)
+    cluster = Cluster(CPU if gpu is None else preset(gpu, NETWORK), 8, 0.0)
+    return forecasts.account(Asked(config, 1, cluster, device=device))
 
 
 def sized(arguments: argparse.Namespace, layers: int) -> Any:
@@ -220,9 +229,8 @@ def measure(arguments: argparse.Namespace) -> Found:
         print(f"{free / 2**30:.1f} of {of_card / 2**30:.1f} GiB are free: {said}", flush=True)
         arguments.layers = layers
     model_config, config = sized(arguments, layers), settings_of(arguments, is_gpu)
-    run = planned(config, model_config, 1, "cuda" if is_gpu else "cpu", is_kept=False)
-    # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
-    forecast = peak(run).tensors
+    name = torch.cuda.get_device_name() if is_gpu else "CPU"
+    account = forecast(config, model_config, known_gpu(name) if is_gpu else None)
     if not is_gpu:
         restart_peak()
     before = resident("VmRSS")
@@ -249,7 +257,6 @@ def measure(arguments: argparse.Namespace) -> Found:
     counts, median = count_parameters(model), statistics.median(seconds)
     last = figures[-1]
     flops = training_flops(counts, model_config.get_text_config(), last.tokens, last.targets, last.pairs)
-    name = torch.cuda.get_device_name() if is_gpu else "CPU"
     best = peak_tflops(name) if is_gpu else None
     found = Found(
         f"{arguments.model}{' (tiny)' * arguments.tiny}, {model_config.num_hidden_layers} layers, "
@@ -261,8 +268,9 @@ def measure(arguments: argparse.Namespace) -> Found:
         None if best is None else flops / median / 1e12 / best,
         [result.loss for result in figures],
         peak_bytes,
-        forecast,
-        step_time(run, preset(known_gpu(name), NETWORK), 8).total if is_gpu else None,
+        # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
+        account.memory.peak,
+        account.time.total if is_gpu else None,
         len(moe_layers(model)),
         arguments.too_large,
     )

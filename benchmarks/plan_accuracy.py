@@ -8,9 +8,8 @@ does not, and the difference is malloc's slack. Bytes are counted at the collect
 equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
 same ranks measure.
 
-rehearsed: models at full size on 8 to 1,024 GPUs, whose real step is dry-run without a GPU
-(`training.planning.rehearsal`): the most bytes that tensors hold. The planner composes the same from one layer of each
-kind.
+rehearsed: models at full size on 8 to 1,024 GPUs: what dry runs of short models tell of all layers, beside a dry run of
+these (`benchmarks.rehearsed`).
 
 published: figures of others' runs, with every assumption said; none is fitted to them (`benchmarks.published`).
 """
@@ -57,13 +56,14 @@ from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.planning.planner.cost import step_time
+from expertmesh.training.planning.imbalance import GivenRouting
+from expertmesh.training.planning.planner.account import Account
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.costs import Cluster
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
-from expertmesh.training.planning.planner.peak_memory import peak
-from expertmesh.training.planning.planner.step_order import PlannedRun
-from expertmesh.training.planning.planner.traffic import step_traffic
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
-from expertmesh.training.planning.rehearsal.run_setting import planned
+from expertmesh.training.planning.this_machine import CPU
 from expertmesh.training.step import train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
@@ -110,6 +110,8 @@ class Case:
     @property
     def config(self) -> TrainConfig:
         settings: dict[str, Any] = dict(per_device_train_batch_size=2, max_seq_length=256, learning_rate=1e-5)
+        # on how many ranks a token's experts are depends on which they are
+        settings |= dict(dispatch="plain")
         return TrainConfig(model="-", dataset=["-"], **(settings | self.flags))
 
     @property
@@ -287,17 +289,25 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
             raise RuntimeError(f"the ranks of {case} failed:\n{done.stderr[-4000:]}")
         figures = [json.loads(file.read_text()) for file in sorted(Path(directory).glob("*.json"))]
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
-    planned_run = planned(case.config, case.model_config, WORLD_SIZE, "cpu", trained=case.trained)
-    most = peak(planned_run)
+    hardware = _hardware(worst["hardware"]) if is_timed else CPU
+    account = forecast(case, hardware)
     if is_timed:
-        worst["seconds_forecast"] = step_time(planned_run, _hardware(worst["hardware"]), WORLD_SIZE).total
+        worst["seconds_forecast"] = account.time.total
     return worst | {
         "case": str(case),
-        "when": most.when,
-        "memory_forecast": most.memory.total,
-        "terms": most.memory.terms(),
-        "bytes_forecast": forecast_bytes(planned_run, case.not_gathered),
+        "when": account.memory.when,
+        "memory_forecast": account.memory.peak,
+        "terms": account.memory.kinds.terms(),
+        "bytes_forecast": forecast_bytes(account, case.not_gathered),
     }
+
+
+def forecast(case: Case, hardware: Hardware = CPU) -> Account:
+    """What a rank takes by forecast."""
+    of_model = case.model_config
+    forecasts = Forecasts(of_model.to_dict(), lambda: of_model, "cpu", is_kept=False)
+    cluster, routing = Cluster(hardware, WORLD_SIZE, 0.0), GivenRouting(samples=1, trained=case.trained)
+    return forecasts.account(Asked(case.config, WORLD_SIZE, cluster, routing=routing, device="cpu"))
 
 
 def _hardware(told: dict[str, Any]) -> Hardware:
@@ -345,11 +355,11 @@ def warm_up(case: Case, device: torch.device) -> None:
     train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
 
 
-def forecast_bytes(planned_run: PlannedRun, not_gathered: int) -> dict[str, int]:
+def forecast_bytes(account: Account, not_gathered: int) -> dict[str, int]:
     """What a rank sends in a step, by kind."""
     sent: dict[str, float] = defaultdict(float, {"all-gather": -not_gathered})
-    for traffic in step_traffic(planned_run):
-        sent[traffic.kind] += traffic.total
+    for each in account.sent:
+        sent[each.kind] += each.total
     return {kind: round(sent[kind]) for kind in KINDS if sent[kind]}
 
 

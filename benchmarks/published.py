@@ -6,17 +6,18 @@ first one counts. Our step stands for theirs, also where they have what ours has
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 from typing import Any, Literal
 
 from benchmarks.rehearsed import model_config
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.planner.cost import model_flops, step_time, tokens_per_second
+from expertmesh.training.planning.imbalance import EVEN, GivenRouting
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.costs import Cluster
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import LINKS, Hardware, preset
-from expertmesh.training.planning.planner.measured import MeasuredSpan
-from expertmesh.training.planning.planner.peak_memory import peak
-from expertmesh.training.planning.planner.step_order import PlannedRun
-from expertmesh.training.planning.rehearsal.run_setting import planned
+from expertmesh.training.planning.planner.search import Plan
+from expertmesh.training.planning.planner.search import forecast as planned
 
 Unit = Literal["GiB", "tok/s", "TFLOP/s", "steps/s"]
 H100, A100, B200 = preset("H100", "infiniband-ndr"), preset("A100", "infiniband-hdr"), preset("B200", "infiniband-ndr")
@@ -229,44 +230,53 @@ def forecast(row: Row, further: dict[str, Any]) -> dict[Unit, float]:
     settings: dict[str, Any] = dict(bf16=True, per_device_train_batch_size=1, max_seq_length=4096)
     flags = settings | row.flags | further
     sends_in_turn = flags.pop("in_turn", False)
-    config = TrainConfig(model=row.model, dataset=["-"], **flags)
-    of_model, trained = model_config(row.model), 1 - 1 / config.max_seq_length
-    run = planned(config, of_model, row.gpus, trained=trained)
-    # memory is told of even loads: what a rank holds is of all layers, in each of which another one is the busiest
-    timed = run if row.is_balanced else planned(config, of_model, row.gpus, trained=trained, imbalance=None)
-    seconds = step_time(_in_turn(timed) if sends_in_turn else timed, row.hardware, 8).total
-    return {
-        "GiB": max(peak(each).tensors for each in run.by_pp_rank) / 2**30,
-        "tok/s": tokens_per_second(run.setting, seconds),
-        "TFLOP/s": run.setting.accumulation * model_flops(run) / seconds / 1e12,
-        "steps/s": 1 / seconds,
+    config, of_model = TrainConfig(model=row.model, dataset=["-"], **flags), model_config(row.model)
+    forecasts = Forecasts(of_model.to_dict(), lambda: of_model)
+    facts = forecasts.facts(config)
+    share = sent_in_turn(facts.num_experts, facts.top_k, config.ep_size) if sends_in_turn else 1.0
+    # stages are cut by time alone: what a run of ours could hold decided nothing in theirs
+    cluster = Cluster(sending(row.hardware, share), 8, inf)
+    routing = EVEN if row.is_balanced else GivenRouting(busiest=None)
+    timed = _planned(forecasts, Asked(config, row.gpus, cluster, routing=routing))
+    found: dict[Unit, float] = {
+        "tok/s": timed.tokens_per_second,
+        "TFLOP/s": timed.account.needed / timed.seconds / 1e12,
+        "steps/s": 1 / timed.seconds,
     }
+    if "GiB" in row.figures:
+        # memory is told of even loads: what a rank holds is of all layers, in each of which another one is the busiest
+        asked = Asked(timed.config, row.gpus, cluster)
+        ranks = {0, row.gpus - row.gpus // config.pp_size}
+        found["GiB"] = max(forecasts.account(replace(asked, rank=rank)).memory.peak for rank in ranks) / 2**30
+    return found
 
 
-def _in_turn(run: PlannedRun) -> PlannedRun:
-    """The run with tokens' rows sent as `IN_TURN` says."""
-    experts, top_k, ep_size = run.model.num_experts, run.model.top_k, run.setting.ep_size
+def _planned(forecasts: Forecasts, asked: Asked) -> Plan:
+    (found,) = planned(forecasts, [asked])
+    if not isinstance(found, Plan):
+        raise found
+    return found
+
+
+def sent_in_turn(experts: int, top_k: int, ep_size: int) -> float:
+    """The share of rows that is sent, of one for each expert of a token, where it is sent as `IN_TURN` says."""
     # across nodes DeepEP sends to one rank of a node, which passes rows on
     together = experts // ep_size * (8 if ep_size > 8 else 1)
     places = [
         {expert % experts // together for expert in range(t, t + top_k)} for t in range(0, experts * top_k, top_k)
     ]
-    share = sum(map(len, places)) / len(places) / top_k
+    return sum(map(len, places)) / len(places) / top_k
 
-    def sent_less(span: MeasuredSpan) -> MeasuredSpan:
-        return replace(
-            span,
-            stretches=tuple(
-                each if each.is_read or each.group != "ep" else replace(each, sent=share * each.sent)
-                for each in span.stretches
-            ),
-        )
 
-    kinds = tuple(
-        replace(kind, forward=tuple(map(sent_less, kind.forward)), backward=tuple(map(sent_less, kind.backward)))
-        for kind in run.measured.kinds
+def sending(hardware: Hardware, share: float) -> Hardware:
+    """Hardware on which all-to-alls take as long as if each rank sent that share."""
+    rates = hardware.rates
+    assert {"all-to-all inside", "all-to-all between"} <= {each.operator for each in rates.attained}
+    attained = (
+        replace(each, share=each.share / share) if each.operator.startswith("all-to-all") else each
+        for each in rates.attained
     )
-    return replace(run, measured=replace(run.measured, kinds=kinds))
+    return replace(hardware, rates=replace(rates, attained=tuple(attained)))
 
 
 def published() -> Iterator[str]:

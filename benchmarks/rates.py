@@ -28,7 +28,7 @@ from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.cluster.check import measure_device, median_seconds
 from expertmesh.training.config.optimizers import EIGEN_FLOPS
 from expertmesh.training.model_setup.rates import FA3, Attained, Constant, Rates, published
-from expertmesh.training.planning.planner.cost import best_rate
+from expertmesh.training.planning.planner.costs import best_rate
 from expertmesh.training.planning.planner.hardware import (
     DEVICES,
     LINKS,

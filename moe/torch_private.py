@@ -140,6 +140,24 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def forget_process_groups() -> None:
+    """Have no process group any more, in the fork of a process that has some: nothing is said to other ranks.
+
+    Raises:
+        ExpertMeshError: this release of torch holds them elsewhere.
+    """
+    groups: Any = import_module("torch.distributed.distributed_c10d")
+    if not hasattr(groups, "_World") or not hasattr(groups, "_unregister_all_process_groups"):
+        raise changed("process groups are held elsewhere")
+    # a group that goes waits for threads, which a fork does not have
+    _FORGOTTEN.append(groups._world)
+    groups._world = groups._World()
+    groups._unregister_all_process_groups()
+
+
+_FORGOTTEN: list[Any] = []
+
+
 _FLASH = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
 _FLASH_OPERATORS = {
     "_flash_attention_forward": (*_FLASH, "return_debug_mask"),

@@ -24,19 +24,18 @@ from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
-from expertmesh.training.model_setup.rates import natural_imbalance
 from expertmesh.training.planning import plan_flags
+from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import NEAR
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.costs import Cluster
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.model_config import find_config, read_config
-from expertmesh.training.planning.planner.search import Cluster, Plan, forecast
-from expertmesh.training.planning.planner.setting import Setting
-from expertmesh.training.planning.planner.step_order import PlannedRun, planned_run
-from expertmesh.training.planning.rank_memory import choose_pipeline
+from expertmesh.training.planning.planner.pipelines import with_open_settings
+from expertmesh.training.planning.planner.search import Plan, forecast
 from expertmesh.training.planning.rehearsal import rehearse_command
-from expertmesh.training.planning.rehearsal.cached import CachedMeasure
-from expertmesh.training.planning.rehearsal.run_setting import setting_of
-from expertmesh.training.planning.tables import launch_line, summary
+from expertmesh.training.planning.tables import launch_line, speed
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 from tests.sharding.planned import launched
 
@@ -283,25 +282,24 @@ def test_a_recipe_says_why(name: str) -> None:
 def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
     """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
-    measure = CachedMeasure(config, file.content, file.load, "cuda")
-    setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
-    if setting.pp_size > 1:
+    forecasts = Forecasts(file.content, file.load)
+    asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory))
+    if config.pp_size > 1:
         # as a run of it does
-        setting = settled(config, planned_run(measure, setting))
-    cluster = Cluster(H100, 8, H100.device.memory)
-    plan, even = (forecast(measure, each, cluster) for each in (setting, replace(setting, imbalance=1.0)))
-    measure.save()
+        asked = replace(asked, config=with_open_settings(forecasts, asked, NEAR * H100.device.memory)[0])
+    routings = (GivenRouting(samples=1, busiest=busiest) for busiest in (None, 1.0))
+    plan, even = forecast(forecasts, [replace(asked, routing=routing) for routing in routings])
+    assert isinstance(plan, Plan), plan
+    assert isinstance(even, Plan), even
     return plan, even
 
 
-def settled(config: TrainConfig, run: PlannedRun) -> Setting:
-    """The run's setting with the schedule and the stages that `train_ep.py` chooses where they are left open."""
-    _, chosen = choose_pipeline(run, Cluster(H100, 8, NEAR * H100.device.memory), config)
-    return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
+def told_of(plan: Plan, even: Plan) -> str:
+    return f"{plan.memory.total / 2**30:.1f} GiB per GPU, {speed(plan, even)}"
 
 
 def assert_stated(plan: Plan, even: Plan, stated: Forecast, now: str) -> None:
-    assert stated.gpus == plan.setting.world_size
+    assert stated.gpus == plan.world_size
     assert stated.memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
     assert stated.speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
     assert stated.mfu == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
@@ -340,7 +338,7 @@ def row_of(name: str) -> list[str]:
 def test_what_is_stated_of_a_recipe(name: str) -> None:
     """In its head: the forecast. In the README: that it fits on the GPUs of 80 and of 192 GB."""
     plan, even = planned_recipe(name, gpus_of(name))
-    now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100, even)}"
+    now = f"# Forecast of {plan.world_size} H100: {told_of(plan, even)}"
     assert FORECAST.search(text_of(name)), now
     assert_stated(plan, even, forecast_in(text_of(name)), now)
     assert plan.memory.total <= 80 * 2**30
@@ -490,7 +488,7 @@ def write_forecasts() -> None:
     figures = FORECAST.pattern.partition("H100: ")[2]
     for name in RECIPES:
         plan, even = planned_recipe(name, gpus_of(name))
-        now, _, _ = summary(plan, H100, even).partition(" (natural")
+        now, _, _ = told_of(plan, even).partition(" (natural")
         text = re.sub(f"(H100: ){figures}", rf"\g<1>{now}", text_of(name))
         (ROOT / "configs" / f"{name}.yaml").write_text(text)
         print(name, *FORECAST.findall(text))

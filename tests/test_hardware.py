@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from expertmesh.training.model_setup.rates import natural_imbalance
+from expertmesh.training.planning.imbalance import GivenRouting
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.costs import Cluster
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.model_config import find_config
-from expertmesh.training.planning.planner.search import Cluster, forecast
-from expertmesh.training.planning.rehearsal.cached import CachedMeasure
-from expertmesh.training.planning.rehearsal.run_setting import setting_of
 from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, published
 
 ROW = re.compile(
@@ -50,6 +50,6 @@ def fits(name: str, gpus: int) -> bool:
         adapter="lora",
     )
     file = find_config(str(published(name)))
-    measure = CachedMeasure(config, file.content, file.load, "cuda")
-    setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
-    return forecast(measure, setting, Cluster(H100, 8, H100.device.memory)).fits
+    card = H100.device.memory
+    asked = Asked(config, gpus, Cluster(H100, 8, card), routing=GivenRouting(samples=1, busiest=None))
+    return Forecasts(file.content, file.load).account(asked).fit(card).is_enough

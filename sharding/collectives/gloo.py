@@ -58,8 +58,8 @@ class SharedMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that is handed out in turn."""
-        place = tensor.untyped_storage().data_ptr()
-        return any(piece.untyped_storage().data_ptr() == place for piece in self.pieces)
+        storage = tensor.untyped_storage()._cdata
+        return any(piece.untyped_storage()._cdata == storage for piece in self.pieces)
 
 
 def storage_references(tensor: Tensor) -> int:

@@ -269,6 +269,17 @@ def communicate_over_gloo(model: nn.Module) -> None:
         unit.set_custom_reduce_scatter(GlooReduceScatter(memory))
 
 
+def shared_memory(model: nn.Module) -> list[Tensor]:
+    """The pieces of memory that the collectives of `communicate_over_gloo` share."""
+    found: dict[int, SharedMemory] = {}
+    for unit in fsdp_units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        gather = None if group is None else group._all_gather_comm
+        if isinstance(gather, GlooAllGather):
+            found[id(gather.memory)] = gather.memory
+    return [piece for memory in found.values() for piece in memory.pieces]
+
+
 def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     # without it a factor of 1 still goes through ReduceOp.PREMUL_SUM, which gloo lacks

@@ -460,12 +460,12 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the forecast of each number of layers, whatever the order in which they are tried."""
     arguments = SimpleNamespace(model="mixtral-8x7b", layers=0)
 
-    def forecast(config: Any, model: Any, *rest: Any, **more: Any) -> Any:
-        return SimpleNamespace(memory=SimpleNamespace(total=(7 + 21.6 * model.num_hidden_layers) * 2**30))
+    def forecast(config: Any, model: Any) -> Any:
+        needed = SimpleNamespace(total=(7 + 21.6 * model.num_hidden_layers) * 2**30)
+        return SimpleNamespace(fit=lambda card: needed)
 
     monkeypatch.setattr(gpu_step, "settings_of", lambda *given, **more: None)
-    monkeypatch.setattr(gpu_step, "planned", forecast)
-    monkeypatch.setattr(gpu_step, "peak", lambda run: run)
+    monkeypatch.setattr(gpu_step, "forecast", forecast)
     monkeypatch.setattr(gpu_step, "sized", lambda given, layers: SimpleNamespace(num_hidden_layers=layers or 32))
     found = {free: gpu_step.layers_that_fit(arguments, free * 2**30)[0] for free in (28.7, 78, 94, 139, 5000)}  # type: ignore[arg-type]
     assert found == {28.7: 1, 78: 3, 94: 4, 139: 6, 5000: 32}

@@ -5,27 +5,30 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import FULL, ROWS, _in_turn, _within
+from benchmarks.published import FULL, ROWS, _within, sending, sent_in_turn
 from benchmarks.rehearsed import MODELS, PUBLISHED
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.planner.step_order import PlannedRun
-from expertmesh.training.planning.rehearsal.run_setting import planned
-from tests.tiny import tiny_config
+from expertmesh.training.planning.planner.costs import seconds_among
+from expertmesh.training.planning.planner.hardware import preset
 
 
-def sent(run: PlannedRun) -> list[float]:
-    spans = (span for kind in run.measured.kinds for span in (*kind.forward, *kind.backward))
-    return [each.sent for span in spans for each in span.stretches if each.then and not each.is_read]
+@pytest.mark.parametrize(
+    ("experts", "top_k", "ep_size", "share"), [(8, 2, 2, 1 / 2), (8, 2, 8, 1.0), (128, 8, 8, 1 / 8), (16, 4, 16, 0.25)]
+)
+def test_a_token_to_each_rank_once(experts: int, top_k: int, ep_size: int, share: float) -> None:
+    """Eight experts, of which tokens have two, one behind the other: on one of two ranks, or on two of eight; of 16
+    ranks, on one of two nodes."""
+    assert sent_in_turn(experts, top_k, ep_size) == share
 
 
-@pytest.mark.parametrize(("ep_size", "share"), [(2, 1 / 2), (8, 1.0)])
-def test_a_token_to_each_rank_once(ep_size: int, share: float) -> None:
-    """Eight experts, of which tokens have two, one behind the other: on one of two ranks, or on two of eight."""
-    config = TrainConfig(model="-", dataset=["-"], bf16=True, ep_size=ep_size, max_seq_length=64, dispatch="plain")
-    run = planned(config, tiny_config(), 8, is_kept=False)
-    assert (run.model.num_experts, run.model.top_k) == (8, 2)
-    assert sent(run)
-    assert sent(_in_turn(run)) == pytest.approx([share * each for each in sent(run)])
+def test_all_to_alls_of_hardware_on_which_less_is_sent() -> None:
+    """Rows take that share of the time, on whatever link, and nothing else does."""
+    plain = preset("H100", "infiniband-ndr")
+    for ranks in (range(8), range(32), range(0, 64, 8)):
+        for kind in ("all-to-all", "all-gather"):
+            size = 2**40  # beside which latency is nothing
+            seconds = [seconds_among(kind, size, ranks, each, 8) for each in (plain, sending(plain, 0.25))]
+            assert seconds[1] / seconds[0] == pytest.approx(0.25 if kind == "all-to-all" else 1.0, rel=1e-3)
 
 
 def test_counts() -> None:

@@ -71,7 +71,7 @@ def figures(config: TrainConfig, world_size: int, is_real: bool) -> Figures:
         (event.name, str(event.place), event.phase, event.micro, str(event.action), event.collective, event.flops)
         for event in step.recorder.events
     ]
-    return events, step.memory.peak
+    return events, max(map(sum, step.held.values()))
 
 
 def rehearsed(config: TrainConfig, world_size: int, rank: int) -> Figures:

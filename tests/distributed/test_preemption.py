@@ -27,7 +27,7 @@ PLACES = {
     "tokenizing": "training.data.samples._table",
     "reference": "training.evaluate.token_loss_sum",
     "teacher": "training.evaluate.token_loss_sum",
-    "forecast": "training.planning.rank_memory._planned",
+    "forecast": "training.planning.rank_memory._asked",
     "evaluation": "training.evaluate.token_loss_sum",
     "generations": "training.generate.boundary",
     "export": "checkpoints.hf.export._brought",

@@ -26,7 +26,7 @@ def forecast_while_others_wait(model: Path) -> str:
     dist.barrier()
     before = ranks.store.add(came, 0)
 
-    def planned(*arguments: Any) -> Any:
+    def asked(*arguments: Any) -> Any:
         for _ in range(6000):
             if ranks.store.add(came, 0) - before == ranks.world_size - 1:
                 raise ExpertMeshError("the others wait for this rank at the store")
@@ -34,7 +34,7 @@ def forecast_while_others_wait(model: Path) -> str:
         raise ValueError("the others are in a collective")
 
     dist.barrier()
-    with mock.patch.object(rank_memory, "_planned", planned):
+    with mock.patch.object(rank_memory, "_asked", asked):
         nothing = SimpleNamespace(training=None)
         arguments: Any = (engine.source, engine.topology, engine.kernel, engine.config, nothing, ranks, engine.padding)
         found = rank_memory.forecast(*arguments)

@@ -4,9 +4,8 @@ import pytest
 
 from expertmesh.sharding.topology import Axis, Topology
 from expertmesh.training.cluster.check import GroupSpeed, measured_links
-from expertmesh.training.planning.planner.cost import seconds_among
+from expertmesh.training.planning.planner.costs import Kind, seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, Hardware, Link
-from expertmesh.training.planning.planner.traffic import Kind
 
 TRUE_LINKS = Link(450e9, 3e-6), Link(50e9, 8e-6)
 

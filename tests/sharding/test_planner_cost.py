@@ -1,67 +1,75 @@
 """The cost model's arithmetic, and what must hold of it whatever the machine."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from expertmesh.moe.hf_model.counts import training_flops
-from expertmesh.training.model_setup.rates import Constant, Rates
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.model_setup.rates import AT_BEST, Constant, Rates, Work
+from expertmesh.training.planning.imbalance import GivenRouting
+from expertmesh.training.planning.planner.account import Account
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.clock import Clock
-from expertmesh.training.planning.planner.cost import StepTime, model_flops, seconds_among, step_time
+from expertmesh.training.planning.planner.costs import Cluster, kernel_seconds, seconds_among, share_away
 from expertmesh.training.planning.planner.hardware import DEVICES, Device, Hardware, Link, products_in
-from expertmesh.training.planning.planner.setting import Setting
-from expertmesh.training.planning.planner.step_order import PlannedRun
-from expertmesh.training.planning.planner.traffic import Traffic, between_nodes, by_link, step_traffic
-from tests.sharding.planned import tiny_run
+from tests.sharding.planned import flags_of, tiny_forecasts
 from tests.tiny import tiny_config
 
 MACHINE = Hardware("round numbers", Device(1e12, 1e11, 1e11, 8e10), Link(1e9, 1e-6), Link(1e8, 1e-5))
 PROPORTIONATE = {"hidden_size": 64, "intermediate_size": 128}
 
 
-def run_of(world_size: int, ep_size: int, **flags: Any) -> PlannedRun:
-    flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1, **flags}
-    return tiny_run(world_size, flags, PROPORTIONATE, "cuda")
+@cache
+def _account(world_size: int, machine: Hardware, flags: tuple[tuple[str, Any], ...], busiest: float) -> Account:
+    settings = {"bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1, **dict(flags)}
+    asked = Asked(flags_of(**settings), world_size, Cluster(machine, 8, 8e10), 0, GivenRouting(busiest=busiest))
+    return tiny_forecasts(PROPORTIONATE, "cuda").account(asked)
 
 
-def collective_time(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
-    return seconds_among(traffic.kind, traffic.sent, setting.group(traffic.group), MACHINE, gpus_per_node)
+def account_of(world_size: int, machine: Hardware = MACHINE, busiest: float = 1.0, **flags: Any) -> Account:
+    return _account(world_size, machine, tuple(flags.items()), busiest)
 
 
-def test_experts_come_from_host_memory() -> None:
-    """Those of each layer twice a micro-batch, at the rate that the device says; beside what is computed, if it can."""
-    lora: dict[str, Any] = {"adapter": "lora", "offload_experts": True}
-    run = run_of(2, 2, **lora)
-    brought = 2 * sum(unit.in_host for unit in run.units.values())
-    # 4 of 8 experts, of three matrices 64 x 128 in bf16
-    assert brought == 2 * len(run.model.layers) * 4 * 3 * 64 * 128 * 2
-
-    def seconds(host_bandwidth: float, **flags: Any) -> StepTime:
-        machine = replace(MACHINE, device=replace(MACHINE.device, host_bandwidth=host_bandwidth))
-        return step_time(run_of(2, 2, **flags), machine, 8)
-
-    there, fast, slow = seconds(1e30, adapter="lora"), seconds(1e30, **lora), seconds(1e3, **lora)
-    assert slow.total - fast.total == pytest.approx(brought / 1e3, rel=1e-3)
-    assert fast.total < 1.5 * there.total
+def test_a_kernel_takes_its_matmuls_or_its_memory() -> None:
+    """Whichever is longer, and its launch; in fp8 and fp32 at other rates."""
+    machine = replace(MACHINE, device=replace(MACHINE.device, fp8=4e12))
+    launch, matmul = AT_BEST.launch, Work("matmul", 1.0)
+    assert kernel_seconds(0.0, 1e11, matmul, machine) == pytest.approx(1 + launch)
+    assert kernel_seconds(1e12, 1e9, matmul, machine) == pytest.approx(1 + launch)
+    assert kernel_seconds(1e9, 1e11, matmul, machine) == pytest.approx(1 + launch)
+    for operator, rate in (("matmul fp32", 1e11), ("grouped matmul fp8", 4e12), ("grouped matmul", 1e12)):
+        named: Any = operator
+        work = Work(named, 1.0)
+        assert kernel_seconds(8e12, 0.0, work, machine) == pytest.approx(8e12 / rate + launch)
 
 
 def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:
-    setting = Setting(16, 8)
-    over_all = Traffic("layers", "all-gather", "stage", 1, 1e8)
-    assert between_nodes(over_all, setting, 8) == 1 / 8
-    assert between_nodes(over_all, setting, 16) == 0
+    stage = Topology(16, 8).group("stage", 0)
+    assert share_away("all-gather", stage, 8) == 1 / 8
+    assert share_away("all-gather", stage, 16) == 0
     # replicas are 8 ranks apart: nobody of a dp group shares a node
-    assert between_nodes(replace(over_all, group="dp"), setting, 8) == 1
+    assert share_away("all-reduce", Topology(16, 8).group("dp", 0), 8) == 1
     # 7/8 of 1e8 bytes at 1e9 a second, 1/8 at 1e8; 7 hops inside a node and 1 between
-    assert collective_time(over_all, setting, 8) == pytest.approx(0.125 + 7e-6 + 1e-5)
+    seconds = seconds_among("all-gather", 1e8, stage, MACHINE, 8)
+    assert seconds == pytest.approx(0.125 + 7e-6 + 1e-5)
+    assert seconds_among("all-reduce", 1e8, stage, MACHINE, 8) == pytest.approx(0.125 + 2 * (7e-6 + 1e-5))
 
 
 def test_an_all_to_all_goes_straight_to_each_rank() -> None:
-    rows = Traffic("rows", "all-to-all", "ep", 1, 7e8)
-    assert between_nodes(rows, Setting(16, 8), 8) == 0
-    assert between_nodes(rows, Setting(16, 8), 4) == pytest.approx(4 / 7)
-    assert collective_time(rows, Setting(16, 8), 4) == pytest.approx(4e8 / 1e8 + 1e-5)
+    ep = Topology(16, 8).group("ep", 0)
+    assert share_away("all-to-all", ep, 8) == 0
+    assert share_away("all-to-all", ep, 4) == pytest.approx(4 / 7)
+    assert seconds_among("all-to-all", 7e8, ep, MACHINE, 4) == pytest.approx(4e8 / 1e8 + 1e-5)
+
+
+def test_what_a_stage_sends_takes_the_slowest_link_of_its_group() -> None:
+    assert share_away("send", (0, 8), 8) == 1
+    assert share_away("send", (0, 2), 8) == 0
+    assert seconds_among("send", 1e8, (0, 8), MACHINE, 8) == pytest.approx(1 + 1e-5)
+    assert seconds_among("send", 1e8, (0, 2), MACHINE, 8) == pytest.approx(0.1 + 1e-6)
 
 
 def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
@@ -129,49 +137,64 @@ def test_kernels_wait_for_the_host() -> None:
     assert (clock.now, clock.launching) == (1.625, 0.625)
 
 
+@pytest.mark.slow
+def test_experts_come_from_host_memory() -> None:
+    """Those of each layer twice a micro-batch, at the rate that the device says; beside what is computed, if it can."""
+    # 4 of 8 experts, of three matrices 64 x 128 in bf16, of 2 layers
+    brought = 2 * 2 * 4 * 3 * 64 * 128 * 2
+    lora: dict[str, Any] = {"ep_size": 2, "adapter": "lora"}
+
+    def seconds(host_bandwidth: float, **flags: Any) -> float:
+        machine = replace(MACHINE, device=replace(MACHINE.device, host_bandwidth=host_bandwidth))
+        return account_of(2, machine, **lora, **flags).time.total
+
+    there, fast, slow = seconds(1e30), seconds(1e30, offload_experts=True), seconds(1e3, offload_experts=True)
+    assert slow - fast == pytest.approx(brought / 1e3, rel=1e-3)
+    assert fast < 1.5 * there
+    assert account_of(2, **lora, offload_experts=True).in_host == brought / 2
+
+
 def test_links_share_out_all_bytes() -> None:
-    run = run_of(16, 4, dense_shard="hybrid")
-    traffic = step_traffic(run)
-    assert sum(by_link(traffic, run.setting, 8)) == pytest.approx(sum(t.total for t in traffic))
-    assert by_link(traffic, run.setting, 16)[1] == 0
+    for each in account_of(16, ep_size=4, dense_shard="hybrid").sent:
+        assert 0 <= each.between <= each.total
+        # 16 ranks are two nodes: of groups inside a node nothing leaves it
+        assert (each.between > 0) == (each.group in ("dp", "stage", "world")), each
 
 
 def test_a_lone_rank_only_computes() -> None:
-    run = run_of(1, 1)
-    time = step_time(run, MACHINE, 8)
+    account = account_of(1)
+    time = account.time
     assert time.sharding == time.exposed == time.all_to_alls == 0
-    kernels = [
-        kernel for part in (run.measured.root, *run.measured.kinds) for span in part.forward for kernel in span.kernels
-    ]
-    assert kernels
-    assert time.matrices > model_flops(run) / 1e12
+    assert account.sent == ()
+    assert time.matrices > account.needed / 1e12
     assert time.host > 0
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_closed_formula() -> None:
     """FLOPs of all parts but router statistics and the like, which have no matmuls."""
-    run = run_of(1, 1)
-    formula = training_flops(run.model.counts, tiny_config(**PROPORTIONATE), 512, 511, [512 * 513 // 2])
-    assert model_flops(run) == pytest.approx(formula, rel=0.01)
+    account, again = account_of(1), account_of(1, gradient_checkpointing="full")
+    counts = tiny_forecasts(PROPORTIONATE, "cuda").facts(flags_of(bf16=True)).counts
+    formula = training_flops(counts, tiny_config(**PROPORTIONATE), 512, 511, [512 * 513 // 2])
+    assert account.needed == pytest.approx(formula, rel=0.01)
     # what is recomputed is not needed, and not counted
-    assert model_flops(run_of(1, 1, gradient_checkpointing="full")) == pytest.approx(model_flops(run))
-    again = step_time(run_of(1, 1, gradient_checkpointing="full"), MACHINE, 8).matrices
-    assert 1.1 < again / step_time(run, MACHINE, 8).matrices < 1.34
+    assert again.needed == pytest.approx(account.needed)
+    assert 1.1 < again.time.matrices / account.time.matrices < 1.34
 
 
+@pytest.mark.slow
 def test_products_run_at_the_rate_of_their_dtype() -> None:
     """Where products take so long that nothing else counts: in bf16 at 1e7 operations a second, in TF32 at half of it,
     in fp32 at 1e6."""
     slow = replace(MACHINE, device=Device(1e7, 1e6, 1e11, 8e10))
-    run = run_of(1, 1)
     dtypes = [(True, False), (False, True), (False, False), (True, True)]
-    seconds = [step_time(run, products_in(slow, *dtype, fp8=False), 8).matrices for dtype in dtypes]
+    seconds = [account_of(1, products_in(slow, *dtype, fp8=False)).time.matrices for dtype in dtypes]
     assert [s / seconds[0] for s in seconds] == pytest.approx([1, 2, 10, 1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_fast_card_waits_for_the_host() -> None:
-    fast = replace(MACHINE, device=Device(1e18, 1e17, 1e16, 8e10))
-    time = step_time(run_of(1, 1), fast, 8)
+    time = account_of(1, replace(MACHINE, device=Device(1e18, 1e17, 1e16, 8e10))).time
     assert time.total == pytest.approx(time.host, rel=1e-3)
     assert time.launching > 0.5 * time.total
 
@@ -182,24 +205,22 @@ def test_fp32_is_far_slower_than_bf16(gpu: str) -> None:
     assert 14 <= device.matrix / device.fp32 <= 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [1, 8])
 def test_slower_links_cost_time(ep_size: int) -> None:
-    run = run_of(16, ep_size)
-    fast = step_time(run, MACHINE, 8)
-    slow = step_time(run, replace(MACHINE, between=Link(1e6, 1e-3)), 8)
+    fast = account_of(16, ep_size=ep_size).time
+    slow = account_of(16, replace(MACHINE, between=Link(1e6, 1e-3)), ep_size=ep_size).time
     assert slow.total > fast.total
     for time in (fast, slow):
-        assert 0 <= time.exposed <= time.sharding
+        assert 0 <= time.exposed <= time.sharding * (1 + 1e-9)
 
 
 @pytest.mark.release
 def test_uneven_experts_cost_time_only_where_rows_travel() -> None:
-    def matrices(ep_size: int, imbalance: float) -> float:
-        flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1}
-        return step_time(tiny_run(8, flags, PROPORTIONATE, "cuda", imbalance=imbalance), MACHINE, 8).matrices
+    def uneven(ep_size: int, busiest: float) -> Account:
+        return account_of(8, busiest=busiest, ep_size=ep_size)
 
-    assert matrices(8, 1.5) > matrices(8, 1.0)
+    assert uneven(8, 1.5).time.matrices > uneven(8, 1.0).time.matrices
     # what the model needs is no more
-    runs = [tiny_run(8, {"ep_size": 8, "bf16": True}, PROPORTIONATE, "cuda", imbalance=x) for x in (1.0, 1.5)]
-    assert model_flops(runs[1]) == pytest.approx(model_flops(runs[0]), rel=1e-3)
-    assert matrices(1, 1.5) == matrices(1, 1.0)
+    assert uneven(8, 1.5).needed == pytest.approx(uneven(8, 1.0).needed, rel=1e-3)
+    assert uneven(1, 1.5).time.matrices == uneven(1, 1.0).time.matrices

@@ -37,7 +37,7 @@ from expertmesh.training.monitoring.attribution import LASTING, Parts, StepPlace
 from expertmesh.training.monitoring.profiling import _Ranges
 from expertmesh.training.optim.low_bit import update_8bit, update_bf16, update_fp32
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.planning.rehearsal.cached import CachedMeasure
+from expertmesh.training.planning.planner.forecasts import has_code_from_outside
 from expertmesh.training.planning.rehearsal.triton_stand_in import import_kernels
 from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.step import train_step
@@ -46,7 +46,7 @@ from tests.distributed.reference import my_batches, sharded_model
 from tests.families.configs import tiny_config
 from tests.parity.case import SAMPLES, Case
 from tests.tiny import save_model
-from tests.training.test_measure import SETTINGS, flags_of
+from tests.training.dry_runs import SETTINGS, flags_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = "expertmesh."
@@ -294,12 +294,11 @@ def test_what_cannot_be_registered_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_figures_that_code_from_outside_may_change_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CachedMeasure, "_measured_parameters", lambda self: None)
+def test_figures_may_depend_on_code_from_outside() -> None:
     assert not has_modules_from_outside()
-    assert CachedMeasure(flags_of(), {}, lambda: None, "cuda").file is not None
+    assert not has_code_from_outside(flags_of())
     register_step_part("theirs", "router")
-    assert CachedMeasure(flags_of(), {}, lambda: None, "cuda").file is None
+    assert has_code_from_outside(flags_of())
 
 
 def test_what_another_package_calls_is_told_by_its_modules() -> None:

@@ -21,8 +21,7 @@ from expertmesh.training import engine
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
-from expertmesh.training.planning.rehearsal.cached import _with_what_is_read
-from expertmesh.training.planning.rehearsal.run_setting import setting_of
+from expertmesh.training.planning.planner.forecasts import LAYOUT, alike
 from tests.families.configs import tiny_config
 from tests.flags import last_of_each
 from tests.sharding.planned import launched
@@ -40,7 +39,7 @@ def changed(name: str) -> tuple[TrainConfig, TrainConfig]:
 
 def read_of(config: TrainConfig) -> Any:
     """All that figures of plans depend on."""
-    return config.model, setting_of(config, 4), _with_what_is_read(config)
+    return config.model, config.micro_batches(4), alike(config)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -53,18 +52,23 @@ def test_every_setting_is_read_told_refused_or_without_effect(name: str) -> None
     except ExpertMeshError as error:
         refused = str(error)
     assert refused.startswith(flag if refused else "")
-    told = set(not_modelled(config, rehearsed=False)) - set(not_modelled(base, rehearsed=False))
+    told = set(not_modelled(config)) - set(not_modelled(base))
     assert all(line.startswith(flag) for line in told)
     is_read = read_of(config) != read_of(base)
-    if name == "max_grad_norm":
-        # the same clipping to any number
-        assert "--max-grad-norm 0: not modelled" in not_modelled(replace(base, max_grad_norm=0), rehearsed=False)[0]
-    elif name in WITHOUT:
+    if name in WITHOUT:
         assert not refused
         assert not told
         assert not is_read
     else:
         assert refused or told or is_read, f"{flag} changes nothing of a plan, and nothing says so"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_forecast_is_asked_for_with_each_setting(name: str) -> None:
+    """Whatever is left out of a key, and whatever the layout is taken to be of which a model's facts are."""
+    _, config = changed(name)
+    assert alike(config) == alike(alike(config))
+    assert replace(alike(config), **LAYOUT).ep_size == 1
 
 
 def groups() -> Iterator[TrainConfig]:

@@ -13,7 +13,7 @@ from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.planning.rehearsal.recorder import Recorder
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
-from tests.training.test_measure import flags_of
+from tests.training.dry_runs import flags_of
 
 KB = 1024
 
@@ -110,8 +110,8 @@ def test_a_dry_runs_memory_does_not_depend_on_when_the_collector_runs() -> None:
         return result
 
     def peak() -> tuple[int, int]:
-        memory = rehearse(flags_of(**SETTINGS["tp, cp, 8-bit state"]), tiny_config("mixtral"), 8).memory
-        return memory.peak, sum(memory.at.values())
+        held = rehearse(flags_of(**SETTINGS["tp, cp, 8-bit state"]), tiny_config("mixtral"), 8).held
+        return max(map(sum, held.values())), sum(map(sum, held.values()))
 
     alone = peak()
     found = []

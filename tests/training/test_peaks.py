@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from expertmesh.training.monitoring.attribution import StepPlace
-from expertmesh.training.planning.rehearsal.peaks import peak_memory
+from expertmesh.training.planning.planner.account import KINDS, Figures, at_layers
+from expertmesh.training.planning.planner.clock import StepTime
+from expertmesh.training.planning.rehearsal.peaks import held_at
 from expertmesh.training.planning.rehearsal.recorder import Change, Event
 
 
@@ -14,17 +14,16 @@ def event(phase: str, part: str, layer: int | None, micro: int | None = 0) -> Ev
     return Event("aten::mm", StepPlace(part, layer), phase, micro)
 
 
+def figures_of(held: Any) -> Figures:
+    return Figures(2, 80, 64, 64, 0, held, {}, {}, StepTime.none(), 0.0, 0, 0)
+
+
 def test_by_hand() -> None:
     """What was allocated before an event belongs to it; what is freed again before another one counts all the same."""
-    model: Any = torch.nn.Linear(4, 4)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
     kinds: Any = {1: "parameters", 2: "activations", 3: "working"}
     log = [
         Change(1, 80, False),
-        event("forward", "attention", 0),  # 80, and 64 of momentum
+        event("forward", "attention", 0),  # 80, and 64 of the optimizer's state
         Change(2, 100, False),
         Change(7, 5000, False),  # of no kind: what only a first step makes
         event("forward", "experts", 1),  # 244
@@ -36,23 +35,25 @@ def test_by_hand() -> None:
         event("backward", "attention", 0),  # 394
     ]
     recorder: Any = SimpleNamespace(log=log)
-    found = peak_memory(recorder, kinds, model, optimizer)
+    held = held_at(recorder, kinds, state=64)
+    found = figures_of(held).peak
     assert (found.peak, found.when) == (544, "backward of layer 1, experts")
     assert {name: size for name, size in found.kinds.terms().items() if size} == {
         "parameters": 80, "activations": 100, "working": 300, "optimizer": 64,
     }  # fmt: skip
     assert (found.parameters, found.trained, found.state) == (80, 64, 64)
-    assert found.at == {
-        ("forward", 0, 0): 144,
-        ("forward", 0, 1): 244,
-        ("backward", 0, 1): 544,
-        ("backward", 0, 0): 394,
-    }
+    assert at_layers(held) == [
+        ("forward", 0, 0, 144),
+        ("forward", 0, 1, 244),
+        ("backward", 0, 1, 544),
+        ("backward", 0, 0, 394),
+    ]
 
 
 def test_a_peak_behind_the_last_operator() -> None:
-    recorder: Any = SimpleNamespace(log=[event("forward", "attention", 0), Change(1, 7, False)])
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    model: Any = torch.nn.ParameterList([parameter])
-    found = peak_memory(recorder, {1: "working"}, model, torch.optim.SGD([parameter], lr=0.1))
-    assert (found.peak, found.when) == (7, "the end")
+    """It is of the last moment that there is."""
+    log = [event("forward", "attention", 0), Change(1, 7, False)]
+    recorder: Any = SimpleNamespace(log=log)
+    ((moment, kinds),) = held_at(recorder, {1: "working"}, state=0).items()
+    assert (moment.phase, moment.layer, sum(kinds)) == ("forward", 0, 7)
+    assert dict(zip(KINDS, kinds, strict=True))["working"] == 7

@@ -22,7 +22,7 @@ from expertmesh.training.model_setup.rates import (
     rank_imbalance,
     rates_from,
 )
-from expertmesh.training.planning.planner.cost import kernel_seconds, seconds_among
+from expertmesh.training.planning.planner.costs import kernel_seconds, seconds_among
 from expertmesh.training.planning.planner.hardware import DEVICES, load_measured, preset, save_measured
 
 

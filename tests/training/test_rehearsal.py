@@ -14,15 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.monitoring.attribution import StepPlace
+from expertmesh.training.planning.planner.account import KINDS, PartCost
+from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.model_config import read_config
-from expertmesh.training.planning.rehearsal.rank_summary import PartCost, event_seconds, needed_flops, parts_of
+from expertmesh.training.planning.rehearsal.figures import needed_flops, parts_of, times_of
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
+from expertmesh.training.planning.rehearsal.seconds import event_seconds
 from expertmesh.training.planning.rehearsal.triton_stand_in import kinds_of_kernels
 from expertmesh.training.planning.rehearsal.world import Rehearsed, _fused_attention, rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
-from tests.training.test_measure import flags_of
+from tests.training.dry_runs import flags_of
 
 TOKENS = 512
 HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0))
@@ -158,8 +161,8 @@ def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
     return rehearsed(request.param)
 
 
-def parts(step: Rehearsed) -> dict[str, PartCost]:
-    return {part.name: part for part in parts_of(step, 3, HARDWARE)}
+def parts(step: Rehearsed, hardware: Hardware = HARDWARE) -> dict[str, PartCost]:
+    return parts_of(step.recorder.events, times_of(step, 3), Cluster(hardware, 8, 0.0))
 
 
 @pytest.mark.sample(4)
@@ -167,7 +170,7 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
     rehearsed, model_config = step
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
     formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
-    assert needed_flops(rehearsed, 3) == pytest.approx(formula, rel=1e-2)
+    assert needed_flops(rehearsed, times_of(rehearsed, 3)) == pytest.approx(formula, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -184,9 +187,10 @@ def test_a_step_in_fp8() -> None:
     # and w1 and v1; columns of rows, hidden numbers and the output's gradient
     assert len(casts) == 2 * 2 * (5 + 3 + 11)
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
-    assert needed_flops(step, 3) == pytest.approx(training_flops(step.counts, config, tokens, targets, pairs), rel=1e-2)
+    formula = training_flops(step.counts, config, tokens, targets, pairs)
+    assert needed_flops(step, times_of(step, 3)) == pytest.approx(formula, rel=1e-2)
     fast, slow = (
-        sum(part.seconds for part in parts_of(step, 3, replace(HARDWARE, device=replace(HARDWARE.device, fp8=rate))))
+        sum(part.seconds for part in parts(step, replace(HARDWARE, device=replace(HARDWARE.device, fp8=rate))).values())
         for rate in (2e12, 1e12)
     )
     assert fast < slow
@@ -206,7 +210,7 @@ def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
 def test_every_part_is_known(step: tuple[Rehearsed, Any]) -> None:
     found = parts(step[0])
     assert {"expert GEMMs", "attention", "norms", "rotary", "optimizer step", "clipping", "FSDP"} <= found.keys()
-    other = found.get("other", PartCost("other"))
+    other = found.get("other", PartCost())
     assert other.moved < 0.001 * sum(part.moved for part in found.values())
 
 
@@ -221,9 +225,10 @@ def test_memory_is_what_a_rank_holds(step: tuple[Rehearsed, Any]) -> None:
     """Parameters, gradients and moments in fp32, of this rank's part alone, are there in the update: 16 bytes each.
     Before it at most some tensors of the head's size, gathered or gradients, are there besides."""
     (rehearsed, _), head = step, 4 * step[1].vocab_size * step[1].hidden_size
-    memory = rehearsed.memory
-    assert memory.state == pytest.approx(2 * memory.parameters, rel=1e-4)
-    assert 4 * memory.parameters <= memory.peak < 4 * memory.parameters + 8 * head
+    peak, parameters = max(map(sum, rehearsed.held.values())), rehearsed.parameter_bytes
+    assert rehearsed.state == pytest.approx(2 * parameters, rel=1e-4)
+    assert {len(kinds) for kinds in rehearsed.held.values()} == {len(KINDS)}
+    assert 4 * parameters <= peak < 4 * parameters + 8 * head
 
 
 def test_a_dry_run_runs_no_kernel() -> None:

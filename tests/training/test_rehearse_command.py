@@ -19,7 +19,7 @@ from expertmesh.training.planning.rehearsal.collective_order import Call, check_
 from tests.flags import last_of_each
 from tests.tiers import tiered
 
-LAYERS = 7
+LAYERS = 8
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
 
 
@@ -53,15 +53,27 @@ def accounts(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
 
 def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = told(model, capsys, "--gradient-accumulation-steps", "3")
-    assert f" B parameters, {LAYERS} layers; rank 0 of 16 on " in said
+    assert f" B parameters, {LAYERS} layers, by dry runs of 3 and more; rank 0 of 16 on " in said
     assert "\nfits: " in said
     for name in ("optimizer", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
         assert name in said
-    # there and back, forward and backward, at each layer of three micro-batches
+    # how many rows come; there and back, forward and backward; at each layer of three micro-batches
     (line,) = (line.split() for line in said.splitlines() if line.startswith("all-to-all"))
-    assert line[:4] == ["all-to-all", "ep", "8", str(4 * LAYERS * 3)]
+    assert line[:4] == ["all-to-all", "ep", "8", str(5 * LAYERS * 3)]
     tables = said.partition("\nstep: ")[0].partition("\nat the peak")[2]
     assert max(map(len, tables.splitlines())) <= 80
+
+
+def test_every_layer_says_what_few_say(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gradient-checkpointing", "full", "--expert-kernel", "torch-grouped"]
+    (few,), (every,) = (accounts(model, capsys, *flags, *more) for more in ([], ["--every-layer"]))
+    assert few["run"] < every["run"] == LAYERS
+    assert few["memory"] == every["memory"]
+    for name in ("sent", "fit", "layers", "stages", "host_waits"):
+        assert few[name] == every[name], name
+    assert few["needed"] == pytest.approx(every["needed"])
+    assert few["time"] == pytest.approx(every["time"])
+    assert few["tokens_per_second"] == pytest.approx(every["tokens_per_second"])
 
 
 @pytest.mark.slow
@@ -257,7 +269,7 @@ def test_what_fails_is_told_with_its_layer(
 
     monkeypatch.setattr(MixtralAttention, "forward", too_narrow)
     said = told(model, capsys, code=2)
-    assert said.startswith("sharding: error: the dry run fails in the forward of decoder layer 2, in model.layers.2.")
+    assert said.startswith("sharding: error: the dry run fails in the forward of decoder layer 7, in model.layers.7.")
     assert "63" in said
     assert said.count("\n") == 1
 
@@ -269,7 +281,6 @@ def test_what_fails_is_told_with_its_layer(
         (["--imbalance", "0.5"], "--imbalance 0.5: must be 1 (the mean) or more"),
         (["--imbalance", "/nonexistent"], "--imbalance /nonexistent: is not a readable metrics.jsonl"),
         (["--routing", "m"], "--routing was removed: --imbalance RUN/metrics.jsonl takes the load"),
-        (["--every-layer"], "--every-layer was removed: all layers are run"),
         (["--timeline", "step.svg"], "--timeline was removed: --json has the memory at every layer and phase"),
         (["--use-cpu"], "--use-cpu"),
         (["--freeze", "nothing-like-it"], "--freeze nothing-like-it"),
@@ -287,7 +298,7 @@ def test_what_fails_is_told_with_its_layer(
         (["--pp-size", "3"], "--pp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16"),
         (["--pp-size", "4"], "--ep-size 8 does not divide the 4 ranks; use 1, 2 or 4"),
         (["--tp-size", "3"], "--tp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16"),
-        (["--pp-size", "8", "--ep-size", "2"], "--pp-size 8: 8 stages need 8 decoder layers or more"),
+        (["--pp-size", "16", "--ep-size", "1"], "--pp-size 16: 16 stages need 16 decoder layers or more"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -3,14 +3,11 @@ names."""
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.training.cluster.commands import main
-from expertmesh.training.planning.planner.peak_memory import fullest
-from expertmesh.training.planning.rehearsal.run_setting import planned
 from tests.test_configs import (
     RECIPES,
     ROOT,
@@ -18,8 +15,8 @@ from tests.test_configs import (
     forecast_in,
     gpus_of,
     model_of,
+    planned_recipe,
     published,
-    settled,
     text_of,
 )
 
@@ -35,9 +32,7 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
     if config.pp_size > 1:
-        run = planned(config, model.config, gpus, imbalance=None)
-        chosen = replace(run, setting=settled(config, run))
-        flags += ["--rank", str(fullest(chosen).pp_rank * gpus // config.pp_size)]
+        flags += ["--rank", str(planned_recipe(name, gpus)[0].account.rank)]
     assert main(["rehearse", *flags, "--json"]) == 0
     (account,) = json.loads(capsys.readouterr().out)
     counts = count_parameters(model)

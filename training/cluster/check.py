@@ -15,8 +15,8 @@ from ...sharding.collectives.context_parallel import CPGroup
 from ...sharding.collectives.groups import make_group
 from ...sharding.mesh import Mesh
 from ...sharding.topology import Axis, Topology
+from ..planning.planner.costs import Kind, ranks_a_node, share_away
 from ..planning.planner.hardware import Device, Hardware, Link
-from ..planning.planner.traffic import Kind, ranks_a_node, share_away
 
 ROUNDS = 9
 """Of which the median counts, after two that warm up."""

@@ -16,8 +16,8 @@ from ...sharding.pipeline.balance import cut_stages
 from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
 from ...sharding.torchrun import read_environment
 from ..planning.columns import Column, open_console, print_table
+from ..planning.planner.facts import Cuts
 from ..planning.planner.hardware import MOST, check_positive, gpus_per_node, save_measured, tell_nodes
-from ..planning.planner.measured import ModelCuts
 from .layout_picture import MOST_RANKS, layout_picture
 from .mesh_picture import picture, ranks_of
 
@@ -89,7 +89,7 @@ def _layers_by_pp_index(arguments: argparse.Namespace) -> list[list[range]]:
     pp_size, chunks, num_layers = arguments.pp_size, arguments.pipeline_chunks, arguments.num_layers
     if pp_size == 1:
         return []
-    alike = ModelCuts("the model", (1.0,) * num_layers + (0.0,), frozenset(), ())
+    alike = Cuts("the model", (1.0,) * num_layers + (0.0,), ())
     stages = cut_stages(alike, pp_size, chunks, None)
     return [list(stages[pp_rank::pp_size]) for pp_rank in range(pp_size)]
 

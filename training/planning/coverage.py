@@ -28,16 +28,7 @@ NOT_MODELLED = {
     "resume": "the forecast is of a run from its beginning, and a run that is resumed keeps its pipeline's schedule",
 }
 """Flags that change a step in a way that no forecast has, and what it says instead."""
-NOT_IN_PLANS = {
-    "task": "the head's logits are taken to be computed once a step, and a loss of preferences has them twice",
-    "teacher": "the head's logits are taken to be computed once a step, and with a teacher they are computed twice",
-    "teacher_top_k": "what these tokens take is not in it",
-    "packing": "each sequence is taken to be one sample, of which attention takes longest",
-    "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
-    "router_bias_update_rate": "moving the routers' biases is not in it",
-}
-"""The same for what of a dry run all has but the seconds, and a plan has not."""
-NO_EFFECT = SETTINGS.keys() - read_by("plan") - NOT_MODELLED.keys() - NOT_IN_PLANS.keys()
+NO_EFFECT = SETTINGS.keys() - read_by("plan") - NOT_MODELLED.keys()
 """Flags on which neither memory nor time of a forecast depends: of data, as all sequences are taken to be full, and all
 tokens to be trained on; numbers with which the same kernels compute; what comes between steps, or after the last."""
 
@@ -64,7 +55,7 @@ def assumed_code(looped: Sequence[tuple[str, str]], by_liger: bool) -> list[str]
     """Whose code is taken to compute what depends on the packages of the machine with the GPUs, a line each.
 
     Args:
-        looped, by_liger: of `ModelParameters`.
+        looped, by_liger: of `ModelFacts`.
     """
     lines = []
     for package in sorted({package for _, package in looped}):
@@ -76,24 +67,16 @@ def assumed_code(looped: Sequence[tuple[str, str]], by_liger: bool) -> list[str]
     return lines
 
 
-def not_modelled(config: TrainConfig, rehearsed: bool) -> list[str]:
-    """What of the configuration is not in its forecast, a line each.
-
-    Args:
-        rehearsed: whether the forecast is of a dry run, and not a plan.
-    """
+def not_modelled(config: TrainConfig) -> list[str]:
+    """What of the configuration is not in its forecast, a line each."""
     default = TrainConfig(model="-")
-    of_plans = "not modelled in the seconds, which are a plan's" if rehearsed else "not modelled"
     lines = [
-        f"{flag_of(name)}: {words}; {said}"
-        for words, table in (("not modelled", NOT_MODELLED), (of_plans, NOT_IN_PLANS))
-        for name, said in table.items()
+        f"{flag_of(name)}: not modelled; {said}"
+        for name, said in NOT_MODELLED.items()
         if getattr(config, name) != getattr(default, name)
     ]
     if config.estimates_divergence:
         lines.append("--task kto: the forward pass of mismatched answers before each step is not modelled")
-    if not config.max_grad_norm:
-        lines.append(f"--max-grad-norm 0: {of_plans}; gradients are taken to be clipped")
     if config.offload:
         lines.append(
             "--offload: copies to and from host memory are not modelled, and the optimizer step is taken to run on the "

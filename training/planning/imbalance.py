@@ -79,12 +79,14 @@ def _logged(file: Path) -> float:
 class GivenRouting:
     """samples: packed into one sequence, with `packing`, all equally long. shares: the fraction of all routed tokens
     that goes to each ep rank; none: as `busiest` says, the load of the busiest expert over the mean, None for what is
-    natural. loaded: the ep rank that has it."""
+    natural. loaded: the ep rank that has it. trained: the fraction of all tokens that have a loss; None: all but the
+    first of each sample."""
 
     samples: int = 8
     shares: tuple[float, ...] = ()
     busiest: float | None = 1.0
     loaded: int = 0
+    trained: float | None = None
 
     def among(self, num_experts: int, ep_size: int) -> "GivenRouting":
         """The same with the shares of so many experts on so many ranks."""

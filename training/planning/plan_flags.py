@@ -137,19 +137,19 @@ class Asked:
             unit //= 2
         return -(-target // unit) * unit
 
-    def tried(self, micro_batches: Sequence[int] | None = None) -> Tried:
-        """What the search tries, beside the sizes of tensor parallelism."""
+    def tried(self) -> Tried:
+        """What the search tries."""
         given = self.given.all
         size = given.get("per_device_train_batch_size")
         # a pipeline is a choice where the batch is known, or something of it was asked for
         is_open = self.has_batch or not {"pipeline_chunks", "pipeline_schedule"}.isdisjoint(given)
         return Tried(
-            micro_batches or (MICRO_BATCHES if size is None else (size,)),
-            None,
+            MICRO_BATCHES if size is None else (size,),
             given.get("pp_size", None if is_open else 1),
             given.get("pipeline_chunks"),
             given.get("pipeline_schedule"),
             given.get("ep_size"),
+            self.tp_sizes,
             given.get("dense_shard"),
             given.get("gradient_checkpointing"),
         )

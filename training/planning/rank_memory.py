@@ -5,6 +5,7 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from ...checkpoints.hf.source import ModelSource
 from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ...moe.kernels.expert_kernels import KernelChoice
+from ...moe.torch_private import forget_process_groups
+from ...moe.util.child import in_child
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.runtime.memory import available_memory, resident
@@ -23,12 +26,12 @@ from ..data.batch import Padding
 from ..data.sequences import Rows
 from ..inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
+from .imbalance import GivenRouting
 from .memory import NEAR, Memory
-from .planner.peak_memory import Peak, peak
-from .planner.schedule_choice import choose_schedule
-from .planner.search import Cluster
-from .planner.step_order import PlannedRun
-from .rehearsal.run_setting import planned
+from .planner.account import Account
+from .planner.asked import Asked
+from .planner.forecasts import Forecasts
+from .planner.pipelines import with_open_settings
 from .tables import memory_terms
 from .this_machine import this_machine
 
@@ -55,8 +58,7 @@ class Forecast:
 
     Attributes:
         when: the moment of a step at which `memory` is what it holds.
-        memory: by terms.
-        least: the peak of what any batch needs, however short.
+        memory: by terms. What lasts, and what is gathered, any batch needs, however short.
         before: what the process holds before its model is made; 0 on a GPU.
         available: what it may hold, `before` included.
         pipeline: how it is run, where there is one.
@@ -64,7 +66,6 @@ class Forecast:
 
     when: str
     memory: Memory
-    least: Memory
     before: float
     available: float
     pipeline: ChosenPipeline | None = None
@@ -97,7 +98,7 @@ class Forecast:
         Raises:
             ExpertMeshError: what any batch needs, however short, does not fit; with what tries which run would.
         """
-        m = self.least
+        m = self.memory
         needed = m.lasting + m.gathered + self.before
         if needed <= self.available:
             return
@@ -165,21 +166,22 @@ def forecast(
     padding: Padding,
 ) -> Forecast | NoForecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
-    that are streamed: --max-seq-length). Rank 0 measures the model for all; all ranks call it together.
+    that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together.
 
     A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
     """
     told: list[Any] = [None]
-    # measuring a large model may take longer than a collective's time limit
+    # dry runs of a large model may take longer than a collective's time limit
     with raise_together(patient=ranks):
         if ranks.rank == 0:
             try:
-                recorded = recorded_pipeline(config, topology.world_size)
-                run = _planned(source, topology, kernel, replace(config, **recorded), inputs, ranks, padding)
+                asked = _asked(topology, kernel, config, inputs, ranks, padding)
                 # without training there is no schedule to choose
                 is_open = topology.pp_size > 1 and inputs.training is not None
-                told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
-            except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
+                # queues of weight gradients are another package's where it has the matmuls
+                can_queue = kernel.kernel.product is not None
+                told = [_forecast(source, asked, is_open, can_queue, config)]
+            except Exception as error:  # a run does not depend on it: what has no forecast may still be trained
                 kind = "" if isinstance(error, ExpertMeshError) else f"{type(error).__name__}: "
                 told = [" ".join(f"{kind}{error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
@@ -188,7 +190,60 @@ def forecast(
         return NoForecast(found)
     held, pipeline = found
     before = _before(ranks)
-    return Forecast(held.when, held.memory, held.least, before, available_memory(ranks.device, before), pipeline)
+    when, memory = held
+    return Forecast(when, memory, before, available_memory(ranks.device, before), pipeline)
+
+
+def _forecast(
+    source: ModelSource, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
+) -> tuple[tuple[str, Memory], ChosenPipeline | None]:
+    """The moment of the peak and what is held then, and how a pipeline is run."""
+    forecasts = Forecasts(source.said, lambda: source.config, asked.device)
+    if (known := forecasts.known(asked)) is not None and not is_open:
+        return _held(known, asked), None
+    # it has the process group of a run, and dry runs make one of their own
+    return in_child(partial(_forecast_alone, forecasts, asked, is_open, can_queue, config))
+
+
+def _forecast_alone(
+    forecasts: Forecasts, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
+) -> tuple[tuple[str, Memory], ChosenPipeline | None]:
+    forget_process_groups()
+    chosen = None
+    if is_open:
+        limit = asked.cluster.memory
+        settled, why = with_open_settings(forecasts, asked, limit, can_queue)
+        recorded = {name: getattr(asked.config, name) != getattr(config, name) for name in _OPEN}
+        layers = tuple(settled.layers_of_stages or ())
+        balance = "as asked" if config.pipeline_layers is not None else "balanced by forecast seconds"
+        reasons = [
+            "as in the resumed run" if recorded[name] else said
+            for name, said in (("pipeline_schedule", why), ("pipeline_layers", balance))
+        ]
+        chosen = ChosenPipeline(settled.schedule_name, layers, *reasons)
+        asked = replace(asked, config=settled)
+    accounts = [forecasts.account(replace(asked, rank=rank)) for rank in _fullest(forecasts, asked)]
+    return _held(max(accounts, key=lambda account: account.memory.peak), asked), chosen
+
+
+_OPEN = ("pipeline_schedule", "pipeline_layers")
+
+
+def _fullest(forecasts: Forecasts, asked: Asked) -> list[int]:
+    """The ranks of which one holds the most."""
+    if asked.config.pp_size == 1:
+        return [0]
+    stages = asked.config.pp_size
+    return [rank * asked.topology.ranks_per_stage for rank in {0, stages - 1}]
+
+
+def _held(account: Account, asked: Asked) -> tuple[str, Memory]:
+    """What the rank holds at its peak; on a GPU with what lies beside tensors."""
+    kinds = account.memory.kinds
+    if asked.device == "cuda":
+        fit = account.fit(asked.cluster.memory)
+        kinds = replace(kinds, slack=fit.total - fit.tensors)
+    return account.memory.when, kinds
 
 
 def _before(ranks: Ranks) -> float:
@@ -196,26 +251,24 @@ def _before(ranks: Ranks) -> float:
     return 0.0 if ranks.device.type == "cuda" else resident()
 
 
-def _planned(
-    source: ModelSource,
-    topology: Topology,
-    kernel: KernelChoice,
-    config: TrainConfig,
-    inputs: Inputs,
-    ranks: Ranks,
-    padding: Padding,
-) -> PlannedRun:
+def _asked(
+    topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks, padding: Padding
+) -> Asked:
+    """The step of a run with the longest of its sequences."""
     rows = inputs.training
     longest = padding.within(config.max_seq_length).length(longest_sequence(rows, config))
-    trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
+    trained = None if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # fp8 is what --expert-precision says
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
-    flags = replace(config, expert_kernel=name)
-    device: Any = ranks.device.type
     # a micro-batch may be larger than the data
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
-    sizes: dict[str, Any] = dict(seq_length=longest, micro_batch=most * config.sequences_per_row)
-    return planned(flags, source.config, topology.world_size, device, **sizes, trained=trained, said=source.said)
+    recorded = recorded_pipeline(config, topology.world_size)
+    settings = replace(config, **recorded, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)
+    device: Any = ranks.device.type
+    before = _before(ranks)
+    cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
+    routing = GivenRouting(samples=1, trained=trained)
+    return Asked(settings, topology.world_size, cluster, 0, routing, device)
 
 
 def longest_sequence(rows: Rows | None, config: TrainConfig) -> int:
@@ -243,40 +296,6 @@ def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
             open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
             return {name: there.get(name) for name in open_ones}
     return {}
-
-
-def _choose(
-    run: PlannedRun, kernel: KernelChoice, config: TrainConfig, ranks: Ranks, recorded: dict[str, Any]
-) -> tuple[Peak, ChosenPipeline | None]:
-    before = _before(ranks)
-    cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
-    # whose matmuls are another package's cannot leave their weight gradients for later
-    can_queue = kernel.kernel.product is not None
-    held, chosen = choose_pipeline(run, cluster, replace(config, **recorded), can_queue)
-    why, balance = ("as in the resumed run" if recorded.get(f"pipeline_{name}") else "" for name in _CHOSEN)
-    return held, replace(chosen, why=why or chosen.why, balance=balance or chosen.balance)
-
-
-_CHOSEN = ("schedule", "layers")
-
-
-def choose_pipeline(
-    run: PlannedRun, cluster: Cluster, config: TrainConfig, can_queue: bool = True
-) -> tuple[Peak, ChosenPipeline]:
-    """Choose what the settings of a pipeline leave open.
-
-    Args:
-        cluster: with the memory that a rank may take: what comes without a warning.
-        can_queue: whether the expert kernel can leave weight gradients for later.
-
-    Returns:
-        What the rank that holds the most holds then, and the choice.
-    """
-    chosen, why = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
-    layers = chosen.setting.stage_layers
-    assert layers is not None
-    balance = "balanced by forecast seconds" if config.pipeline_layers is None else "as asked"
-    return chosen.peak, ChosenPipeline(chosen.setting.schedule, layers, why, balance)
 
 
 def beside(forecast: Forecast | NoForecast, measured: float) -> str:

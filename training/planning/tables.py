@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,16 +16,12 @@ from .coverage import assumed_code, not_modelled
 from .imbalance import GivenRouting
 from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
 from .plan_flags import DATASET, OUTPUT_DIR
+from .planner.account import Account, SentBytes
 from .planner.clock import StepTime
-from .planner.hardware import GIB, Hardware, attained
-from .planner.measured import ModelParameters
-from .planner.search import Cluster, Plan
-from .planner.setting import Setting
-from .planner.traffic import Traffic
-
-if TYPE_CHECKING:
-    # of what a plan need not import, as torch
-    from .rehearsal.rank_summary import Account, SentBytes
+from .planner.costs import Cluster
+from .planner.facts import ModelFacts
+from .planner.hardware import GIB, attained
+from .planner.search import Plan
 
 
 def _say(console: Console, line: str, style: str = "") -> None:
@@ -37,14 +33,16 @@ class Searched:
     """What `plan` has found.
 
     Attributes:
-        model, config: what the first of the plans trains.
-        plans: best first. batch: sequences per step, in words. seconds: that the search took.
+        facts, config: what is trained.
+        plans: best first. number: of layouts, most of which were estimated alone. batch: sequences per step, in words.
+        seconds: that the search took.
         balanced: the first where all experts have as many tokens, if that is not what was planned.
     """
 
-    model: ModelParameters
+    facts: ModelFacts
     config: TrainConfig
     plans: Sequence[Plan]
+    number: int
     cluster: Cluster
     batch: str
     seconds: float
@@ -79,55 +77,50 @@ def print_plans(console: Console, searched: Searched, top: int, is_verbose: bool
 
 def _in_short(searched: Searched) -> list[str]:
     """What, whether it fits, and what it costs."""
-    model, config, best, cluster = searched.model, searched.config, searched.best, searched.cluster
-    plans, setting, device = searched.plans, best.setting, cluster.hardware.name
+    facts, config, best, cluster = searched.facts, searched.config, searched.best, searched.cluster
+    plans, device = searched.plans, cluster.hardware.name
     what = (
-        f"{config.model}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per "
-        f"token; {_trained(config)} in {_dtype(setting.bf16, setting.tf32)} with {setting.optimizer}, sequences of "
-        f"{setting.seq_length:,} tokens{', packed' if config.packing else ''}"
+        f"{config.model}: {facts.counts.total / 1e9:,.2f} B parameters, {facts.counts.active / 1e9:,.2f} B active per "
+        f"token; {_trained(config)} in {_dtype(config.bf16, config.tf32)} with {config.optim}, sequences of "
+        f"{config.max_seq_length:,} tokens{', packed' if config.packing else ''}"
     )
-    gpus = f"{setting.world_size:,} GPUs ({device}; {cluster.gpus_per_node} per node)"
+    gpus = f"{best.world_size:,} GPUs ({device}; {cluster.gpus_per_node} per node)"
     of_card = f"of {cluster.memory / GIB:,.1f} GiB per GPU"
-    fitting = sum(plan.fits for plan in plans)
+    tried = f"{len(plans)} of {searched.number} layouts were dry-run, those that promised most by estimate"
     if not best.fits:
         over = (best.memory.total - cluster.memory) / GIB
         needed = f"{best.memory.total / GIB:,.1f} {of_card}, {over:,.1f} more than there is"
-        smallest = f"the smallest of the {len(plans)} layouts that were tried needs {needed}"
-        return [what, f"does not fit on {gpus}: {smallest}", _cost(searched)]
+        return [what, f"does not fit on {gpus}: the smallest layout needs {needed}; {tried}", _cost(searched)]
     fits = f"fits on {gpus}: the fastest layout needs {best.memory.total / GIB:,.1f} {of_card}"
-    return [what, f"{fits}; {fitting} of {len(plans)} layouts fit", _cost(searched)]
+    return [what, f"{fits}; {tried}", _cost(searched)]
 
 
 def _cost(searched: Searched) -> str:
-    best, hardware = searched.best, searched.cluster.hardware
-    everywhere = best.tokens_per_second * best.setting.world_size
+    best = searched.best
+    everywhere = best.tokens_per_second * best.world_size
     return (
-        f"a step of {searched.batch} {'takes' if best.fits else 'would take'} {best.time.total:,.2f} s: "
-        f"{speed(best, hardware, searched.balanced)}; {everywhere:,.0f} tokens/s in all"
+        f"a step of {searched.batch} {'takes' if best.fits else 'would take'} {best.seconds:,.2f} s: "
+        f"{speed(best, searched.balanced)}; {everywhere:,.0f} tokens/s in all"
     )
 
 
 def _print_parts(console: Console, searched: Searched) -> None:
     """What was assumed, and the best plan in detail."""
-    best, cluster, plans = searched.best, searched.cluster, searched.plans
+    best, hardware = searched.best, searched.cluster.hardware
     by_tp: dict[int, Plan] = {}
-    for plan in plans:
-        by_tp.setdefault(plan.setting.tp_size, plan)
+    for plan in searched.plans:
+        by_tp.setdefault(plan.config.tp_size, plan)
     _say(console, "")
     for tp_size, plan in by_tp.items() if len(by_tp) > 1 else ():
-        _say(console, f"best with --tp-size {tp_size}: {summary(plan, cluster.hardware)}")
-    hardware = cluster.hardware
-    _say(
-        console, f"assumed: all sequences are full; the busiest expert has {best.setting.imbalance:.3g} x the mean load"
-    )
+        _say(console, f"best with --tp-size {tp_size}: {summary(plan)}")
+    _say(console, "assumed: all sequences are full")
     _say(console, f"rates of {hardware.name}: {attained(hardware)}")
     _say(console, f"found in {searched.seconds:.1f} s")
     _say(console, "\nthe first line of the table")
-    _say(console, f"peak at {best.when}: {memory_terms(best.memory)}")
-    _say(console, _step(best.time, digits=2))
-    shown = [t for t in best.traffic if t.total >= 1e5]
-    if shown:
-        print_table(console, _sent(shown, Column("of", [t.what for t in shown], spare=1, is_text=True)))
+    _say(console, f"peak in the {best.account.memory.when}: {memory_terms(best.memory)}")
+    _say(console, _step(best.account.time, digits=2))
+    if best.account.sent:
+        print_table(console, _sent(best.account.sent))
 
 
 def _dtype(bf16: bool, tf32: bool) -> str:
@@ -137,7 +130,7 @@ def _dtype(bf16: bool, tf32: bool) -> str:
 def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     """One row per plan. Those columns that have a meaning are always printed, the others where everything is. Where
     space is short, the terms of memory go first: their sum stays."""
-    settings, memories = [plan.setting for plan in plans], [plan.memory for plan in plans]
+    configs, memories = [plan.config for plan in plans], [plan.memory for plan in plans]
 
     def gib(values: Iterable[float]) -> list[str]:
         return [f"{n / GIB:.1f}" for n in values]
@@ -149,10 +142,10 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
 
     words = ["yes" if plan.fits else "no" for plan in plans]
     fits = Column("fits", words, spare=1, is_text=True, meaning="whether the memory of a GPU is enough")
-    pipelines = _pipeline_columns(settings) if any(s.pp_size > 1 for s in settings) else []
+    pipelines = _pipeline_columns(plans) if any(c.pp_size > 1 for c in configs) else []
     tensor_parallel = Column(
         "tensor\nparallel",
-        [str(s.tp_size) for s in settings],
+        [str(c.tp_size) for c in configs],
         meaning="--tp-size: GPUs that heads and dense MLPs are sharded over",
     )
     return [
@@ -160,33 +153,33 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         *pipelines,
         Column(
             "data\nparallel",
-            [str(s.dp_size) for s in settings],
+            [str(plan.topology.dp_size) for plan in plans],
             spare=1,
             meaning="groups of GPUs with all experts each",
         ),
         Column(
             "expert\nparallel",
-            [str(s.ep_size) for s in settings],
+            [str(c.ep_size) for c in configs],
             meaning="--ep-size: GPUs that a layer's experts are sharded over",
         ),
-        *([tensor_parallel] if any(s.tp_size > 1 for s in settings) else []),
+        *([tensor_parallel] if any(c.tp_size > 1 for c in configs) else []),
         Column(
             "dense\nweights",
-            [s.dense_shard for s in settings],
+            [c.dense_shard for c in configs],
             is_text=True,
             meaning="--dense-shard: those outside of experts, sharded over all GPUs (full), or over "
             "each expert-parallel group (hybrid)",
         ),
         Column(
             "check-\npointing",
-            [s.checkpointing for s in settings],
+            [c.gradient_checkpointing for c in configs],
             "checkpointing",
             is_text=True,
             meaning="--gradient-checkpointing: what backward recomputes instead of storing it",
         ),
         Column(
             "micro-\nbatch",
-            [str(s.micro_batch) for s in settings],
+            [str(c.per_device_train_batch_size) for c in configs],
             "micro-batch",
             meaning="--per-device-train-batch-size: sequences per micro-batch",
         ),
@@ -198,7 +191,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column("GiB\nper GPU", [total(plan) for plan in plans], meaning="memory at the peak"),
         Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
         Column("between", [f"{plan.between / 1e9:.1f}" for plan in plans], "GB/step between", spare=2),
-        Column("s per\nstep", [f"{plan.time.total:.2f}" for plan in plans], spare=2),
+        Column("s per\nstep", [f"{plan.seconds:.2f}" for plan in plans], spare=2),
         Column(
             "tokens/s\nper GPU",
             [f"{plan.tokens_per_second:,.0f}" for plan in plans],
@@ -207,33 +200,35 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     ]
 
 
-def _pipeline_columns(settings: Sequence[Setting]) -> list[Column]:
+def _pipeline_columns(plans: Sequence[Plan]) -> list[Column]:
+    configs = [plan.config for plan in plans]
     return [
         Column(
             "pipeline\nstages",
-            [str(s.pp_size) for s in settings],
+            [str(c.pp_size) for c in configs],
             meaning="--pp-size: groups of GPUs with some of the layers each",
         ),
         Column(
             "sche-\ndule",
-            [s.schedule if s.pp_size > 1 else "" for s in settings],
+            [c.schedule_name if c.pp_size > 1 else "" for c in configs],
             "schedule",
             2,
             is_text=True,
             meaning="--pipeline-schedule: the order of a step's micro-batches",
         ),
-        Column("chunks", [str(s.chunks) for s in settings], spare=1),
-        Column("micro-\nbatches", [f"{s.accumulation:,}" for s in settings], "micro-batches", spare=1),
+        Column("chunks", [str(c.pipeline_chunks) for c in configs], spare=1),
+        Column("micro-\nbatches", [f"{plan.account.forwards:,}" for plan in plans], "micro-batches", spare=1),
     ]
 
 
-def summary(plan: Plan, hardware: Hardware, balanced: Plan | None = None) -> str:
+def summary(plan: Plan) -> str:
     """Memory, time and throughput of a plan, in one line."""
-    return f"{plan.memory.total / GIB:.1f} GiB per GPU, {speed(plan, hardware, balanced)}"
+    return f"{plan.memory.total / GIB:.1f} GiB per GPU, {speed(plan)}"
 
 
-def speed(plan: Plan, hardware: Hardware, balanced: Plan | None) -> str:
+def speed(plan: Plan, balanced: Plan | None = None) -> str:
     """Throughput of a plan; as a band where the same is known with balanced routing."""
+    hardware = plan.cluster.hardware
     least, least_mfu = f"{plan.tokens_per_second:,.0f}", f"{plan.share_of_peak(hardware):.1%}"
     if balanced is None or balanced.tokens_per_second <= plan.tokens_per_second:
         return f"{least} tokens/s per GPU, {least_mfu} MFU"
@@ -259,12 +254,12 @@ def _step(t: StepTime, digits: int) -> str:
     return f"step: {' + '.join((first, *others))} = {total}"
 
 
-def _sent(calls: "Sequence[Traffic] | Sequence[SentBytes]", *further: Column) -> list[Column]:
+def _sent(calls: Sequence[SentBytes]) -> list[Column]:
     """What a rank sends in a step, one row per kind of collective and group."""
     return [
         Column("sent per rank", [c.kind for c in calls], is_text=True),
         Column("over", [c.group for c in calls], is_text=True),
-        *further,
+        Column("ranks", [f"{c.ranks:,}" for c in calls], spare=1),
         Column("times\nper step", [f"{c.times:,}" for c in calls], spare=2),
         Column("MB\neach", [f"{c.total / c.times / 1e6:,.2f}" for c in calls], spare=2),
         Column("GB\nper step", [f"{c.total / 1e9:,.2f}" for c in calls]),
@@ -321,54 +316,44 @@ def to_be_set(line: str) -> str:
     return f"set {', '.join(found)}{everywhere}" if found else ""
 
 
-def print_account(
-    account: "Account",
-    plan: Plan,
-    config: TrainConfig,
-    where: str,
-    given: GivenRouting,
-    balanced: Plan | None = None,
-) -> None:
+def print_account(plan: Plan, where: str, given: GivenRouting, balanced: Plan | None = None) -> None:
     """What was run, whether it fits and what a step costs, in a line each; memory by kind and by moment, collectives,
     parts, and what was assumed.
 
     Args:
-        plan: the planner's forecast of the same run. balanced: with balanced routing, if that is not what it is of.
+        plan: of one rank. balanced: with balanced routing, if that is not what it is of.
     """
-    console, hardware, fits = open_console(), plan.cluster.hardware, account.fit
+    console, config, account, fits = open_console(), plan.config, plan.account, plan.fit
     gib, card = fits.total / GIB, fits.card / GIB
-    _say(console, _setting(account, config, where, hardware, plan.setting.world_size))
+    _say(console, _setting(plan, where))
     if fits.is_enough:
         _say(console, f"fits: {gib:,.1f} of {card:,.1f} GiB", "bold green")
     else:
         _say(console, f"does not fit: {gib:,.1f} GiB, and the GPU has {card:,.1f}", "bold red")
     tokens = f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens"
     takes = "takes" if fits.is_enough else "would take"
-    _say(
-        console,
-        f"a step of {tokens} per {_sharing(config)} {takes} {plan.time.total:,.2f} s by `plan`: "
-        f"{speed(plan, hardware, balanced)}",
-    )
+    _say(console, f"a step of {tokens} per {_sharing(config)} {takes} {plan.seconds:,.2f} s: {speed(plan, balanced)}")
     _say(console, f"\nat the peak of the tensors, in the {account.memory.when}")
-    print_table(console, _kinds(account))
+    print_table(console, _kinds(plan))
     _say(console, "\npeak memory of tensors, by phase")
     print_table(console, _moments(account))
     if account.sent:
         _say(console, "\ncollectives per step")
-        ranks = Column("ranks", [f"{each.ranks:,}" for each in account.sent])
-        print_table(console, _sent(account.sent, ranks))
+        print_table(console, _sent(account.sent))
     _say(console, f"\nparts of a step: {account.needed / 1e12:,.1f} TFLOP without recomputation")
     print_table(console, _parts(account))
     _say(console, "")
-    model = plan.run.model
-    assumed = assumed_code(model.looped, model.by_liger)
-    for line in [_step(plan.time, digits=3), *assumed, *_assumptions(account, config, hardware, given)]:
+    assumed = assumed_code(plan.facts.looped, plan.facts.by_liger)
+    for line in [_step(account.time, digits=3), *assumed, *_assumptions(plan, given)]:
         _say(console, line)
 
 
-def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hardware, world_size: int) -> str:
-    rehearsed, layers = account.layers
-    run = "" if rehearsed == layers else f", of which {rehearsed} run, {account.stages}"
+def _setting(plan: Plan, where: str) -> str:
+    account, config = plan.account, plan.config
+    here, layers = account.layers
+    run = "" if here == layers else f", of which {here} here, {account.stages}"
+    if account.run < here:
+        run += f", by dry runs of {account.run} and more"
     flags = [
         f"ep {config.ep_size}",
         f"dense {config.dense_shard}",
@@ -384,7 +369,7 @@ def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hard
     ]
     return (
         f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}; rank {account.rank} of "
-        f"{world_size} on {hardware.name}; {', '.join(flags)}"
+        f"{plan.world_size} on {plan.cluster.hardware.name}; {', '.join(flags)}"
     )
 
 
@@ -403,8 +388,8 @@ def _sharing(config: TrainConfig) -> str:
     return "CP group" if config.tp_size == 1 else f"{config.ranks_per_sequence} ranks"
 
 
-def _kinds(account: "Account") -> list[Column]:
-    fits = account.fit
+def _kinds(plan: Plan) -> list[Column]:
+    fits, account = plan.fit, plan.account
     terms = account.memory.kinds.terms()
     is_all = fits.host == account.memory.kinds.lasting
     in_host: dict[str, float] = {term: terms[term] for term in LASTING} if is_all else {"frozen": fits.host}
@@ -429,7 +414,7 @@ def _kinds(account: "Account") -> list[Column]:
     ]
 
 
-def _moments(account: "Account") -> list[Column]:
+def _moments(account: Account) -> list[Column]:
     return [
         Column("phase", [moment.phase for moment in account.moments], is_text=True),
         Column("peak in", [moment.where for moment in account.moments], is_text=True),
@@ -437,10 +422,10 @@ def _moments(account: "Account") -> list[Column]:
     ]
 
 
-def _parts(account: "Account") -> list[Column]:
-    parts = [*account.parts, account.total]
+def _parts(account: Account) -> list[Column]:
+    names, parts = [*account.parts, "all"], [*account.parts.values(), account.total]
     return [
-        Column("part", [part.name for part in parts], is_text=True),
+        Column("part", names, is_text=True),
         Column("TFLOP", [f"{part.flops / 1e12:,.1f}" for part in parts]),
         Column("GB\nmoved", [f"{part.moved / 1e9:,.1f}" for part in parts]),
         Column("kernels", [f"{part.kernels:,.0f}" for part in parts], spare=1),
@@ -448,7 +433,9 @@ def _parts(account: "Account") -> list[Column]:
     ]
 
 
-def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, given: GivenRouting) -> list[str]:
+def _assumptions(plan: Plan, given: GivenRouting) -> list[str]:
+    config, hardware = plan.config, plan.cluster.hardware
+    given = given.among(plan.facts.num_experts, config.ep_size)
     routing = "every expert gets equally many tokens"
     if given.shares:
         most = max(given.shares) * config.ep_size
@@ -465,5 +452,5 @@ def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, gi
     ]
     if config.offload or config.offload_experts:
         flag = "--offload" if config.offload else "--offload-experts"
-        lines.append(f"{flag}: {account.fit.host / GIB:,.1f} GiB of host memory per rank")
-    return [*lines, *not_modelled(config, rehearsed=True)]
+        lines.append(f"{flag}: {plan.fit.host / GIB:,.1f} GiB of host memory per rank")
+    return [*lines, *not_modelled(config)]

@@ -7,8 +7,8 @@ import torch
 
 from ...sharding.runtime.process import Ranks
 from ..config.train_config import TrainConfig
+from .planner.costs import Cluster
 from .planner.hardware import DEVICES, Device, Hardware, Link, preset, products_in
-from .planner.search import Cluster
 
 UNKNOWN_GPU, NETWORK = "H100", "infiniband-ndr"
 """Whose rates are taken for a GPU without a preset, and for what joins nodes, of which a run knows nothing. They are

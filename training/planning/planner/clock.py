@@ -4,9 +4,10 @@ While a collective runs beside kernels, both are slower than alone: NCCL's block
 count on, and memory bandwidth. By how much, `rates.json` says.
 """
 
+import operator
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ...model_setup.rates import Rates
 
@@ -186,6 +187,10 @@ class StepTime:
     gathers: float = 0.0
 
     @staticmethod
+    def none() -> "StepTime":
+        return StepTime(*(0.0 for _ in fields(StepTime)))
+
+    @staticmethod
     def of(clocks: Sequence[tuple[int, Clock]], host: float) -> "StepTime":
         """clocks: at the end of parts of a step, with how often each comes. host: seconds of all its calls."""
         return StepTime(
@@ -199,6 +204,15 @@ class StepTime:
             sum(often * clock.launching for often, clock in clocks),
             gathers=sum(often * clock.gathering for often, clock in clocks),
         )
+
+    def __add__(self, other: "StepTime") -> "StepTime":
+        return StepTime(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, often: float) -> "StepTime":
+        return StepTime(*(often * seconds for seconds in vars(self).values()))
+
+    def __sub__(self, other: "StepTime") -> "StepTime":
+        return self + other * -1.0
 
     @property
     def kernels(self) -> float:

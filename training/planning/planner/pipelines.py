@@ -1,35 +1,244 @@
-"""A pipeline's schedule in a setting, how long it takes, and what it sends."""
+"""A pipeline's step, by the step of one stage of all layers: which layers each stage has, how long its schedule takes,
+and what its ranks hold."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-import numpy as np
-
-from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule
+from ....sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
+from ....sharding.pipeline.schedule import ScheduleName, make_schedule, schedule_without_queue
 from ....sharding.pipeline.timeline import Costs, Timetable
-from .measured import MeasuredSpan
-from .setting import Setting
-from .step_order import Name, PlannedRun
+from ...config.train_config import TrainConfig
+from ..memory import FRAGMENTATION, LASTING, Memory
+from .account import Account, LayerCosts
+from .costs import seconds_among
+from .facts import Cuts, Held, ModelFacts
+from .forecasts import Asked, Forecasts
 
 STEADY = 3
 """After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""
+LEAST_GAIN = 0.01
+"""A smaller one is less than what a forecast leaves out."""
 
 
-def pipeline_seconds(setting: Setting, costs: Sequence[Costs]) -> list[float]:
-    """Seconds from the first forward of a step to the last backward, with each of the costs.
+def one_stage(asked: Asked) -> Asked:
+    """The step of all layers on the ranks of one pp index."""
+    config = asked.config
+    stage = replace(
+        config,
+        pp_size=1,
+        pipeline_chunks=1,
+        pipeline_schedule=None,
+        pipeline_layers=None,
+        global_batch_size=None,
+        gradient_accumulation_steps=min(2, config.micro_batches(asked.world_size)),
+    )
+    return replace(asked, config=stage, world_size=asked.world_size // config.pp_size, rank=0)
 
-    Of many rounds of micro-batches the later ones are alike: so many are left out, and added as often as there are.
+
+@dataclass(frozen=True)
+class PipelinedStep:
+    """A pipeline's step.
+
+    Attributes:
+        asked: of any of its ranks, with its schedule; layers may be left open.
+        facts, cuts: of the model. whole: the step of `one_stage`.
+        limit: bytes that a rank may hold.
     """
-    pp_size, accumulation = setting.pp_size, setting.accumulation
-    few = STEADY * pp_size + accumulation % pp_size
-    name, chunks = setting.schedule, setting.chunks
-    if accumulation <= few + pp_size:
-        return _timetable(name, pp_size, chunks, accumulation).seconds(costs)
-    first, second = (_timetable(name, pp_size, chunks, number).seconds(costs) for number in (few, few + pp_size))
-    rounds = (accumulation - few) // pp_size
-    return [once + rounds * (more - once) for once, more in zip(first, second, strict=True)]
+
+    asked: Asked
+    facts: ModelFacts
+    cuts: Cuts
+    whole: Account
+    limit: float
+
+    @property
+    def pp_size(self) -> int:
+        return self.asked.config.pp_size
+
+    @property
+    def number(self) -> int:
+        """Of stages."""
+        return self.pp_size * self.asked.config.pipeline_chunks
+
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether the experts' weight gradients are computed later than the other ones."""
+        return self.asked.config.schedule_name == "zero-bubble" and can_leave_weights(self.facts)
+
+    def costs_of(self, kind: int) -> LayerCosts:
+        """Of a kind of layer. Of what its experts' products read and write, weights wait for nothing."""
+        costs = self.whole.layer_costs[str(kind)]
+        weights = self.facts.kinds[kind].experts.computed / self.asked.config.ep_size
+        return replace(costs, queued=self.leaves_weights * max(0.0, costs.queued - weights))
+
+    @property
+    def around(self) -> tuple[LayerCosts, LayerCosts]:
+        """What the first and the last stage take beside their layers."""
+        costs, first, last = self.whole.layer_costs, self.facts.first.computed, self.facts.last.computed
+        root = costs.get("root", LayerCosts())
+        share = first / max(1, first + last)
+        before, after = (costs.get(name, LayerCosts()) for name in ("before", "after"))
+        return before + root * share, after + root * (1 - share)
+
+    def cut(self) -> tuple[range, ...]:
+        """The layers of each stage: as asked for; else so that the stage that takes longest takes as short as can be,
+        among the cuts whose every stage fits by estimate.
+
+        Raises:
+            ExpertMeshError: the model cannot be cut into so many stages.
+        """
+        config, chunks = self.asked.config, self.asked.config.pipeline_chunks
+        first, last = self.around
+        each = [self.costs_of(kind) for kind in self.facts.layers]
+        seconds = StageCosts.alike(
+            self.number, [one.forward + one.backward for one in each], _spent(first), _spent(last)
+        )
+        by_time = cut_stages(self.cuts, self.pp_size, chunks, config.layers_of_stages, seconds)
+        if config.layers_of_stages is not None or self.asked.device == "cpu":
+            # a CPU's free memory is another at every start, and a run that resumes has the stages that it had
+            return by_time
+        if max(self.held(by_time)[rank].total for rank in range(self.pp_size)) <= self.limit:
+            return by_time
+        by_memory = cut_stages(self.cuts, self.pp_size, chunks, None, seconds, self._memory(by_time))
+        return min((by_memory, by_time), key=lambda cut: max(held.total for held in self.held(cut)))
+
+    def _memory(self, stages: tuple[range, ...]) -> StageMemory:
+        """What stages hold by their layers: of several on a rank each may hold as much."""
+        chunks = self.asked.config.pipeline_chunks
+        layers = [[self._of_layer(stage, kind) for kind in self.facts.layers] for stage in range(self.number)]
+        own = StageCosts(layers, [0.0] * self.number)
+        held = self.held(stages)
+        beside = []
+        for stage in range(self.number):
+            rank = stage % self.pp_size
+            on_rank = sum(own.of(other, stages[other]) for other in range(rank, self.number, self.pp_size))
+            beside.append((held[rank].total - on_rank) / chunks)
+        return StageMemory(StageCosts(layers, beside), self.limit / chunks)
+
+    def _of_layer(self, stage: int, kind: int) -> float:
+        costs = self.costs_of(kind)
+        moments = _held_by_stages(*self._steady)[stage]
+        kept = max(in_flight * costs.kept + waiting * costs.queued for in_flight, waiting in moments)
+        return self._lasting(self.facts.kinds[kind].dense, self.facts.kinds[kind].experts) + (1 + FRAGMENTATION) * kept
+
+    def _lasting(self, dense: Held, experts: Held) -> float:
+        """Bytes on a rank of what lasts."""
+        if self.asked.config.offload:
+            return 0.0
+        topology = self.asked.topology
+        return dense.lasting / len(topology.group("dense", 0)) + experts.lasting / topology.ranks_per_stage
+
+    @property
+    def _steady(self) -> tuple[ScheduleName, int, int, int]:
+        """A schedule of a few rounds, that has all that the complete one has at once."""
+        config = self.asked.config
+        micro_batches = min(config.micro_batches(self.asked.world_size), STEADY * self.pp_size)
+        return config.schedule_name, self.pp_size, config.pipeline_chunks, micro_batches
+
+    def held(self, stages: tuple[range, ...]) -> list[Memory]:
+        """What the ranks of each pp index hold at their peak, by estimate: what lasts of their layers, what these keep
+        of all micro-batches on the way, and what one stage of all layers has at its peak beside that."""
+        whole, facts = self.whole.memory.kinds, self.facts
+        of_model = self._lasting(facts.dense, facts.experts)
+        moments = _held_by_stages(*self._steady)
+        # experts that are not gathered keep their weights in the compute dtype, each layer its own
+        keeps_casts = self.asked.topology.dp_size == 1 and not self.asked.config.offload_experts
+        found = []
+        for rank in range(self.pp_size):
+            own = range(rank, self.number, self.pp_size)
+            layers = [layer for stage in own for layer in stages[stage]]
+            kinds = [facts.kinds[facts.layers[layer]] for layer in layers]
+            dense = sum((kind.dense for kind in kinds), Held())
+            dense += (facts.first if 0 in own else Held()) + (facts.last if self.number - 1 in own else Held())
+            share = self._lasting(dense, sum((kind.experts for kind in kinds), Held())) / of_model if of_model else 0.0
+            kept = sum(max(self._kept(stages[stage], *moment) for moment in moments[stage]) for stage in own)
+            around = self.around[1].kept if self.number - 1 in own else 0.0
+            lasting = {term: share * getattr(whole, term) for term in LASTING}
+            gathered = whole.gathered * (len(layers) / len(facts.layers) if keeps_casts else 1.0)
+            found.append(replace(whole, **lasting, activations=kept + around, gathered=gathered))
+        return found
+
+    def _kept(self, layers: range, in_flight: int, waiting: int) -> float:
+        """Bytes that a stage keeps of so many micro-batches, and of so many that wait for their weight gradients."""
+        costs = [self.costs_of(self.facts.layers[layer]) for layer in layers]
+        return sum(in_flight * each.kept + waiting * each.queued for each in costs)
+
+    def seconds(self, stages: tuple[range, ...]) -> float:
+        """From the first forward of a step to the last backward.
+
+        Of many rounds of micro-batches the later ones are alike: so many are left out, and added as often as there are.
+        """
+        config = self.asked.config
+        pp_size, accumulation = self.pp_size, config.micro_batches(self.asked.world_size)
+        costs = self._costs(stages)
+        few = STEADY * pp_size + accumulation % pp_size
+        name, chunks = config.schedule_name, config.pipeline_chunks
+        if accumulation <= few + pp_size:
+            (found,) = _timetable(name, pp_size, chunks, accumulation).seconds([costs])
+            return found
+        (first,), (second,) = (
+            _timetable(name, pp_size, chunks, number).seconds([costs]) for number in (few, few + pp_size)
+        )
+        return first + (accumulation - few) // pp_size * (second - first)
+
+    def _costs(self, stages: tuple[range, ...]) -> Costs:
+        config, cluster = self.asked.config, self.asked.cluster
+        ends = self.around
+        of_stages = []
+        for stage, layers in enumerate(stages):
+            costs = sum((self.costs_of(self.facts.layers[layer]) for layer in layers), LayerCosts())
+            costs += ends[0] if stage == 0 else LayerCosts()
+            of_stages.append(costs + (ends[1] if stage == self.number - 1 else LayerCosts()))
+        weights = [costs.weights * self.leaves_weights for costs in of_stages]
+        tokens = config.per_device_train_batch_size * config.sequences_per_row * config.max_seq_length
+        output = tokens // config.ranks_per_sequence * self.facts.width * (2 if config.bf16 else 4)
+        ranks = self.asked.topology.group("pp", 0)
+        return Costs(
+            [costs.forward for costs in of_stages],
+            [costs.backward - later for costs, later in zip(of_stages, weights, strict=True)],
+            weights,
+            seconds_among("send", output, ranks, cluster.hardware, cluster.gpus_per_node),
+        )
+
+    def account(self) -> Account:
+        """The account of the rank that holds the most, by estimate; its time is that of the pipeline."""
+        stages = self.cut()
+        held = self.held(stages)
+        rank = max(range(self.pp_size), key=lambda rank: held[rank].total)
+        whole, micro_batches = self.whole, self.asked.config.micro_batches(self.asked.world_size)
+        layers = sum(len(stages[stage]) for stage in range(rank, self.number, self.pp_size))
+        share = layers / len(self.facts.layers)
+        time = whole.time * (share * micro_batches / whole.forwards)
+        time = replace(time, update=whole.time.update * share)
+        seconds = self.seconds(stages)
+        return replace(
+            whole,
+            rank=rank * self.asked.topology.ranks_per_stage,
+            forwards=micro_batches,
+            layers=(layers, len(self.facts.layers)),
+            stages=",".join(str(len(each)) for each in stages),
+            memory=replace(whole.memory, peak=round(held[rank].total), kinds=held[rank]),
+            sent=tuple(
+                replace(
+                    each,
+                    times=round(each.times * share * micro_batches / whole.forwards),
+                    total=each.total * share * micro_batches / whole.forwards,
+                    between=each.between * share * micro_batches / whole.forwards,
+                )
+                for each in whole.sent
+            ),
+            time=replace(time, bubble=max(0.0, seconds - (time.total - time.update))),
+            needed=whole.needed / self.pp_size * micro_batches / whole.forwards,
+        )
+
+
+def _spent(costs: LayerCosts) -> float:
+    return costs.forward + costs.backward
+
+
+def can_leave_weights(facts: ModelFacts) -> bool:
+    """Whether all experts are trained, so that their weight gradients can wait."""
+    return all(kind.experts.gradient == kind.experts.stored for kind in facts.kinds)
 
 
 @cache
@@ -37,44 +246,9 @@ def _timetable(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int
     return Timetable(make_schedule(name, pp_size, chunks, micro_batches))
 
 
-def beside_actions(setting: Setting) -> list[dict[tuple[Kind, int], Any]]:
-    """What there is of other micro-batches while a rank computes one.
-
-    Returns:
-        For each pp index, and there for each kind of action and stage, (moments, 2 * chunks): of each of the rank's
-        stages how many micro-batches are in flight, and of how many the weight gradients wait. Moments that are alike
-        count once.
-    """
-    return _beside_actions(*_steady(setting))
-
-
-@cache
-def _beside_actions(
-    name: ScheduleName, pp_size: int, chunks: int, micro_batches: int
-) -> list[dict[tuple[Kind, int], Any]]:
-    is_split = name == "zero-bubble"
-    ranks = []
-    for actions in make_schedule(name, pp_size, chunks, micro_batches):
-        found: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
-        now = [0] * (2 * chunks)
-        for action in actions:
-            in_flight, waiting = action.stage // pp_size, chunks + action.stage // pp_size
-            now[in_flight] -= action.kind == "backward"
-            now[waiting] -= action.kind == "weights"
-            found[action.kind, action.stage].add(tuple(now))
-            now[in_flight] += action.kind == "forward"
-            now[waiting] += action.kind == "backward" and is_split
-        ranks.append({key: np.array(sorted(counts)) for key, counts in found.items()})
-    return ranks
-
-
-def held_by_stages(setting: Setting) -> list[list[tuple[int, int]]]:
-    """Of each stage, how many micro-batches are in flight, and of how many the weight gradients wait, at any moment."""
-    return _held_by_stages(*_steady(setting))
-
-
 @cache
 def _held_by_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> list[list[tuple[int, int]]]:
+    """Of each stage, how many micro-batches are in flight, and of how many the weight gradients wait, at any moment."""
     is_split = name == "zero-bubble"
     found: list[set[tuple[int, int]]] = [set() for _ in range(pp_size * chunks)]
     for actions in make_schedule(name, pp_size, chunks, micro_batches):
@@ -88,29 +262,52 @@ def _held_by_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches
     return [sorted(moments) for moments in found]
 
 
-def _steady(setting: Setting) -> tuple[ScheduleName, int, int, int]:
-    """A schedule of a few rounds, that has all that the complete one has at once."""
-    micro_batches = min(setting.accumulation, STEADY * setting.pp_size)
-    return setting.schedule, setting.pp_size, setting.chunks, micro_batches
+def pipelined(forecasts: Forecasts, asked: Asked, limit: float) -> PipelinedStep:
+    """
+    Raises:
+        ExpertMeshError: the model cannot be cut, or not compute this.
+    """
+    return PipelinedStep(
+        asked, forecasts.facts(asked.config), forecasts.cuts(asked.config), forecasts.account(one_stage(asked)), limit
+    )
 
 
-def queued_bytes(run: PlannedRun, layer: int) -> float:
-    """Bytes of what the experts' weight gradients of a layer are computed of, where that is left for later: the inputs
-    and outputs of their matmuls."""
-    if not leaves_weights(run):
-        return 0.0
-    kernels = (kernel for span in expert_spans(run, layer) for kernel in span.kernels)
-    moved = sum(times * moved for flops, moved, _, times in kernels if flops > 0)
-    experts = run.units.get(Name("experts", layer))
-    return max(0.0, moved - (0 if experts is None else experts.gathered))
+def with_open_settings(
+    forecasts: Forecasts, asked: Asked, limit: float, can_queue: bool = True
+) -> tuple[TrainConfig, str]:
+    """The run with what its settings leave open of a pipeline: its schedule, and the layers of each stage; and why it
+    has this schedule, in a few words. Zero-bubble is taken only where weight gradients can wait, and that gains time.
 
+    Args:
+        limit: bytes that the rank which holds the most may take.
+        can_queue: whether the expert kernel can leave weight gradients for later.
 
-def leaves_weights(run: PlannedRun) -> bool:
-    """Whether the experts' weight gradients are computed later than the other ones."""
-    trained = [parameter.is_trained for kind in run.model.kinds for parameter in kind.experts]
-    return run.setting.schedule == "zero-bubble" and all(trained)
+    Raises:
+        ExpertMeshError: the model cannot be cut, or not compute this.
+    """
+    config = asked.config
 
+    def scheduled(name: ScheduleName) -> tuple[TrainConfig, Account]:
+        other = replace(asked, config=replace(config, pipeline_schedule=name))
+        account = pipelined(forecasts, other, limit).account()
+        return replace(other.config, pipeline_layers=account.stages), account
 
-def expert_spans(run: PlannedRun, layer: int) -> list[MeasuredSpan]:
-    """The forward of a layer's experts."""
-    return [span for span in run.measured.kinds[run.model.layers[layer]].forward if span.mark == "use experts"]
+    def needs(account: Account) -> float:
+        return account.fit(limit).total if asked.device == "cuda" else float(account.memory.peak)
+
+    if config.pipeline_schedule is not None:
+        return scheduled(config.pipeline_schedule)[0], "as asked"
+    without_queue = schedule_without_queue(config.pipeline_chunks)
+    if not can_queue or not can_leave_weights(forecasts.facts(config)):
+        return scheduled(without_queue)[0], "no expert weight gradients can wait for zero-bubble"
+    (plain, one), (queued, other) = scheduled(without_queue), scheduled("zero-bubble")
+    if needs(one) > limit and needs(other) > limit:
+        return plain, "none fits by forecast, and this one needs the least memory"
+    for best, held, name in ((plain, other, "zero-bubble"), (queued, one, str(without_queue))):
+        if needs(held) > limit:
+            return best, f"by forecast {name} would take {needs(held) / 2**30:,.1f} GiB per rank"
+    # a queue has to be worth it, where there is a choice
+    gain = one.time.total / other.time.total - 1
+    if gain > LEAST_GAIN:
+        return queued, f"by forecast {gain:.1%} faster than {without_queue}"
+    return plain, f"by forecast zero-bubble gains less than {LEAST_GAIN:.0%}"

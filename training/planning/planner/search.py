@@ -1,316 +1,505 @@
-"""Every way to run a model on a number of GPUs, best first."""
+"""Every way to run a model on a number of GPUs: which of them are tried, by estimates that what was tried corrects, and
+what these take, best first."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import log
 from typing import Any, get_args
 
 from ....moe.util.errors import ExpertMeshError
 from ....sharding.parallelize.choices import Checkpointing
-from ....sharding.pipeline.schedule import schedule_without_queue
-from ....sharding.topology import DenseShard, divisors
-from ..memory import NEAR, Memory
-from .clock import StepTime
-from .cost import model_flops, step_time, step_times, tokens_per_second
+from ....sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from ....sharding.topology import DenseShard, Topology, divisors
+from ...config.train_config import TrainConfig
+from ..imbalance import EVEN, GivenRouting
+from ..memory import Fit, Memory
+from .account import Account
+from .asked import Asked
+from .costs import Cluster, seconds_among
+from .facts import ModelFacts
+from .forecasts import Forecasts
 from .hardware import Hardware
-from .measured import Measure, ModelParameters
-from .peak_memory import Peak, least_held
-from .setting import Setting
-from .stage_costs import balanced
-from .step_order import PlannedRun, planned_run
-from .traffic import Traffic, by_link, step_traffic
+from .pipelines import can_leave_weights, one_stage, pipelined
 from .tried import Tried
 
+TP_SIZES = (2, 4, 8)
+"""Ranks of a tensor-parallel group that are tried beside none, where no size is given."""
 CHUNKS = (1, 2, 4)
 """Stages of a pp index that are tried."""
-
 MOST_PP_RANKS = 32
 """More are tried only when told."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """hardware: of each rank. gpus_per_node: ranks per node. memory: bytes that a rank may hold."""
-
-    hardware: Hardware
-    gpus_per_node: int
-    memory: float
+ROUNDS, AT_ONCE = 5, 4
+"""So many times are the most promising layouts dry-run, so many at a time."""
+SURE = 1.05
+"""An estimate of memory may be so far off, and a layout is tried all the same."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A setting with its forecast. What it takes and sends is reckoned when it is asked for: of most layouts that do
-    not fit nobody does (see `reckon`).
+    """A run with its forecast.
 
     Attributes:
-        run: the setting, with its stages. peak: what the rank holds that holds the most.
+        config: of the run. account: of the rank that holds the most. facts: of the model.
     """
 
-    run: PlannedRun
-    peak: Peak
+    config: TrainConfig
+    world_size: int
     cluster: Cluster
+    account: Account
+    facts: ModelFacts
 
     @property
-    def setting(self) -> Setting:
-        return self.run.setting
+    def topology(self) -> Topology:
+        return Asked(self.config, self.world_size, self.cluster).topology
+
+    @cached_property
+    def fit(self) -> Fit:
+        return self.account.fit(self.cluster.memory)
 
     @property
     def memory(self) -> Memory:
-        return self.peak.memory
-
-    @property
-    def when(self) -> str:
-        """The moment at which `memory` is what a rank holds."""
-        return self.peak.when
+        """On the GPU."""
+        fit, kinds = self.fit, self.account.memory.kinds
+        left = fit.host
+        on_gpu = {}
+        for term in ("frozen", "parameters", "gradients", "optimizer"):
+            taken = min(left, getattr(kinds, term))
+            on_gpu[term], left = getattr(kinds, term) - taken, left - taken
+        return replace(kinds, **on_gpu, slack=fit.total - fit.tensors)
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.cluster.memory
+        return self.fit.is_enough
 
-    @cached_property
-    def time(self) -> StepTime:
-        return step_time(self.run, self.cluster.hardware, self.cluster.gpus_per_node)
-
-    @cached_property
-    def traffic(self) -> tuple[Traffic, ...]:
-        """What a middle rank sends in a step, which sends either way."""
-        return tuple(step_traffic(self.run.by_pp_rank[self.setting.pp_size // 2]))
+    @property
+    def seconds(self) -> float:
+        return self.account.time.total
 
     @property
     def inside(self) -> float:
         """Bytes that a rank sends in a step inside its node."""
-        return by_link(self.traffic, self.setting, self.cluster.gpus_per_node)[0]
+        return sum(each.total - each.between for each in self.account.sent)
 
     @property
     def between(self) -> float:
         """Bytes that it sends to other nodes."""
-        return by_link(self.traffic, self.setting, self.cluster.gpus_per_node)[1]
+        return sum(each.between for each in self.account.sent)
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank's micro-batch; the pp indices share theirs."""
+        config = self.config
+        sequences = config.per_device_train_batch_size * config.sequences_per_row
+        return sequences * config.max_seq_length // config.ranks_per_sequence
 
     @property
     def tokens_per_second(self) -> float:
         """Of one rank."""
-        return tokens_per_second(self.setting, self.time.total)
-
-    @cached_property
-    def flops(self) -> float:
-        """That the model needs per step."""
-        return self.setting.accumulation * model_flops(self.run)
+        return self.tokens * self.account.forwards / self.seconds / self.config.pp_size
 
     def share_of_peak(self, hardware: Hardware) -> float:
         """The model's FLOPs over those of the card in the time of the step: MFU."""
-        return self.flops / (self.time.total * hardware.device.matrix)
+        return self.account.needed / (self.seconds * hardware.device.matrix)
 
     def as_json(self) -> dict[str, Any]:
-        s = self.setting
+        c = self.config
+        memory = self.memory
         return {
-            "pp": s.pp_size,
-            "chunks": s.chunks,
-            "schedule": s.schedule,
-            "stage_layers": s.stage_layers,
-            "dp": s.dp_size,
-            "ep": s.ep_size,
-            "cp": s.cp_size,
-            "tp": s.tp_size,
-            "dense_shard": s.dense_shard,
-            "gradient_checkpointing": s.checkpointing,
-            "micro_batch": s.micro_batch,
-            "accumulation": s.accumulation,
+            "pp": c.pp_size,
+            "chunks": c.pipeline_chunks,
+            "schedule": c.schedule_name,
+            "stage_layers": c.layers_of_stages,
+            "dp": self.topology.dp_size,
+            "ep": c.ep_size,
+            "cp": c.cp_size,
+            "tp": c.tp_size,
+            "dense_shard": c.dense_shard,
+            "gradient_checkpointing": c.gradient_checkpointing,
+            "micro_batch": c.per_device_train_batch_size,
+            "accumulation": self.account.forwards,
             "fits": self.fits,
-            "memory": {
-                **{name: round(n) for name, n in self.memory.terms().items()},
-                "total": round(self.memory.total),
-            },
-            "peak_at": self.when,
+            "memory": {**{name: round(n) for name, n in memory.terms().items()}, "total": round(memory.total)},
+            "peak_at": self.account.memory.when,
             "bytes_a_step": {
-                f"{t.kind}, {t.what}, {t.group}": {"times": t.times, "bytes": round(t.total)} for t in self.traffic
+                f"{s.kind}, {s.group}": {"times": s.times, "bytes": round(s.total)} for s in self.account.sent
             },
             "bytes_inside_node": round(self.inside),
             "bytes_between_nodes": round(self.between),
-            "seconds": {**vars(self.time), "total": self.time.total},
-            "model_flops": self.flops,
+            "seconds": {**vars(self.account.time), "total": self.seconds},
+            "model_flops": self.account.needed,
             "tokens_per_second_a_gpu": self.tokens_per_second,
         }
 
 
-def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
-    """What one setting takes."""
-    run = planned_run(measure, setting)
-    return Plan(*balanced(run, cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory), cluster)
-
-
-def reckon(plans: Iterable[Plan]) -> None:
-    """Reckon the time of several plans of a cluster, which takes less than one after another."""
-    plans = [plan for plan in plans if "time" not in vars(plan)]
-    if plans:
-        cluster = plans[0].cluster
-        times = step_times([plan.run for plan in plans], cluster.hardware, cluster.gpus_per_node)
-        for plan, time in zip(plans, times, strict=True):
-            vars(plan)["time"] = time
-
-
-def forecasts(
-    measure: Measure, settings: Iterable[Setting], cluster: Cluster, only_fitting: bool = False
-) -> list[Plan]:
-    """Forecasts of those settings that the model can compute. Where one does not fit, left out are micro-batches that
-    are no smaller, also with queued weight gradients, which hold more; and where the first does not that recomputes
-    all, what recomputes less. So is what cannot fit whatever is computed; of this, where nothing fits, no more is
-    forecast than shows which layout holds the least.
-
-    Args:
-        only_fitting: whether not even that is.
-
-    Raises:
-        ExpertMeshError: it can compute none of them; says why not the first, of the smallest micro-batch.
-    """
-    plans: list[Plan] = []
-    error = None
-    too_large: dict[Setting, int] = {}
-    fitting: set[Setting] = set()
-    held = _least_held(measure.parameters, settings)
-    hopeless = sorted((each for each in held if held[each] > cluster.memory), key=lambda each: held[each])
-    possible = [each for each in held if held[each] <= cluster.memory]
-    for setting in possible if only_fitting else [*possible, *hopeless]:
-        if held[setting] > cluster.memory and (fitting or any(plan.memory.total <= held[setting] for plan in plans)):
-            break
-        layout = _layout(setting)
-        recomputed = replace(layout, checkpointing="full", keep_expert_products=0)
-        least = min(too_large.get(each, setting.micro_batch + 1) for each in (layout, _without_queue(layout)))
-        if setting.micro_batch >= least or (recomputed in too_large and recomputed not in fitting):
-            continue
-        try:
-            plans.append(forecast(measure, setting, cluster))
-        except ExpertMeshError as raised:
-            error = error or raised
-            continue
-        if plans[-1].fits:
-            fitting.add(layout)
-        else:
-            too_large[layout] = setting.micro_batch
-    if not plans and error is not None:
-        raise error
-    reckon(plan for plan in plans if plan.fits)
-    return plans
-
-
-def _least_held(model: ModelParameters, settings: Iterable[Setting]) -> dict[Setting, float]:
-    """Bytes that each setting needs whatever is computed, by what these depend on reckoned once."""
-    known: dict[Setting, float] = {}
-    found = {}
-    for setting in settings:
-        layout = replace(_layout(setting), checkpointing="full", keep_expert_products=0, offload_activations=False)
-        if layout not in known:
-            known[layout] = least_held(model, setting)
-        found[setting] = known[layout]
+def layouts(
+    facts: ModelFacts, base: TrainConfig, tried: Tried, world_size: int, gpus_per_node: int
+) -> list[TrainConfig]:
+    """All parallel layouts of so many ranks that this model can have. All-to-alls are cut into as many chunks as `base`
+    says, or as a rank has experts. Left out are those whose micro-batches the global batch fills less than others'."""
+    sizes = tried.tp_sizes
+    if sizes is None:
+        most = min(gpus_per_node, world_size)
+        sizes = [1, *(size for size in TP_SIZES if most % size == 0 and 1 in tried.micro_batches)]
+    found: list[TrainConfig] = []
+    for tp_size in sizes:
+        # with two sequences or more half as many ranks per group, or none, compute as many tokens each with fewer
+        # exchanges
+        own = replace(tried, micro_batches=(1,)) if tried.tp_sizes is None and tp_size > 1 else tried
+        for pipeline in _pipelines(replace(base, tp_size=tp_size), facts, own, world_size):
+            found += _layouts(pipeline, facts, own, world_size, gpus_per_node)
+    if base.global_batch_size is not None and found:
+        filled = [sequences_per_step(config, world_size) for config in found]
+        found = [config for config, number in zip(found, filled, strict=True) if number == min(filled)]
     return found
 
 
-def _without_queue(setting: Setting) -> Setting:
-    """The same pipeline without queued weight gradients."""
-    return replace(setting, schedule=schedule_without_queue(setting.chunks))
+def _layouts(
+    pipeline: TrainConfig, facts: ModelFacts, tried: Tried, world_size: int, gpus_per_node: int
+) -> Iterator[TrainConfig]:
+    ranks = world_size // pipeline.pp_size
+    for ep_size in divisors(facts.num_experts) if tried.ep_size is None else [tried.ep_size]:
+        if ranks % ep_size or ranks % pipeline.ranks_per_sequence:
+            continue
+        is_open = tried.pp_size is None and tried.ep_size is None
+        if is_open and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
+            # a pipeline is what spares the links between nodes, or lets an ep group be all of its stage
+            continue
+        chunks = 1 if ep_size == 1 else pipeline.overlap_chunks
+        if tried.ep_size is None:
+            chunks = min(chunks, facts.num_experts // ep_size)
+        for dense_shard in _dense_shards(pipeline, ranks, ep_size, tried):
+            for checkpointing in _CHECKPOINTING if tried.checkpointing is None else (tried.checkpointing,):
+                is_selective = checkpointing == "selective"
+                for micro_batch in sorted(tried.micro_batches):
+                    config = replace(
+                        pipeline,
+                        ep_size=ep_size,
+                        overlap_chunks=chunks,
+                        dense_shard=dense_shard,
+                        gradient_checkpointing=checkpointing,
+                        keep_expert_products=pipeline.keep_expert_products if is_selective else 0,
+                        offload_activations=pipeline.offload_activations and checkpointing != "none",
+                        per_device_train_batch_size=micro_batch,
+                    )
+                    if config.pp_size <= config.micro_batches(world_size) or tried.pp_size is not None:
+                        yield config
 
 
-def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node: int) -> Iterable[Setting]:
-    """All parallel layouts of `base`'s ranks that this model can have. All-to-alls are cut into as many chunks as
-    `base` says, or as a rank has experts."""
-    # what holds the least comes first
-    ways: Sequence[Checkpointing] = (
-        ("full", "selective", "none") if tried.checkpointing is None else (tried.checkpointing,)
-    )
-    for pipeline in _pipelines(base, tried, len(model.layers)):
-        for ep_size in divisors(model.num_experts) if tried.ep_size is None else [tried.ep_size]:
-            ranks = pipeline.ranks_per_stage
-            if ranks % ep_size or ranks % base.topology.ranks_per_sequence:
-                continue
-            is_open = tried.pp_size is None and tried.ep_size is None
-            if is_open and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
-                # a pipeline is what spares the links between nodes, or lets an ep group be all of its stage
-                continue
-            chunks = 1 if ep_size == 1 else base.overlap_chunks
-            if tried.ep_size is None:
-                chunks = min(chunks, model.num_experts // ep_size)
-            for dense_shard in _dense_shards(pipeline, ep_size, tried):
-                for checkpointing in ways:
-                    for micro_batch in sorted(tried.micro_batches):
-                        setting = replace(
-                            pipeline,
-                            ep_size=ep_size,
-                            overlap_chunks=chunks,
-                            dense_shard=dense_shard,
-                            checkpointing=checkpointing,
-                            keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
-                            offload_activations=base.offload_activations and checkpointing != "none",
-                            micro_batch=micro_batch,
-                        )
-                        yield from _with_accumulation(setting, tried)
+_CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
-def _dense_shards(pipeline: Setting, ep_size: int, tried: Tried) -> Iterable[DenseShard]:
+def _dense_shards(pipeline: TrainConfig, ranks: int, ep_size: int, tried: Tried) -> Iterable[DenseShard]:
     """The ways to shard non-expert parameters that are tried at an ep size."""
     can_be_hybrid = ep_size % pipeline.tp_size == 0
     if tried.dense_shard is not None:
         return [tried.dense_shard] if tried.dense_shard == "full" or can_be_hybrid else []
     # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
-    is_choice = 1 < ep_size < pipeline.ranks_per_stage
-    return get_args(DenseShard) if is_choice and can_be_hybrid else ["full"]
+    return get_args(DenseShard) if 1 < ep_size < ranks and can_be_hybrid else ["full"]
 
 
-def _pipelines(base: Setting, tried: Tried, num_layers: int) -> Iterable[Setting]:
-    """The base setting with each pipeline that is tried."""
+def _pipelines(base: TrainConfig, facts: ModelFacts, tried: Tried, world_size: int) -> Iterator[TrainConfig]:
+    """The base with each pipeline that is tried."""
     told = tried.pp_size is not None
-    for pp_size in [tried.pp_size] if tried.pp_size is not None else divisors(base.world_size):
+    for pp_size in [tried.pp_size] if tried.pp_size is not None else divisors(world_size):
         if pp_size == 1:
-            yield base
+            yield replace(base, pp_size=1, pipeline_chunks=1, pipeline_schedule=None, pipeline_layers=None)
             continue
         for chunks in CHUNKS if tried.chunks is None else [tried.chunks]:
-            if not told and (pp_size > MOST_PP_RANKS or pp_size * chunks > num_layers):
+            if not told and (pp_size > MOST_PP_RANKS or pp_size * chunks > len(facts.layers)):
                 continue
-            queued = replace(base, pp_size=pp_size, chunks=chunks, schedule="zero-bubble")
-            for setting in (_without_queue(queued), queued):
-                if tried.schedule in (None, setting.schedule):
-                    yield setting
+            if base.layers_of_stages is not None and len(base.layers_of_stages) != pp_size * chunks:
+                continue
+            schedules: tuple[ScheduleName, ...] = (schedule_without_queue(chunks), "zero-bubble")
+            for schedule in schedules:
+                if tried.schedule in (None, schedule) and (schedule != "zero-bubble" or can_leave_weights(facts)):
+                    yield replace(base, pp_size=pp_size, pipeline_chunks=chunks, pipeline_schedule=schedule)
 
 
-def _with_accumulation(setting: Setting, tried: Tried) -> Iterable[Setting]:
-    """The setting with its number of micro-batches; none where a pipeline has fewer than ranks, unless it was told."""
-    accumulation = setting.accumulation
-    if tried.global_batch is not None:
-        accumulation = ceil(tried.global_batch / (setting.topology.data_size * setting.micro_batch))
-    if setting.pp_size <= accumulation or tried.pp_size is not None:
-        yield replace(setting, accumulation=accumulation)
+def sequences_per_step(config: TrainConfig, world_size: int) -> int:
+    """Sequences that complete micro-batches have in a step, or pairs."""
+    return config.micro_batches(world_size) * config.sequences_per_micro_batch(world_size)
 
 
-def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> list[Plan]:
-    """Forecasts of all settings: those that fit first, by tokens per second, then the others by memory. Left out are
-    those whose micro-batches the global batch fills less than others'.
+@dataclass
+class Search:
+    """A search for the best of some layouts.
 
-    Raises:
-        ExpertMeshError: the model cannot be trained in any of them.
+    Args:
+        tell: is told how many dry runs are done, and of how many.
+        compared: tensor-parallel sizes of each of which a layout is dry-run, however slow it may be.
     """
-    possible = list(settings(measure.parameters, base, tried, cluster.gpus_per_node))
-    if tried.global_batch is not None:
-        least = min(map(sequences_per_step, possible), default=0)
-        possible = [each for each in possible if sequences_per_step(each) == least]
-    return best_first(forecasts(measure, _ends_first(possible), cluster, tried.only_fitting))
+
+    forecasts: Forecasts
+    facts: ModelFacts
+    layouts: Sequence[TrainConfig]
+    world_size: int
+    cluster: Cluster
+    routing: GivenRouting = EVEN
+    tell: Callable[[int, int], object] = lambda done, of: None
+    compared: Sequence[int] = ()
+    plans: list[Plan] = field(default_factory=list)
+    refused: dict[int, ExpertMeshError] = field(default_factory=dict)
+    _sizes: "dict[tuple[Any, ...], _Sizes]" = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """Of layouts."""
+        return len(self.layouts)
+
+    def asked(self, config: TrainConfig, routing: GivenRouting | None = None) -> Asked:
+        """The question what a layout takes."""
+        return Asked(config, self.world_size, self.cluster, 0, self.routing if routing is None else routing)
+
+    def sizes(self, config: TrainConfig) -> "_Sizes":
+        """What estimates take of a layout, reckoned once."""
+        layout = tuple(getattr(config, name) for name in _OF_LAYOUT)
+        if layout not in self._sizes:
+            self._sizes[layout] = _Sizes(self, config)
+        return self._sizes[layout]
+
+    def smallest(self) -> TrainConfig:
+        """The layout that holds least of what lasts."""
+        return min(self.layouts, key=lambda config: estimate_lasting(self.facts, config, self.world_size))
+
+    def run(self) -> list[Plan]:
+        """Forecasts of the most promising layouts: those that fit first, by tokens per second, then the others by
+        memory.
+
+        First one layout of each way to recompute is dry-run; by what these take the others are estimated, and those
+        tried that may be the fastest; each that was tried corrects the estimates of those like it. It ends when none
+        that is left is estimated to be faster.
+
+        Raises:
+            ExpertMeshError: the model can be trained in none of those that were tried; says why not in the first.
+        """
+        left = list(self.layouts)
+        self._try(self._first_of_each_way(left), left)
+        self._try(self._largest_of_each_way(left), left)
+        for _ in range(ROUNDS):
+            promising = self._promising(left)
+            if not promising:
+                break
+            self._try(promising[:AT_ONCE], left)
+        if not self.plans:
+            raise next(iter(self.refused.values()))
+        return best_first(self.plans)
+
+    def _first_of_each_way(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
+        """Of each way to recompute, the layout that holds least of what lasts, with one stage if there is one, and the
+        smallest micro-batch."""
+        found: dict[tuple[str, int], TrainConfig] = {}
+        least = min((config.tp_size for config in left), default=1)
+
+        def rank(config: TrainConfig) -> tuple[Any, ...]:
+            own = estimate_lasting(self.facts, config, self.world_size)
+            inside = config.ep_size <= self.cluster.gpus_per_node
+            return config.pp_size, round(own), not inside, -config.ep_size, config.per_device_train_batch_size
+
+        for config in sorted(left, key=rank):
+            if config.tp_size == least or config.tp_size in self.compared:
+                found.setdefault((config.gradient_checkpointing, config.tp_size), config)
+        return list(found.values())
+
+    def _largest_of_each_way(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
+        """Of the layouts that were dry-run, each with the largest micro-batch that is estimated to fit: kernels are
+        faster the more tokens they have."""
+        found = []
+        for plan in self.plans:
+            alike = [config for config in left if _apart(plan.config, config) <= {"per_device_train_batch_size"}]
+            fitting = [config for config in alike if Estimate.of(self, config).memory <= self.cluster.memory]
+            found += [max(fitting, key=lambda config: config.per_device_train_batch_size)] if fitting else []
+        return found
+
+    def _promising(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
+        """Those that may be faster than the best that fits, or smaller than the smallest; most promising first."""
+        if not self.plans:
+            # with another tensor-parallel size the model may be trained
+            return self._first_of_each_way([config for config in left if config.tp_size not in self.refused])
+        estimates = [Estimate.of(self, config) for config in left]
+        best = max((plan.tokens_per_second for plan in self.plans if plan.fits), default=0.0)
+        fitting = [each for each in estimates if each.memory <= SURE * self.cluster.memory and each.speed > best]
+        if fitting or best:
+            return [each.config for each in sorted(fitting, key=lambda each: -each.speed * each.likely(self.cluster))]
+        smallest = min((plan.memory.total for plan in self.plans), default=float("inf"))
+        smaller = [each for each in estimates if each.memory < smallest]
+        return [each.config for each in sorted(smaller, key=lambda each: each.memory)]
+
+    def _try(self, configs: Sequence[TrainConfig], left: list[TrainConfig]) -> None:
+        for config in configs:
+            left.remove(config)
+        asked = [self.asked(config) for config in configs]
+        for each, found in zip(asked, forecast(self.forecasts, asked, self.tell), strict=True):
+            if isinstance(found, ExpertMeshError):
+                self.refused.setdefault(each.config.tp_size, found)
+                if "--tp-size" in str(found):
+                    # what a size does not divide, its multiples do not either
+                    left[:] = [other for other in left if other.tp_size % each.config.tp_size]
+            else:
+                self.plans.append(found)
+                if not found.fits:
+                    self._leave_out_larger(found, left)
+
+    def _leave_out_larger(self, plan: Plan, left: list[TrainConfig]) -> None:
+        """Larger micro-batches of a layout that does not fit do not either."""
+        config = plan.config
+
+        def is_larger(other: TrainConfig) -> bool:
+            but = {name: getattr(config, name) for name in ("per_device_train_batch_size", "pipeline_layers")}
+            is_it = other.per_device_train_batch_size > config.per_device_train_batch_size
+            return is_it and vars(other) | but == vars(config)
+
+        left[:] = [other for other in left if not is_larger(other)]
 
 
-def _ends_first(settings: Iterable[Setting]) -> Iterator[Setting]:
-    """Of each layout the smallest micro-batch, the largest, and the others, which mostly follow from these two."""
-    layouts: dict[Setting, list[Setting]] = {}
-    for setting in settings:
-        layouts.setdefault(_layout(setting), []).append(setting)
-    for each in layouts.values():
-        yield from (each[0], *each[:0:-1][:1], *each[1:-1])
+def forecast(
+    forecasts: Forecasts, asked: Sequence[Asked], tell: Callable[[int, int], object] = lambda done, of: None
+) -> list[Plan | ExpertMeshError]:
+    """What several settings take, and what refuses them; of a pipeline by estimate (see `pipelines`)."""
+    needed = [one_stage(each) if each.config.pp_size > 1 else each for each in asked]
+    # pipelines of other schedules have the same
+    once = [each for number, each in enumerate(needed) if each not in needed[:number]]
+    accounts = forecasts.accounts(once, tell)
+    return [_plan(forecasts, each, accounts[once.index(of)]) for each, of in zip(asked, needed, strict=True)]
 
 
-def _layout(setting: Setting) -> Setting:
-    """The setting whatever its micro-batches."""
-    return replace(setting, micro_batch=0, accumulation=0)
+def _plan(forecasts: Forecasts, asked: Asked, account: Account | ExpertMeshError) -> Plan | ExpertMeshError:
+    if isinstance(account, ExpertMeshError):
+        return account
+    config, facts = asked.config, forecasts.facts(asked.config)
+    if config.pp_size > 1:
+        try:
+            step = pipelined(forecasts, asked, asked.cluster.memory)
+            account = step.account()
+        except ExpertMeshError as error:
+            return error
+        config = replace(config, pipeline_layers=account.stages)
+    return Plan(config, asked.world_size, asked.cluster, account, facts)
 
 
-def sequences_per_step(setting: Setting) -> int:
-    """Sequences that complete micro-batches have in a step."""
-    return setting.topology.data_size * setting.micro_batch * setting.accumulation
+def estimate_lasting(facts: ModelFacts, config: TrainConfig, world_size: int) -> float:
+    """Bytes on a rank of what lasts."""
+    topology = Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size)
+    dense, experts = facts.dense.lasting / config.pp_size, facts.experts.lasting / config.pp_size
+    return dense / len(topology.group("dense", 0)) + experts / topology.ranks_per_stage
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout may take, by the nearest that was dry-run. memory: bytes. speed: tokens a second of a rank."""
+
+    config: TrainConfig
+    memory: float
+    speed: float
+
+    def likely(self, cluster: Cluster) -> float:
+        """A weight that is less where the memory may not suffice."""
+        return 1.0 if self.memory <= cluster.memory else 0.5
+
+    @staticmethod
+    def of(search: Search, config: TrainConfig) -> "Estimate":
+        like = min(search.plans, key=lambda plan: _distance(plan.config, config))
+        then, now = search.sizes(like.config), search.sizes(config)
+        tokens, computed = now.tokens / then.tokens, now.computed / then.computed
+        memory = like.memory
+        grown = replace(
+            memory,
+            parameters=memory.parameters * now.lasting / then.lasting,
+            frozen=memory.frozen * now.lasting / then.lasting,
+            gradients=memory.gradients * now.lasting / then.lasting,
+            optimizer=memory.optimizer * now.lasting / then.lasting,
+            activations=memory.activations * tokens,
+            gathered=memory.gathered * now.gathered / max(1.0, then.gathered),
+            working=memory.working * tokens,
+        )
+        time = like.account.time
+        each = 1 / like.account.forwards
+        kernels = (time.matrices + time.elementwise + time.gathers) * each * computed
+        exchange = time.all_to_alls * each + now.exchange - then.exchange
+        sharding = time.sharding * each + now.sharding - then.sharding
+        # what is more to send is waited for, but for what more kernels hide
+        hidden = max(0.0, kernels - time.kernels * each)
+        as_much = min(1.0, sharding / (time.sharding * each)) if time.sharding else 1.0
+        more = max(0.0, sharding - time.sharding * each)
+        exposed = max(time.exposed * each * as_much + more - hidden, 0.1 * sharding)
+        forwards = config.micro_batches(search.world_size)
+        update = time.update * now.lasting / then.lasting
+        launching = time.launching * each * like.config.pp_size / config.pp_size
+        busy = kernels + max(0.0, exchange) + max(0.0, exposed) + launching
+        waited = time.total / (time.total - time.bubble) * now.bubble / then.bubble
+        seconds = forwards * busy * waited + update
+        return Estimate(config, grown.total, now.tokens * forwards / seconds / config.pp_size)
+
+
+def _apart(one: TrainConfig, other: TrainConfig) -> set[str]:
+    """The settings of the layout in which two differ."""
+    return {name for name in _OF_LAYOUT if getattr(one, name) != getattr(other, name)}
+
+
+def _distance(one: TrainConfig, other: TrainConfig) -> tuple[float, ...]:
+    """How unlike two layouts are: what matters most comes first."""
+    tokens = one.per_device_train_batch_size / other.per_device_train_batch_size
+    return (
+        one.gradient_checkpointing != other.gradient_checkpointing,
+        one.tp_size != other.tp_size,
+        (one.pp_size > 1) != (other.pp_size > 1),
+        abs(log(tokens)),
+        one.pp_size != other.pp_size,
+        one.ep_size != other.ep_size,
+        one.dense_shard != other.dense_shard,
+        one.schedule_name != other.schedule_name,
+        one.pipeline_chunks != other.pipeline_chunks,
+    )
+
+
+_OF_LAYOUT = (
+    *("tp_size", "pp_size", "pipeline_chunks", "pipeline_schedule", "ep_size", "dense_shard"),
+    *("gradient_checkpointing", "per_device_train_batch_size"),
+)
+
+
+class _Sizes:
+    """What estimates take of a layout.
+
+    tokens: of a rank's micro-batch. computed: the same, times its share of the model. lasting: bytes. gathered: of two
+    layers. exchange, sharding: seconds of a micro-batch's all-to-alls and of FSDP's collectives, alone. bubble: by how
+    much a pipeline takes longer than its ranks compute.
+    """
+
+    def __init__(self, search: Search, config: TrainConfig):
+        facts, cluster = search.facts, search.cluster
+        topology = Topology(
+            search.world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size
+        )
+        sequences = config.per_device_train_batch_size * config.sequences_per_row
+        of_rank = sequences * config.max_seq_length / config.ranks_per_sequence
+        self.tokens, self.computed = of_rank, of_rank / config.pp_size
+        self.lasting = estimate_lasting(facts, config, search.world_size)
+        layers = len(facts.layers)
+        dense, experts = facts.dense.computed / layers, facts.experts.computed / layers / config.ep_size
+        self.gathered = 2 * (dense + (experts if topology.dp_size > 1 else 0.0))
+        width = 2 if config.bf16 else 4
+        times = {"none": 4, "selective": 4, "full": 6}[config.gradient_checkpointing]
+        here, nodes = layers / config.pp_size, cluster.gpus_per_node
+
+        def seconds(kind: str, size: float, ranks: range) -> float:
+            return seconds_among(kind, size, ranks, cluster.hardware, nodes) if len(ranks) > 1 else 0.0
+
+        rows = of_rank * facts.top_k * facts.width * width * (1 - 1 / config.ep_size)
+        self.exchange = times * here * seconds("all-to-all", rows, topology.group("ep", 0, nodes))
+        gathers = 3 if config.gradient_checkpointing == "full" else 2
+        self.sharding = 0.0
+        for size, trained, group in (
+            (dense, facts.dense, topology.group("dense", 0, nodes)),
+            (experts, facts.experts, topology.group("dp", 0, nodes)),
+        ):
+            own = size * (1 - 1 / len(group))
+            self.sharding += here * gathers * seconds("all-gather", own, group)
+            if trained.gradient:
+                self.sharding += here * seconds("reduce-scatter", 4 / width * own, group)
+        forwards = config.micro_batches(search.world_size)
+        split = 3 if config.schedule_name == "zero-bubble" else 1
+        self.bubble = 1 + (config.pp_size - 1) / forwards / config.pipeline_chunks / split
 
 
 def best_first(plans: Iterable[Plan]) -> list[Plan]:

@@ -16,21 +16,16 @@ class Tried:
     """What a search tries. Of what is None, it tries several.
 
     Attributes:
-        micro_batches: sequences per micro-batch.
-        global_batch: sequences per step, of which each layout's number of micro-batches follows; None: that is the
-            base setting's.
-        pp_size, chunks, ep_size, dense_shard, checkpointing: as in `Setting`.
-        schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b, or interleaved with several
-            chunks.
-        only_fitting: whether nothing is forecast of layouts of which it is known beforehand that they do not fit.
+        micro_batches: sequences per micro-batch, or pairs.
+        pp_size, chunks, schedule, ep_size, tp_sizes, dense_shard, checkpointing: as the settings of a run. schedule:
+            None: zero-bubble, and the one without queued weight gradients.
     """
 
     micro_batches: Sequence[int]
-    global_batch: int | None = None
     pp_size: int | None = 1
     chunks: int | None = None
     schedule: ScheduleName | None = None
     ep_size: int | None = None
+    tp_sizes: Sequence[int] | None = (1,)
     dense_shard: DenseShard | None = None
     checkpointing: Checkpointing | None = None
-    only_fitting: bool = False

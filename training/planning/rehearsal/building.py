@@ -1,5 +1,7 @@
 """A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
 
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,32 +17,51 @@ from ...engine import assemble, compute_dtype, kernel_of
 from ...loss.head import choose_cross_entropy
 from ...model_setup.rates import published
 from .liger_stand_in import computed_by_torch
+from .short import keep_layers
 
+DeviceType = Literal["cuda", "cpu"]
 HOPPER = (9, 0)
 """A compute capability."""
 
 
 @dataclass(frozen=True)
 class ConfigAlone:
-    """A model's config, in place of a directory with a checkpoint."""
+    """A model's config, in place of a directory with a checkpoint.
+
+    keep: numbers of the decoder layers that a short model has; None: all. renumber: see `keep_layers`.
+    """
 
     config: Any
     rope: RopeScaling | None = None
+    keep: Sequence[int] | None = None
+    renumber: bool = False
 
     def build(self, attn_implementation: str) -> Any:
         model = build_model(self.config, attn_implementation)
         if self.rope is not None:
             check_rope(model, self.rope)
+        if self.keep is not None:
+            keep_layers(model, self.keep, self.renumber)
         return model
 
 
-def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal["cuda", "cpu"]) -> Any:
+def build_rehearsed(
+    config: TrainConfig,
+    model_config: Any,
+    device_type: DeviceType,
+    keep: Sequence[int] | None = None,
+) -> Any:
     """What `train_ep.py` would build for these flags, with the kernels of a GPU or of a CPU.
+
+    Args:
+        keep: numbers of the decoder layers that a short model has; None: all.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not trained with these flags.
     """
-    source = ConfigAlone(with_rope_scaling(model_config, config.rope), config.rope)
+    # a short model's config is cut with it
+    of_model = model_config if keep is None else deepcopy(model_config)
+    source = ConfigAlone(with_rope_scaling(of_model, config.rope), config.rope, keep, renumber=config.pp_size > 1)
     # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
     if config.async_tp:
         config = replace(config, async_tp=False)

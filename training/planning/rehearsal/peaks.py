@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,74 +10,63 @@ from torch import Tensor
 from ....moe.util.step_parts import STEP_PARTS
 from ....sharding.state import local_tensor
 from ...monitoring.attribution import FSDP, LASTING
-from ..memory import Memory, MemoryTerm
+from ..memory import MemoryTerm
+from ..planner.account import KINDS, Moment
 from .live_memory import LiveTensors
-from .recorder import Event, Maker, Recorder
-
-Place = tuple[str, int | None, int | None]
-"""Phase, number of the forward, layer."""
+from .recorder import Change, Event, Maker, Recorder
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Bytes of a rank's tensors, in any step after the first.
+def held_at(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> dict[Moment, tuple[int, ...]]:
+    """The most bytes that a rank's tensors hold at each moment of a step, by kind, in the order of `KINDS`.
 
-    peak: the most bytes. when: where the step was then. kinds: the peak by kind. parameters: of these, all that the
-    model holds; trained: those of them that are trained. state: the optimizer's. at: the most at each place.
+    Args:
+        kinds: of its storages, from `kinds_of_storages`. state: bytes of the optimizer's, which the first update makes:
+            they count from the start.
     """
-
-    peak: int
-    when: str
-    kinds: Memory
-    parameters: int
-    trained: int
-    state: int
-    at: Mapping[Place, int]
-
-
-def peak_memory(
-    recorder: Recorder, kinds: Mapping[int, MemoryTerm], model: Any, optimizer: torch.optim.Optimizer
-) -> PeakMemory:
-    """The peak of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the
-    first update makes, counts from the start."""
-    parameters, state = [p for p in model.parameters() if not p.is_meta], _bytes(_state(optimizer))
-    held: defaultdict[MemoryTerm, int] = defaultdict(int, {"optimizer": state})
-    total = peak = state
-    at_peak = dict(held)
-    when: Event | None = None
-    at: defaultdict[Place, int] = defaultdict(int)
-    most = 0
+    held = dict.fromkeys(KINDS, 0) | {"optimizer": state}
+    total = most = state
+    at_most = tuple(held.values())
+    found: dict[Moment, tuple[int, ...]] = {}
     for entry in recorder.log:
         if isinstance(entry, Event):
             # what has changed since the event before belongs to this one
-            most = max(most, total)
-            place = (entry.phase, entry.micro, entry.place.layer)
-            at[place] = max(at[place], most)
-            if most == peak and when is None:
-                when = entry
-            most = 0
+            moment = entry.moment
+            if moment not in found or most > sum(found[moment]):
+                found[moment] = at_most
+            most, at_most = total, tuple(held.values())
         elif (kind := kinds.get(entry.storage)) is not None:
             held[kind] += entry.more
             total += entry.more
-            most = max(most, total)
-            if total > peak:
-                peak, at_peak, when = total, dict(held), None
-    return PeakMemory(
-        peak,
-        "the end" if when is None else when.told,
-        Memory(**at_peak),
-        _bytes(parameters),
-        _bytes(p for p in parameters if p.requires_grad),
-        state,
-        dict(at),
-    )
+            if total > most:
+                most, at_most = total, tuple(held.values())
+    if found and most > sum(found[moment]):
+        found[moment] = at_most
+    return found
+
+
+def kept_of(recorder: Recorder, kinds: Mapping[int, MemoryTerm]) -> list[tuple[Maker, int]]:
+    """Bytes of each storage that autograd keeps from a forward to its backward, with what made it."""
+    sizes: defaultdict[int, int] = defaultdict(int)
+    most: defaultdict[int, int] = defaultdict(int)
+    for entry in recorder.log:
+        if isinstance(entry, Change):
+            sizes[entry.storage] += entry.more
+            most[entry.storage] = max(most[entry.storage], sizes[entry.storage])
+    return [(maker, most[n]) for n, maker in recorder.makers.items() if kinds.get(n) == "activations"]
 
 
 def kinds_of_storages(
-    recorder: Recorder, live: LiveTensors, casts: Container[int], model: Any, optimizer: torch.optim.Optimizer
+    recorder: Recorder,
+    live: LiveTensors,
+    casts: Container[int],
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    shared: Iterable[Tensor] = (),
+    gradients: Iterable[int | None] = (),
 ) -> dict[int, MemoryTerm]:
     """Kinds of storages by number; without those that only a first step makes, such as an optimizer's state. casts:
-    from `noting_casts`."""
+    from `noting_casts`. shared: memory that collectives have in common. gradients: storages of those that are
+    replaced."""
     freed_in = _phases_of_end(recorder)
     kinds: dict[int, MemoryTerm] = {
         number: _kind(maker, freed_in.get(number), number in casts) for number, maker in recorder.makers.items()
@@ -87,13 +75,15 @@ def kinds_of_storages(
     def name(tensors: Iterable[Tensor], kind: MemoryTerm) -> None:
         kinds.update((number, kind) for tensor in tensors if (number := live.number(tensor)) is not None)
 
+    name(shared, "gathered")
     name(model.buffers(), "working")
     name((p for p in model.parameters() if not p.requires_grad), "frozen")
     name((p for p in model.parameters() if p.requires_grad), "parameters")
     name((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+    kinds.update((number, "gradients") for number in gradients if number is not None)
     # of a user's own optimizer nothing says which of its functions make its state
     is_known = type(optimizer).__module__ in STEP_PARTS
-    state = set() if is_known else {live.number(tensor) for tensor in _state(optimizer)}
+    state = set() if is_known else {live.number(tensor) for tensor in state_of(optimizer)}
     return {
         number: kind
         for number, kind in kinds.items()
@@ -101,7 +91,7 @@ def kinds_of_storages(
     }
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
@@ -128,7 +118,7 @@ def _phases_of_end(recorder: Recorder) -> dict[int, str]:
     return ends
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of this rank's shards; of those that share a storage, once."""
     storages = [local_tensor(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

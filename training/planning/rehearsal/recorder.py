@@ -25,7 +25,7 @@ from ....moe.dispatch.exchange import UnderWay
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
 from ....moe.kernels.fp8_casts import MULTIPLE
-from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
+from ....moe.torch_private import FakeTensor, FSDPParamGroup, _current_autograd_node, _resolve_process_group
 from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, Exchange
@@ -34,6 +34,7 @@ from ...config.optimizers import EIGEN_FLOPS
 from ...model_setup.rates import MEMORY, Operator, Work
 from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...pipelined import PipelinedStep
+from ..planner.account import Moment
 from .liger_stand_in import recorded
 from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels
@@ -46,14 +47,16 @@ _DEVICE = torch.ops.prim.device.default
 class Event:
     """One operator of a step.
 
-    place: part of the step and layer. phase: forward, backward, recomputation or optimizer step. micro: number of the
-    micro-batch in the step. flops: that it computes; needed: those of them that forward and backward take without
-    recomputation. sent: bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`.
-    travels: whether it is an all-to-all that other kernels overlap. waits: whether here the oldest of these among
-    `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
-    read, written: bytes. work: class and size of its kernel. calls: operators that the host has called since the event
-    before, this one included. action: what of a pipeline's schedule is being computed, or was last. to_each, from_each:
-    of an all-to-all, bytes for and from each of `ranks`.
+    place: part of the step and layer. come_to: layer that the step has come to. phase: forward, backward,
+    recomputation or optimizer step. micro: number of the micro-batch in the step. flops: that it computes; needed:
+    those of them that forward and backward take without recomputation. sent: bytes to other ranks, of a collective
+    among `ranks`, whose process group has the name `group`. travels: whether it is an all-to-all that other kernels
+    overlap. waits: whether here the oldest of these among `ranks` is waited for, or what `unit` gathers, and nothing
+    else done. unit: number of the FSDP unit whose parameters are gathered, or waited for. from_host: bytes that are
+    copied from host memory beside kernels. is_read: whether the host waits for it, and for all kernels before. read,
+    written: bytes. work: class and size of its kernel. calls: operators that the host has called since the event
+    before, this one included. action: what of a pipeline's schedule is being computed, or was last. to_each,
+    from_each: of an all-to-all, bytes for and from each of `ranks`.
     """
 
     name: str
@@ -74,12 +77,15 @@ class Event:
     work: Work = MEMORY
     calls: int = 0
     action: Action | None = None
+    come_to: int | None = None
+    unit: int | None = None
+    from_host: int = 0
     to_each: tuple[int, ...] = ()
     from_each: tuple[int, ...] = ()
 
     @property
     def is_kernel(self) -> bool:
-        return self.collective is None and not self.waits and not self.is_read
+        return self.collective is None and not self.waits and not self.is_read and not self.from_host
 
     @property
     def is_sharding(self) -> bool:
@@ -96,6 +102,16 @@ class Event:
     @property
     def moved(self) -> int:
         return self.read + self.written
+
+    @property
+    def layer(self) -> int | None:
+        """That it is of, or that the step has come to."""
+        return self.come_to if self.place.layer is None else self.place.layer
+
+    @property
+    def moment(self) -> Moment:
+        action = None if self.action is None else (self.action.kind, self.action.stage)
+        return Moment(self.phase, self.micro, action, self.layer, self.place.part or "other", self.name)
 
     @property
     def told(self) -> str:
@@ -115,11 +131,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Maker:
-    """Origin of a storage: place, phase and micro-batch of the operator that made it."""
+    """Origin of a storage: place, phase and micro-batch of the operator that made it, and the layer that the step had
+    come to."""
 
     place: StepPlace
     phase: str
     micro: int | None
+    come_to: int | None = None
 
 
 class Recorder(Pausable, TorchDispatchMode):
@@ -214,6 +232,21 @@ class Recorder(Pausable, TorchDispatchMode):
         event = self._event("wait", self.parts.here())
         event.ranks, event.waits = ranks, True
 
+    def bring(self, size: int) -> None:
+        """Record that so many bytes are copied from host memory, beside kernels."""
+        self._event("from host memory", self.parts.here()).from_host = size
+
+    def gathers(self, unit: object, begun: int) -> None:
+        """Note which FSDP unit has begun to gather, since so many events were recorded."""
+        for event in self.events[begun:]:
+            if event.collective == "all-gather":
+                event.unit = id(unit)
+
+    def wait_for(self, unit: object) -> None:
+        """Record the wait for what an FSDP unit gathers."""
+        event = self._event("wait", self.parts.here())
+        event.unit, event.waits = id(unit), True
+
     def read(self) -> None:
         """Record that the host waits here for all that was launched."""
         self._event("read", self.parts.here()).is_read = True
@@ -274,7 +307,9 @@ class Recorder(Pausable, TorchDispatchMode):
         if place.layer is None and place.part in _IN_SOME_LAYER:
             place = replace(place, layer=self.layer)
         phase = "recomputation" if place.is_recomputed else self.phase
-        event = Event(name, place, phase, self.micro, calls=self.num_calls - self._called, action=self.action)
+        event = Event(
+            name, place, phase, self.micro, calls=self.num_calls - self._called, action=self.action, come_to=self.layer
+        )
         self._called = self.num_calls
         self.events.append(event)
         self.log.append(event)
@@ -287,7 +322,7 @@ class Recorder(Pausable, TorchDispatchMode):
         """Note the origin of storages that are new since the last operator."""
         phase = "recomputation" if place.is_recomputed else self.phase
         for storage in self._unmade:
-            self.makers[storage] = Maker(place, phase, self.micro)
+            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
         self._unmade.clear()
 
     def _record(self, operator: Any, place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:
@@ -383,6 +418,8 @@ _OVERWRITE = frozenset(
         "c10d::_allgather_base_",
         "c10d::_reduce_scatter_base_",
         "c10d::alltoall_base_",
+        "expertmesh::all_gather",
+        "expertmesh::reduce_scatter",
     }
 )
 """Operators that write to an argument without having read it."""
@@ -574,6 +611,9 @@ _IN_SEGMENTS = {"expertmesh::flash_attention": (4, 2), "expertmesh::flash_attent
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
+    # over gloo (see `sharding.collectives.gloo`)
+    "expertmesh::all_gather": "all-gather",
+    "expertmesh::reduce_scatter": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
     "c10d::alltoall_base_": "all-to-all",
     "c10d::send": "send",
@@ -590,8 +630,8 @@ def _collective(operator: Any) -> str | None:
 
 @contextmanager
 def recording_waits(recorder: Recorder) -> Iterator[None]:
-    """Have `recorder` know which all-to-alls others run beside, and where they are waited for."""
-    begin = UnderWay.__init__
+    """Have `recorder` know which all-to-alls and all-gathers others run beside, and where they are waited for."""
+    begin, gather, use = UnderWay.__init__, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def begun(self: UnderWay, *args: Any) -> None:
         begin(self, *args)
@@ -601,7 +641,20 @@ def recording_waits(recorder: Recorder) -> Iterator[None]:
         recorder.wait(tuple(dist.get_process_group_ranks(self.group)))
         return self.out
 
-    with mock.patch.object(UnderWay, "__init__", begun), mock.patch.object(UnderWay, "wait", wait):
+    def gathered(self: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
+        before = len(recorder.events)
+        gather(self, *args, **kwargs)
+        recorder.gathers(self, before)
+
+    def used(self: FSDPParamGroup) -> None:
+        if self._all_gather_result is not None:
+            recorder.wait_for(self)
+        use(self)
+
+    with (
+        mock.patch.multiple(UnderWay, __init__=begun, wait=wait),
+        mock.patch.multiple(FSDPParamGroup, unshard=gathered, wait_for_unshard=used),
+    ):
         yield
 
 

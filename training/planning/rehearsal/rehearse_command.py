@@ -12,8 +12,8 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ....moe.util.terminal import folded
@@ -21,14 +21,15 @@ from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
 from ..imbalance import GivenRouting, imbalance_of, read_imbalance
 from ..memory import NEAR
-from ..planner.hardware import Hardware, chosen_hardware, gpus_per_node, products_in
+from ..planner.account import Account
+from ..planner.asked import Asked
+from ..planner.costs import Cluster
+from ..planner.forecasts import Forecasts
+from ..planner.hardware import chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import find_config
-from ..planner.search import Cluster, Plan
-from ..planner.setting import Setting
-from ..planner.stage_costs import balanced
-from ..planner.step_order import PlannedRun, planned_run
-from .cached import CachedMeasure
-from .run_setting import setting_of
+from ..planner.pipelines import pipelined, with_open_settings
+from ..planner.search import Plan
+from ..tables import print_account
 
 
 def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
@@ -37,101 +38,80 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     Raises:
         ExpertMeshError: the hardware or the model is not there, or what the dry run has found to fail.
     """
-    hardware = _hardware(arguments, config)
+    hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
+    cluster = Cluster(hardware, gpus_per_node(arguments.gpus, arguments.gpus_per_node), hardware.device.memory)
     routing = _routing(arguments, config)
-    ranks = _ranks(arguments, config, routing)
-    file, where = find_config(config.model), config.model
-    model_config = file.load()
-
-    # from here on torch is needed
-    from ..tables import print_account
-    from .collective_order import Call, calls, check_order
-    from .rank_summary import Account, account_of
-    from .world import rehearse
-
+    file = find_config(config.model)
     warnings.filterwarnings("ignore")
     started = time.time()
-    here = gpus_per_node(arguments.gpus, arguments.gpus_per_node)
-    cluster = Cluster(hardware, here, hardware.device.memory)
-    planner = _Planner(config, file.content, model_config, arguments, cluster)
-    config = planner.settled()
-    accounts: list[Account] = []
-    orders: dict[int, list[Call]] = {}
-    for rank in ranks:
-        rehearsed = rehearse(config, model_config, arguments.gpus, rank, routing, here)
-        accounts.append(account_of(rehearsed, config, hardware, arguments.gpus, rank))
-        orders[rank] = calls(rehearsed.recorder.events)
-        routing = rehearsed.routing
-        del rehearsed
-    plan = planner.plan(config)
-    even = planner.plan(config, imbalance=1.0) if arguments.imbalance is None else None
-    compared = check_order(orders, ranks_per_stage=arguments.gpus // config.pp_size)
-    largest = max(accounts, key=lambda account: account.fit.total)
+    forecasts = Forecasts(file.content, file.load)
+    facts = forecasts.facts(config)
+    imbalance_of(routing.busiest, facts.num_experts)
+    asked = Asked(config, arguments.gpus, cluster, 0, routing)
+    if config.pp_size > 1:
+        config = with_open_settings(forecasts, asked, NEAR * cluster.memory)[0]
+        asked = replace(asked, config=config)
+    ranks = [replace(asked, rank=rank) for rank in _ranks(arguments, config, routing)]
+    if len(ranks) == 1 and not arguments.every_layer:
+        accounts, compared = [forecasts.account(ranks[0])], 0
+    else:
+        accounts, compared = _in_order(forecasts, ranks, file.load(), arguments.every_layer)
+    plans = [Plan(config, arguments.gpus, cluster, _timed(forecasts, asked, account), facts) for account in accounts]
+    largest = max(plans, key=lambda plan: plan.fit.total)
+    even = None
+    if arguments.imbalance is None:
+        evenly = replace(ranks[0], routing=replace(routing, busiest=1.0))
+        account = forecasts.account(evenly)
+        even = replace(largest, account=_timed(forecasts, evenly, account))
     if arguments.json:
-        for line in not_modelled(config, rehearsed=True):
+        for line in not_modelled(config):
             print(folded(f"note: {line}"), file=sys.stderr)
-        time_of = {
-            "time": asdict(plan.time),
-            "seconds": plan.time.total,
-            "tokens_per_second": plan.tokens_per_second,
-            "mfu": plan.share_of_peak(hardware),
-            "balanced_tokens_per_second": (even or plan).tokens_per_second,
-        }
-        print(json.dumps([account.as_json() | time_of for account in accounts], indent=1))
-        return 0 if largest.fit.is_enough else 1
-    print_account(largest, plan, config, where, routing, even)
-    if len(ranks) > 1:
-        figures = "; ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
+        print(json.dumps([_as_json(plan, even or plan) for plan in plans], indent=1))
+        return 0 if largest.fits else 1
+    print_account(largest, config.model, routing, even)
+    if len(plans) > 1:
+        figures = "; ".join(f"{plan.account.rank}: {plan.fit.total / 2**30:,.1f} GiB" for plan in plans)
         print(f"ranks run: {figures}; shown: the largest. Their {compared:,} collectives have the same order.")
     print(f"dry run took {time.time() - started:.0f} s")
-    return 0 if largest.fit.is_enough else 1
+    return 0 if largest.fits else 1
 
 
-def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
-    """The hardware, with the rate of matmuls in the compute dtype."""
-    return products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
+def _as_json(plan: Plan, even: Plan) -> dict[str, Any]:
+    return plan.account.as_json(plan.cluster.memory) | {
+        "seconds": plan.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.share_of_peak(plan.cluster.hardware),
+        "balanced_tokens_per_second": even.tokens_per_second,
+    }
 
 
-@dataclass(frozen=True)
-class _Planner:
-    """What the planner says of the run, for full sequences of --max-seq-length. config: as it was asked for. said: in
-    the model's config.json."""
+def _timed(forecasts: Forecasts, asked: Asked, account: Account) -> Account:
+    """The account of a rank; with a pipeline, whoever tells of the step, it takes as long."""
+    if asked.config.pp_size == 1:
+        return account
+    return replace(account, time=pipelined(forecasts, asked, asked.cluster.memory).account().time)
 
-    config: TrainConfig
-    said: dict[str, Any]
-    model_config: Any
-    arguments: argparse.Namespace
-    cluster: Cluster
 
-    @cached_property
-    def measure(self) -> CachedMeasure:
-        return CachedMeasure(self.config, self.said, lambda: self.model_config, "cuda")
+def _in_order(
+    forecasts: Forecasts, asked: Sequence[Asked], model_config: Any, every_layer: bool
+) -> tuple[list[Account], int]:
+    """Accounts of several ranks, and how many of their collectives were compared.
 
-    def setting(self, config: TrainConfig, imbalance: float | None = None) -> Setting:
-        given = read_imbalance(self.arguments.imbalance) if imbalance is None else imbalance
-        busiest = imbalance_of(given, self.measure.parameters.num_experts)
-        node = config.ranks_per_node or self.cluster.gpus_per_node
-        return setting_of(config, self.arguments.gpus, imbalance=busiest, ranks_per_node=node)
+    Raises:
+        ExpertMeshError: a dry run fails, or the ranks' collectives differ.
+    """
+    # from here on torch is needed
+    from .collective_order import Call, check_order
+    from .engine import account_of
 
-    def run(self, config: TrainConfig, imbalance: float | None = None) -> PlannedRun:
-        return planned_run(self.measure, self.setting(config, imbalance))
-
-    def settled(self) -> TrainConfig:
-        """The settings with what a run would choose of what they leave open of a pipeline."""
-        from ..rank_memory import choose_pipeline
-
-        config = self.config
-        if config.pp_size == 1 or None not in (config.pipeline_schedule, config.pipeline_layers):
-            return config
-        within = replace(self.cluster, memory=NEAR * self.cluster.memory)
-        return replace(config, **choose_pipeline(self.run(config), within, config)[1].left_open(config))
-
-    def plan(self, config: TrainConfig, imbalance: float | None = None) -> Plan:
-        """imbalance: in place of what was asked for."""
-        cluster = self.cluster
-        found = balanced(self.run(config, imbalance), cluster.hardware, cluster.gpus_per_node, cluster.memory)
-        self.measure.save()
-        return Plan(*found, cluster)
+    accounts: list[Account] = []
+    orders: dict[int, list[Call]] = {}
+    for each in asked:
+        orders[each.rank] = []
+        settled = forecasts.settled(each)
+        facts = forecasts.facts(settled.config)
+        accounts.append(account_of(settled, model_config, facts, every_layer, orders[each.rank]))
+    return accounts, check_order(orders, ranks_per_stage=asked[0].topology.ranks_per_stage)
 
 
 def _routing(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:

@@ -32,7 +32,6 @@ examples:
 
 GONE = {
     "--routing": "--imbalance RUN/metrics.jsonl takes the load of the busiest expert from a run",
-    "--every-layer": "all layers are run",
     "--timeline": "--json has the memory at every layer and phase; --profile shows when a real step does what",
 }
 
@@ -56,6 +55,11 @@ def build_parser() -> Parser:
     )
     add_imbalance_flags(parser)
     parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
+    parser.add_argument(
+        "--every-layer",
+        action="store_true",
+        help="run all layers, where few of those that are alike tell of the others (takes up to a minute)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 

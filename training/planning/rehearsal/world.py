@@ -3,8 +3,8 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from types import TracebackType
@@ -41,7 +41,7 @@ from ....sharding.collectives.groups import group_name
 from ....sharding.collectives.node_groups import check_tp_groups
 from ....sharding.mesh import build_mesh
 from ....sharding.parallelize.choices import ranks_of_equal_nodes
-from ....sharding.parallelize.parallelize import materialize, parallelize
+from ....sharding.parallelize.parallelize import fsdp_units, materialize, parallelize, shared_memory
 from ....sharding.pipeline.pipeline import Pipeline, cut_into_stages, pipeline_of
 from ....sharding.pipeline.schedule import Action, make_schedule
 from ....sharding.stages import stages_of
@@ -57,18 +57,16 @@ from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...step import train_step
 from ..imbalance import EVEN, GivenRouting
-from .building import build_rehearsed
+from ..planner.account import Moment
+from .building import DeviceType, build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
-from .gpu_stand_in import as_on_gpu
+from .gpu_stand_in import NoCopies, as_on_gpu
 from .live_memory import LiveTensors
-from .peaks import PeakMemory, kinds_of_storages, peak_memory
-from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
+from .peaks import bytes_of, held_at, kept_of, kinds_of_storages, state_of
+from .recorder import Maker, Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .recurrent_stand_in import recorded, replaced_functions
 from .triton_stand_in import import_kernels
-
-ALIKE = 2
-"""So many micro-batches are run where there is no pipeline: all after the first are alike."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,10 @@ class Rehearsed:
     Attributes:
         recorder: what it has done, with a few micro-batches at most.
         model: whose step it was.
-        memory: the most that a rank's tensors hold.
-        counts: of its parameters.
+        kept: bytes of each storage that autograd keeps from a forward to its backward, with what made it.
+        held: the most that a rank's tensors hold at each moment, in bytes by kind (see `held_at`).
+        parameter_bytes, trained_bytes: of its part of the parameters. state: bytes of its optimizer's.
+        counts: of the model's parameters.
         groups: process groups' names, by torch's.
         routing: what was given in place of data.
         rows_over_mean: of this rank's experts, over all layers.
@@ -87,7 +87,11 @@ class Rehearsed:
 
     recorder: Recorder
     model: Any
-    memory: PeakMemory
+    kept: Sequence[tuple[Maker, int]]
+    held: Mapping[Moment, tuple[int, ...]]
+    parameter_bytes: int
+    trained_bytes: int
+    state: int
     counts: ParameterCounts
     groups: dict[str, str]
     routing: GivenRouting
@@ -101,30 +105,40 @@ def rehearse(
     rank: int = 0,
     routing: GivenRouting = EVEN,
     gpus_per_node: int = 8,
+    keep: Sequence[int] | None = None,
+    device: DeviceType = "cuda",
 ) -> Rehearsed:
-    """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
-    micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
-    the rank holds as much with as with all, and of all layers of its stages.
+    """Dry-run one step of one rank, as `train_ep.py` with these flags would run it: forward and backward of one
+    micro-batch, where there are several of one that finds gradients, as all after the first are alike; and the update.
+    In a pipeline, of as many micro-batches as the rank holds as much with as with all.
 
-    Every sequence is full, and all of its tokens are trained on.
+    Every sequence is full. In this process there must be no process group.
 
     Args:
         routing: in place of what depends on data.
         gpus_per_node: for how tokens travel, where `config` does not say.
+        keep: numbers of the decoder layers that a short model has (see `short`); None: all.
+        device: that it would run on.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
-    import_kernels()
-    with as_on_gpu():
-        model = build_rehearsed(config, model_config, "cuda")
+    if device == "cuda":
+        import_kernels()
+    with _on(device):
+        model = build_rehearsed(config, model_config, device, keep)
     check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with as_on_gpu():
-            return _rehearse(config, model, world_size, routing, gpus_per_node)
+        with _on(device):
+            return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep)
     finally:
         dist.destroy_process_group()
+
+
+def _on(device: DeviceType) -> AbstractContextManager[None]:
+    """Within it our code does what it would do on such a device."""
+    return as_on_gpu() if device == "cuda" else nullcontext()
 
 
 def _rehearse(
@@ -133,6 +147,8 @@ def _rehearse(
     world_size: int,
     routing: GivenRouting,
     gpus_per_node: int,
+    device: DeviceType = "cuda",
+    keep: Sequence[int] | None = None,
 ) -> Rehearsed:
     counts = count_parameters(model)
     balance = choose_balance(config, model, model.config)
@@ -159,48 +175,79 @@ def _rehearse(
     with FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
+        batch = _batch(config, mesh.cp_group, routing, fake)
+        micro_batches = config.micro_batches(world_size)
+        batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
+        bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
+        objective = preference_objective(config) or distillation_objective(config)
+        step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
         recorder = Recorder(Parts(model))
+        given = _Given(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, device)
+        shared: list[Tensor] = []
+        if device == "cpu":
+            # memory that collectives over gloo share is there from the first step on
+            unheard = Recorder(recorder.parts)
+            with given.told(unheard), unheard, unheard.paused():
+                train_step(*step, objective=objective)
+            shared = shared_memory(model)
+        if config.pp_size == 1 and micro_batches > 1:
+            # what FSDP makes when it first gathers is there when a later micro-batch comes
+            unheard = Recorder(recorder.parts)
+            with unheard, unheard.paused():
+                for unit in fsdp_units(model):
+                    unit.unshard()
+                    unit.reshard()
         if config.pp_size == 1:
             # before FSDP's own, which begins to gather
             model.register_forward_pre_hook(recorder.next_forward, prepend=True)
-        batch = _batch(config, mesh.cp_group, routing, fake)
-        batches = [batch] * micro_batches_to_run(pipeline_of(model), config.micro_batches(world_size))
-        bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         # those of other stages are on the meta device
         held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        live = LiveTensors(held, changed=recorder.changed)
+        live = LiveTensors([*held, *shared], changed=recorder.changed)
         _mark_layers(model, recorder)
-        recurrent = replaced_functions(module for layer in decoder_layers(model) for module in layer.modules())
+        # on a CPU they are run as they are
+        looping = decoder_layers(model) if device == "cuda" else ()
+        recurrent = replaced_functions(module for layer in looping for module in layer.modules())
+
+        # of those of earlier micro-batches, which are replaced unless they are summed in place
+        earlier: list[int | None] = []
 
         def at(doing: str) -> None:
             if doing == "the gradient norm":
                 recorder.begin_update()
+            elif doing == "the step's beginning" and config.pp_size == 1 and micro_batches > 1:
+                # what is run is a micro-batch that comes after others
+                with recorder.paused():
+                    for parameter in model.parameters():
+                        if parameter.requires_grad:
+                            parameter.grad = torch.empty_like(parameter)
+                            earlier.append(live.number(parameter.grad))
 
         with (
-            _telling(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, recorder),
+            given.told(recorder),
             _leaving_out_shapes(live, recorder),
             _bringing_back(config, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
             sharing_occasional(recorder, occasional(config)),
             recording_actions(recorder),
-            _naming_layers(recorder),
+            _naming_layers(recorder, keep),
             recorded(recurrent, recorder.kernel),
             live,
             recorder,
             live.noting_casts() as casts,
         ):
-            train_step(
-                *(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at),
-                objective=preference_objective(config) or distillation_objective(config),
-            )
-        storages = kinds_of_storages(recorder, live, casts, model, optimizer)
-        memory = peak_memory(recorder, storages, model, optimizer)
+            train_step(*step, at, objective=objective)
+        storages = kinds_of_storages(recorder, live, casts, model, optimizer, shared, earlier)
+        here, state = [p for p in model.parameters() if not p.is_meta], bytes_of(state_of(optimizer))
+        held_then = held_at(recorder, storages, state)
+        sizes = bytes_of(here), bytes_of(p for p in here if p.requires_grad)
     used = {event.group for event in recorder.events if event.collective is not None}
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
     rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
-    return Rehearsed(recorder, model, memory, counts, groups, routing, rows_over_mean)
+    return Rehearsed(
+        recorder, model, kept_of(recorder, storages), held_then, *sizes, state, counts, groups, routing, rows_over_mean
+    )
 
 
 def _mark_layers(model: Any, recorder: Recorder) -> None:
@@ -238,7 +285,7 @@ def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder
 
 
 @contextmanager
-def _naming_layers(recorder: Recorder) -> Iterator[None]:
+def _naming_layers(recorder: Recorder, keep: Sequence[int] | None) -> Iterator[None]:
     """
     Raises:
         ExpertMeshError: an exception inside; it names where.
@@ -248,7 +295,8 @@ def _naming_layers(recorder: Recorder) -> Iterator[None]:
     except ExpertMeshError:
         raise
     except Exception as error:
-        layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
+        number = recorder.layer if keep is None or recorder.layer is None else keep[recorder.layer]
+        layer = "" if number is None else f" of decoder layer {number}"
         where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
         raise ExpertMeshError(f"the dry run fails in the {where}") from error
 
@@ -268,15 +316,14 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
 def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
     """How many of a step's micro-batches show all that it does: in a pipeline a round more than those with which every
     rank holds as much at once as with all of them."""
-    few = min(micro_batches, ALIKE)
     if pipeline is None:
-        return few
+        return 1
 
     def most(number: int) -> list[tuple[tuple[int, int], ...]]:
         return list(map(_most_held, make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, number)))
 
     of_all = most(micro_batches)
-    least = next(number for number in range(few, micro_batches + 1) if most(number) == of_all)
+    least = next(number for number in range(min(2, micro_batches), micro_batches + 1) if most(number) == of_all)
     return min(least + pipeline.stages.pp_size, micro_batches)
 
 
@@ -311,6 +358,8 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     ranks = config.ranks_per_sequence
     here = -(-samples * length // ranks)
     targets = rows * here - max(rows * samples // ranks, 1)
+    if routing.trained is not None:
+        targets = max(1, round(rows * here * routing.trained))
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
@@ -365,35 +414,44 @@ class Splits:
         self.by_expert = [even(sum(rows_S), size) for rows_S, size in zip(self.received_PS, sizes, strict=True)]
 
 
-@contextmanager
-def _telling(
-    config: TrainConfig, tokens: int, top_k: int, shares: Sequence[float], recorder: Recorder
-) -> Iterator[None]:
-    """Within it, what depends on data or on a GPU is given."""
-    rows = tokens * top_k
-    ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
+@dataclass(frozen=True)
+class _Given:
+    """What depends on data or on a GPU: tokens of a micro-batch, experts of each, and the ranks' shares of all."""
 
-    def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
-        recorder.read()
-        sent = split(rows, shares or (1.0,) * ep_size)
-        return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+    config: TrainConfig
+    tokens: int
+    top_k: int
+    shares: Sequence[float]
+    device: DeviceType
 
-    def exchange_rows(dispatcher: OnceDispatcher) -> Rows:
-        # in a replay they have been in host memory since the first run
-        if not is_replaying():
+    @contextmanager
+    def told(self, recorder: Recorder) -> Iterator[None]:
+        """Within it, it is given."""
+        ep_size, ep_rank = self.config.ep_size, dist.get_rank() % self.config.ep_size
+
+        def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+            received_E = torch.empty_like(counts_E)
+            dist.all_to_all_single(received_E, counts_E, group=group)
             recorder.read()
-        return expected_rows(dispatcher, tokens, top_k, shares)
+            sent = split(self.tokens * self.top_k, self.shares or (1.0,) * ep_size)
+            return received_E, Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
-    def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
-        counts_SC = counts_C.new_empty(group.size(), counts_C.numel())
-        dist.all_to_all_single(torch.empty_like(counts_SC), counts_SC, group=group)
+        def exchange_rows(dispatcher: OnceDispatcher) -> Rows:
+            # in a replay they have been in host memory since the first run
+            if not is_replaying():
+                recorder.read()
+            return expected_rows(dispatcher, self.tokens, self.top_k, self.shares)
 
-    with (
-        telling_rows(exchange_counts, exchange_rows, exchange_all),
-        replacing_attention(_fused_attention),
-        never_tracing(),
-    ):
-        yield
+        def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
+            counts_SC = counts_C.new_empty(group.size(), counts_C.numel())
+            dist.all_to_all_single(torch.empty_like(counts_SC), counts_SC, group=group)
+
+        with (
+            telling_rows(exchange_counts, exchange_rows, exchange_all),
+            replacing_attention(_fused_attention) if self.device == "cuda" else nullcontext(),
+            never_tracing(),
+        ):
+            yield
 
 
 @contextmanager
@@ -425,6 +483,7 @@ def _bringing_back(config: TrainConfig, recorder: Recorder) -> Iterator[None]:
         if is_here or not param.offload_to_cpu:
             return inputs(param)
         in_host = param._sharded_param_data
+        recorder.bring(in_host.nbytes)
         with recorder.paused():
             param._sharded_param_data = in_host.clone()
         try:
@@ -432,7 +491,17 @@ def _bringing_back(config: TrainConfig, recorder: Recorder) -> Iterator[None]:
         finally:
             param._sharded_param_data = in_host
 
-    with mock.patch.object(FSDPParam, "all_gather_inputs", property(brought)):
+    come = NoCopies.come
+
+    def came(copies: NoCopies, host: Any, left: None) -> tuple[Tensor, None]:
+        tensor, end = come(copies, host, left)
+        recorder.bring(tensor.nbytes)
+        return tensor, end
+
+    with (
+        mock.patch.object(FSDPParam, "all_gather_inputs", property(brought)),
+        mock.patch.object(NoCopies, "come", came),
+    ):
         yield
 
 

@@ -1,0 +1,234 @@
+"""What is asked of dry runs, and what they answered before: of a model's facts, and of a rank's step. Several are run
+side by side."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
+from typing import Any, Literal, TypeVar
+
+from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
+from ....moe.util.errors import ExpertMeshError
+from ....moe.util.step_parts import has_modules_from_outside
+from ...config.optimizers import OUR_OPTIMIZERS
+from ...config.train_config import TrainConfig, read_by
+from ..coverage import NOT_MODELLED
+from . import kept
+from .account import Account
+from .asked import Asked
+from .facts import Cuts, ModelFacts
+
+KNOWN_ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Values of `--attn-implementation` whose functions are in transformers' or our sources."""
+LAYER_KINDS_MODULE = f"{__package__.removesuffix('.planning.planner')}.attention.layer_kinds"
+LAYOUT: Mapping[str, Any] = {
+    "ep_size": 1, "dense_shard": "full", "cp_size": 1, "tp_size": 1, "pp_size": 1, "pipeline_chunks": 1,
+    "pipeline_schedule": None, "pipeline_layers": None, "per_device_train_batch_size": 1, "max_seq_length": 1024,
+    "global_batch_size": None, "gradient_accumulation_steps": 1, "dispatch": "auto", "overlap_chunks": 1,
+    "ranks_per_node": None,
+}  # fmt: skip
+"""Settings on which a model's facts do not depend."""
+
+T = TypeVar("T")
+
+
+class Forecasts:
+    """Answers of one model.
+
+    Args:
+        said: all that the model's config says. load: returns transformers' config object; called only if there is
+            something to be run.
+        is_kept: whether answers go to the cache directory, and come from there.
+    """
+
+    def __init__(
+        self,
+        said: Mapping[str, Any],
+        load: Callable[[], Any],
+        device: Literal["cuda", "cpu"] = "cuda",
+        is_kept: bool = True,
+    ):
+        self.said, self.load, self.device, self.is_kept = kept.of_model(said), load, device, is_kept
+        self._found: dict[str, Any] = {}
+
+    def facts(self, config: TrainConfig) -> ModelFacts:
+        """
+        Raises:
+            ExpertMeshError: the model cannot be built, or not trained with these flags.
+        """
+        whole = replace(alike(config), **LAYOUT)
+
+        def find() -> ModelFacts:
+            from ..rehearsal.engine import facts_of
+
+            return facts_of(whole, self.load(), self.device)
+
+        return self._once(ModelFacts, find, whole, "facts")
+
+    def cuts(self, config: TrainConfig) -> Cuts:
+        """
+        Raises:
+            ExpertMeshError: the model cannot be cut into stages.
+        """
+        whole = replace(alike(config), **LAYOUT)
+
+        def find() -> Cuts:
+            from ..rehearsal.engine import cuts_of
+
+            return cuts_of(whole, self.load(), self.device)
+
+        return self._once(Cuts, find, whole, "cuts")
+
+    def account(self, asked: Asked) -> Account:
+        """
+        Raises:
+            ExpertMeshError: the model cannot compute this.
+        """
+        asked = self.settled(asked)
+
+        def find() -> Account:
+            from ..rehearsal.engine import account_of
+
+            return account_of(asked, self.load(), self.facts(asked.config))
+
+        return self._once(Account, find, *_key(asked))
+
+    def known(self, asked: Asked) -> Account | None:
+        """The answer that was given before, if any."""
+        found = self._known(Account, *_key(self.settled(asked)))
+        return found if isinstance(found, Account) else None
+
+    def accounts(
+        self, several: Sequence[Asked], tell: Callable[[int, int], object] = lambda done, of: None
+    ) -> list[Account | ExpertMeshError]:
+        """The same of several at once, with what refuses them; side by side in as many processes as there are cores.
+
+        Args:
+            tell: is told how many of how many are done.
+        """
+        settled = [self.settled(asked) for asked in several]
+        found: dict[int, Account | ExpertMeshError] = {}
+        for number, asked in enumerate(settled):
+            if (known := self._known(Account, *_key(asked))) is not None:
+                found[number] = known
+        missing = [number for number in range(len(settled)) if number not in found]
+        if len(missing) == 1 or cores() == 1:
+            for number in missing:
+                found[number] = _account(self, several[number])
+                tell(len(found), len(settled))
+        elif missing:
+            with side_by_side() as pool:
+                self.load(), self.facts(several[0].config)
+                futures = {pool.submit(_account, self, settled[number]): number for number in missing}
+                for future in as_completed(futures):
+                    number = futures[future]
+                    found[number] = future.result()
+                    self._keep(found[number], *_key(settled[number]))
+                    tell(len(found), len(settled))
+        return [found[number] for number in range(len(settled))]
+
+    def settled(self, asked: Asked) -> Asked:
+        """The same with what a run would choose by itself, and nothing on which no figure depends."""
+        config = alike(asked.config)
+        # those that a run has are not known to every caller
+        micro_batches = asked.config.micro_batches(asked.world_size)
+        config = replace(config, global_batch_size=None, gradient_accumulation_steps=micro_batches)
+        if config.expert_precision != "fp8" and config.expert_kernel == "auto":
+            config = replace(config, expert_kernel=self.facts(config).kernel)
+        return replace(asked, config=config, device=self.device)
+
+    def _once(self, kind: type[T], find: Callable[[], T], *key: Any) -> T:
+        found = self._known(kind, *key)
+        if found is None:
+            found = _tried(find)
+            self._keep(found, *key)
+        if isinstance(found, ExpertMeshError):
+            raise found
+        return found
+
+    def _known(self, kind: type[T], *key: Any) -> T | ExpertMeshError | None:
+        name = kept.key_of(self.said, self.device, *key)
+        if name not in self._found and self._is_kept(key) and (known := kept.known(kind, name)) is not None:
+            self._found[name] = known
+        found: T | ExpertMeshError | None = self._found.get(name)
+        return found
+
+    def _keep(self, found: Any, *key: Any) -> None:
+        name = kept.key_of(self.said, self.device, *key)
+        self._found[name] = found
+        if self._is_kept(key):
+            kept.keep(found, name)
+
+    def _is_kept(self, key: Sequence[Any]) -> bool:
+        (config,) = (each for each in key if isinstance(each, TrainConfig))
+        return self.is_kept and not has_code_from_outside(config)
+
+
+def _key(asked: Asked) -> tuple[Any, ...]:
+    # how much memory a card has changes no figure
+    hardware = replace(asked.cluster.hardware, name="", device=replace(asked.cluster.hardware.device, memory=0.0))
+    return asked.config, hardware, asked.cluster.gpus_per_node, asked.world_size, asked.rank, asked.routing
+
+
+def _account(forecasts: Forecasts, asked: Asked) -> Account | ExpertMeshError:
+    return _tried(lambda: forecasts.account(asked))
+
+
+def _tried(find: Callable[[], T]) -> T | ExpertMeshError:
+    try:
+        return find()
+    except ExpertMeshError as error:
+        return error
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def side_by_side() -> Iterator[ProcessPoolExecutor]:
+    """Processes that know all that this one has imported."""
+    # imported once for all of them
+    import torch
+
+    from ..rehearsal import engine
+
+    assert engine
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ProcessPoolExecutor(cores(), multiprocessing.get_context("fork")) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+def alike(config: TrainConfig) -> TrainConfig:
+    """The config with all settings at their defaults on which no figure depends, so that none depends on a setting that
+    its file's name does not have."""
+    # --elastic needs --resume, and says nothing of a step whose layout is known
+    names = read_by("plan") - NOT_MODELLED.keys() - {"elastic"}
+    changes: dict[str, Any] = {"model": "-", "dataset": ["-"]}
+    for field in fields(config):
+        if field.name not in names | changes.keys() and field.init:
+            changes[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
+    return replace(config, **changes)
+
+
+def has_code_from_outside(config: TrainConfig) -> bool:
+    """Whether figures may depend on code that is not of this project, or of transformers."""
+    # that module imports torch; where it is not imported, nobody has registered a kind of layers
+    layer_kinds = sys.modules.get(LAYER_KINDS_MODULE)
+    return (
+        has_modules_from_outside()
+        or KERNEL_ENTRIES.has_entries_from_outside()
+        or DISPATCHER_ENTRIES.has_entries_from_outside()
+        or config.optimizer_entry not in OUR_OPTIMIZERS
+        or config.attn_implementation not in KNOWN_ATTENTION
+        or (layer_kinds is not None and layer_kinds.has_layer_kinds_from_outside())
+    )

@@ -1,0 +1,200 @@
+"""What plans, dry runs and runs ask about a step: a model's facts, and a rank's cost breakdown by dry runs of short
+models."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ....moe.experts.lora import store_frozen
+from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
+from ....moe.hf_model.build import count_parameters, fp32_parameters
+from ....sharding.parallelize.recompute import keep_products
+from ....sharding.pipeline.pipeline import pipeline_of
+from ....sharding.pipeline.survey import survey
+from ....sharding.state import parameters_of
+from ...config.train_config import TrainConfig
+from ...engine import compute_dtype
+from ...fused.liger_norm import is_by_liger
+from ...optim.optimizer import matrix_parts, state_bytes
+from ..memory import Communicator
+from ..planner.account import Account, Figures, LayerCosts, SentBytes, at_layers, on_line, peaks_of_phases
+from ..planner.asked import Asked
+from ..planner.facts import Cuts, Held, LayerFacts, ModelFacts
+from .building import DeviceType, build_rehearsed
+from .collective_order import Call, calls
+from .figures import communicators, figures_of, stages_in_words
+from .layer_kinds import kinds_of_layers
+from .recurrent_stand_in import computed_by
+from .seconds import layer_costs
+from .short import Short
+from .world import rehearse
+
+
+def facts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> ModelFacts:
+    """What the model of a run consists of.
+
+    Raises:
+        ExpertMeshError: it cannot be built, or not trained with these flags.
+    """
+    model = build_rehearsed(config, model_config, device)
+    counts = count_parameters(model)
+    if (kind := config.quantized_base) is not None:
+        store_frozen(model, kind)
+    # layers that keep outputs of expert GEMMs are of another kind
+    keep_products(model, config.keep_expert_products)
+    layers, kinds = list(decoder_layers(model)), kinds_of_layers(model)
+    held = _Bytes(model, config)
+    shape, first = moe_shape(model), moe_layers(model)[0]
+    firsts = [layers[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+    of_kinds = []
+    for layer in firsts:
+        experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
+        dense = [p for p in layer.parameters() if p not in experts]
+        active = sum(p.numel() for p in dense) + sum(p.numel() for p in experts) * shape.top_k // shape.num_experts
+        of_kinds.append(LayerFacts(held.of(dense), held.of(experts), active))
+    in_layers = {p for layer in layers for p in layer.parameters()}
+    embedding = set(model.get_input_embeddings().parameters())
+    around = [p for p in model.parameters() if p not in in_layers]
+    ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    last = [p for p in around if p not in embedding or p is ends[1]]
+    return ModelFacts(
+        tuple(of_kinds),
+        tuple(kinds),
+        held.of(p for p in around if p in embedding),
+        held.of(last),
+        ends[0] is ends[1],
+        model.config.get_text_config().hidden_size,
+        shape.num_experts,
+        shape.top_k,
+        counts,
+        first.mlp.kernel.entry.recorded_as,
+        computed_by(module for layer in firsts for module in layer.modules()),
+        any(map(is_by_liger, model.modules())),
+    )
+
+
+class _Bytes:
+    """Counts the bytes of a model's parameters, on the meta device."""
+
+    def __init__(self, model: Any, config: TrainConfig):
+        self.config = config
+        self.expert_of = {part.tensor: part.expert for part in parameters_of(model).values()}
+        self.kept = set(fp32_parameters(model).values())
+        self.of_matrices: set[Tensor] = set()
+        if config.optimizer_entry.takes_matrices:
+            self.of_matrices = {part.tensor for parts in matrix_parts(model) for part in parts}
+
+    def of(self, parameters: Iterable[Tensor]) -> Held:
+        return sum(map(self._of_one, parameters), Held())
+
+    def _of_one(self, parameter: Tensor) -> Held:
+        number, rows = parameter.numel(), 0
+        if parameter in self.of_matrices:
+            expert = self.expert_of[parameter]
+            rows = parameter.shape[0] if expert is None else expert.rows_an_expert
+        is_computed = parameter.is_floating_point() and parameter not in self.kept
+        each = compute_dtype(self.config).itemsize if is_computed else parameter.element_size()
+        gradient = parameter.nbytes if parameter.requires_grad else 0
+        return Held(parameter.nbytes, number * each, gradient, number * state_bytes(parameter, self.config, rows))
+
+
+def cuts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> Cuts:
+    """Where the model can be cut into the stages of a pipeline.
+
+    Raises:
+        ExpertMeshError: nowhere.
+    """
+    found = survey(build_rehearsed(config, model_config, device), compute_dtype(config))
+    return Cuts(found.name, found.flops, tuple(sorted(found.skips)))
+
+
+def account_of(
+    asked: Asked, model_config: Any, facts: ModelFacts, every_layer: bool = False, order: list[Call] | None = None
+) -> Account:
+    """The cost breakdown of a rank's step, by dry runs of short models where layers repeat.
+
+    Args:
+        every_layer: whether all layers are run. order: takes the collectives of the shortest model that was run.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
+    """
+    complete = Short.complete(facts.layers, asked.config.layers_of_stages)
+    base = complete.shortest(asked.own_stages)
+    several = [base, *(each for each, _ in base.longer(asked.own_stages))]
+    # stages that a run cuts by itself are others in each model
+    is_open = asked.config.pp_size > 1 and not complete.stages
+    if every_layer or is_open or sum(len(each.layers) for each in several) >= len(facts.layers):
+        base = complete
+    first = run_short(asked, model_config, facts, base)
+    if order is not None:
+        order += first.order
+    more = [
+        (run_short(asked, model_config, facts, each).figures, times) for each, times in base.longer(asked.own_stages)
+    ]
+    figures = on_line(first.figures, more)
+    return told(asked, facts, first, figures)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one dry run shows: figures, and what is the same however many layers there are."""
+
+    figures: Figures
+    communicators: tuple[Communicator, ...]
+    stages: tuple[int, ...]
+    order: list[Call]
+    layer_costs: dict[str, LayerCosts]
+
+
+def run_short(asked: Asked, model_config: Any, facts: ModelFacts, short: Short) -> Shown:
+    """Dry-run the step of a short model, or of the complete one."""
+    config, cluster = asked.config, asked.cluster
+    kinds = [facts.layers[layer] for layer in short.layers]
+    with_experts = [layer for layer, kind in enumerate(facts.layers) if facts.kinds[kind].experts.stored]
+    # the last ones of the complete model that are kept
+    keep = set(with_experts[max(0, len(with_experts) - config.keep_expert_products) :])
+    config = replace(config, keep_expert_products=len(keep.intersection(short.layers)))
+    if short.stages:
+        config = replace(config, pipeline_layers=",".join(map(str, short.layers_of_stages)))
+    rehearsed = rehearse(
+        *(config, model_config, asked.world_size, asked.rank, asked.routing, cluster.gpus_per_node),
+        keep=None if short.is_complete else short.layers,
+        device=asked.device,
+    )
+    pipeline = pipeline_of(rehearsed.model)
+    return Shown(
+        figures_of(rehearsed, config, cluster, asked.world_size, short.names),
+        tuple(communicators(rehearsed.recorder.events, rehearsed.groups)),
+        () if pipeline is None else tuple(map(len, pipeline.stages.layers)),
+        calls(rehearsed.recorder.events),
+        layer_costs(rehearsed.recorder.events, rehearsed.kept, kinds, cluster) if config.pp_size == 1 else {},
+    )
+
+
+def told(asked: Asked, facts: ModelFacts, shown: Shown, figures: Figures) -> Account:
+    """A rank's account. shown: by the shortest model that was run. figures: of the complete one."""
+    sent = (SentBytes(*key, int(times), total, between) for key, (times, total, between) in figures.sent.items())
+    parts = sorted(figures.parts.items(), key=lambda item: -item[1].seconds)
+    return Account(
+        asked.rank,
+        asked.config.micro_batches(asked.world_size),
+        (figures.layers, len(facts.layers)),
+        shown.figures.layers,
+        stages_in_words(asked.own_stages, asked.config.layers_of_stages or shown.stages),
+        facts.counts.total,
+        figures.peak,
+        float(figures.in_host),
+        shown.communicators,
+        tuple(at_layers(figures.held)),
+        tuple(peaks_of_phases(figures.held, figures.in_host if asked.config.offload_experts else 0)),
+        tuple(sorted(sent, key=lambda each: -each.total)),
+        dict(parts),
+        figures.time,
+        figures.needed,
+        figures.host_waits,
+        figures.update_operators,
+        shown.layer_costs,
+    )

@@ -1,0 +1,139 @@
+"""How long a step takes: a dry run's events on the clock of a rank's streams.
+
+Three things overlap, as on a GPU's streams: kernels, one after the other; all-to-alls, which kernels wait for where
+their rows are needed; and FSDP's gathering and reducing, each slower than alone while others run beside it. A layer's
+kernels wait until its parameters are gathered, and until the host has called them; where the host has to know how many
+rows come to a layer's experts, it waits for the kernels.
+
+Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from ...monitoring.attribution import FSDP
+from ..planner.account import LayerCosts
+from ..planner.clock import Clock, StepTime, Transfer
+from ..planner.costs import Cluster, kernel_seconds, seconds_among
+from ..planner.hardware import Hardware
+from .recorder import Event, Maker
+
+
+class EventClock:
+    """A clock that goes through the events of a step."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster, self.hardware = cluster, cluster.hardware
+        self.clock = Clock(self.hardware.rates)
+        self.gathering: dict[int, Transfer] = {}
+        self.host = 0.0
+
+    def go(self, event: Event) -> None:
+        """Let what the event stands for be called, and run."""
+        clock, called = self.clock, event.calls * self.hardware.rates.call
+        self.host += called
+        clock.call(called)
+        if event.waits:
+            self._wait(event)
+        elif event.is_read:
+            clock.launch()
+            clock.read()
+        elif event.collective is not None:
+            self._exchange(event)
+        elif event.from_host:
+            clock.shard(event.from_host / self.hardware.device.host_bandwidth)
+        else:
+            clock.launch()
+            seconds = event_seconds(event, self.hardware)
+            is_update = event.phase == "optimizer step"
+            clock.kernel(seconds, (event.flops > 0 and not is_update) * seconds, is_update * seconds)
+
+    def spent(self) -> StepTime:
+        """What has been spent until now."""
+        return StepTime.of([(1, self.clock)], self.host)
+
+    def _wait(self, event: Event) -> None:
+        if event.unit is None:
+            self.clock.arrive(event.ranks)
+        elif event.unit in self.gathering:
+            self.clock.until(self.gathering.pop(event.unit))
+
+    def _exchange(self, event: Event) -> None:
+        assert event.collective is not None
+        clock, seconds = self.clock, 0.0
+        if len(event.ranks) > 1:
+            seconds = seconds_among(
+                event.collective, event.sent, event.ranks, self.hardware, self.cluster.gpus_per_node
+            )
+        if event.travels:
+            clock.send(event.ranks, seconds)
+        elif event.place.part == FSDP:
+            transfer = clock.shard(seconds)
+            if event.unit is not None:
+                self.gathering[event.unit] = transfer
+        elif event.gathers_activations:
+            clock.gather(seconds)
+        elif len(event.ranks) > 1:
+            clock.wait(seconds)
+
+
+def event_seconds(event: Event, hardware: Hardware) -> float:
+    """Seconds of a kernel."""
+    return kernel_seconds(event.flops, event.moved, event.work, hardware)
+
+
+def step_seconds(events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster) -> StepTime:
+    """Seconds of a step by what spends them.
+
+    Args:
+        events: of one rank, in order. times: for how many micro-batches of the step each stands that was run (see
+            `times_of`).
+    """
+    clock, spent, step = EventClock(cluster), StepTime.none(), StepTime.none()
+    for micro, of_micro in groupby(events, key=lambda event: event.micro):
+        is_update = False
+        for event in of_micro:
+            is_update = is_update or event.phase == "optimizer step"
+            clock.go(event)
+        clock.clock.end()
+        before, spent = spent, clock.spent()
+        more = spent - before
+        if is_update:
+            # the host's calls where they take longer
+            more = replace(more, update=more.update + more.launching, launching=0.0)
+        step += more * times[micro]
+    return step
+
+
+def layer_costs(
+    events: Sequence[Event], kept: Sequence[tuple[Maker, int]], kinds: Sequence[int], cluster: Cluster
+) -> dict[str, LayerCosts]:
+    """What each kind of layer takes of the last micro-batch, the mean over those that were run; and what is "before"
+    and "after" them; "root": FSDP with the parameters that are in no layer.
+
+    Args:
+        kept: see `Rehearsed`. kinds: of the layers that were run.
+    """
+    clock, last = EventClock(cluster), max(event.micro for event in events if event.micro is not None)
+    found: defaultdict[str, LayerCosts] = defaultdict(LayerCosts)
+    has_seen_layers = {True: False, False: False}
+    for event in events:
+        before, is_forward = clock.clock.now, event.phase == "forward"
+        clock.go(event)
+        if event.micro != last:
+            continue
+        has_seen_layers[is_forward] |= event.layer is not None
+        around = "after" if has_seen_layers[is_forward] == is_forward else "before"
+        is_root = event.place.part == FSDP or event.unit is not None
+        where = ("root" if is_root else around) if event.layer is None else str(kinds[event.layer])
+        seconds = clock.clock.now - before
+        found[where] += LayerCosts(seconds, 0.0) if is_forward else LayerCosts(0.0, seconds)
+        if is_forward and event.flops and event.place.part == "expert GEMMs":
+            found[where] += LayerCosts(weights=event_seconds(event, cluster.hardware), queued=event.moved)
+    for maker, size in kept:
+        layer = maker.come_to if maker.place.layer is None else maker.place.layer
+        if maker.micro == last:
+            found["after" if layer is None else str(kinds[layer])] += LayerCosts(kept=size)
+    return {where: cost * (1 / max(1, list(map(str, kinds)).count(where))) for where, cost in found.items()}

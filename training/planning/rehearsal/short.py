@@ -1,0 +1,196 @@
+"""Short models: a model without most of the layers that repeat, and what their dry runs tell of the complete one.
+
+Decoder layers follow one another in runs of equal blocks: a block is one layer, or the few of a hybrid's period. A
+short model keeps a few repeats of each run, its first and its last ones, and all layers that belong to no run. What a
+step computes and sends, and what it holds at each of its moments, is then a straight line in the number of repeats.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from ....moe.experts.model_layers import decoder_layers
+
+LONGEST = 12
+"""Layers of the longest block that is looked for."""
+FEWEST = {1: 3}
+"""Repeats of a block of so many layers from which on figures are straight lines; of longer blocks two."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """So many repeats of a block of as many layers, from the layer `start` on."""
+
+    start: int
+    size: int
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size * self.repeats
+
+    @property
+    def fewest(self) -> int:
+        """The repeats of the shortest model."""
+        return min(self.repeats, FEWEST.get(self.size, 2))
+
+
+def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Run]:
+    """The runs that layers of these kinds make, of which the first is the model's layer `start`: at each layer the one
+    that covers most, of equals that with the shortest block. A layer like none beside it is a run of one."""
+    runs: list[Run] = []
+    at = 0
+    while at < len(kinds):
+        sizes = range(1, min(LONGEST, len(kinds) - at) + 1)
+        found = max(
+            (Run(start + at, size, _repeats(kinds, at, size)) for size in sizes),
+            key=lambda run: (run.repeats > 1, run.size * run.repeats, -run.size),
+        )
+        if found.repeats == 1:
+            found = Run(start + at, 1, 1)
+        runs.append(found)
+        at = found.stop - start
+    return runs
+
+
+def _repeats(kinds: Sequence[Any], at: int, size: int) -> int:
+    block, number = kinds[at : at + size], 1
+    while kinds[at + number * size : at + (number + 1) * size] == block:
+        number += 1
+    return number
+
+
+@dataclass(frozen=True)
+class Short:
+    """A short model.
+
+    Attributes:
+        runs: of the complete one, stage after stage where there is a pipeline. repeats: that are kept of each.
+        stages: how many of the runs each stage has; none: there is one.
+    """
+
+    runs: tuple[Run, ...]
+    repeats: tuple[int, ...]
+    stages: tuple[int, ...] = ()
+
+    @staticmethod
+    def complete(kinds: Sequence[Any], stages: Sequence[int] | None = None) -> "Short":
+        """All layers. stages: how many layers each has."""
+        runs: list[Run] = []
+        numbers = []
+        for number in [len(kinds)] if stages is None else stages:
+            start = runs[-1].stop if runs else 0
+            found = runs_of(kinds[start : start + number], start)
+            runs += found
+            numbers.append(len(found))
+        return Short(tuple(runs), tuple(run.repeats for run in runs), () if stages is None else tuple(numbers))
+
+    def shortest(self, own: Sequence[int] | None = None) -> "Short":
+        """The fewest repeats of each run; of a pipeline, one of those of stages that are not the rank's `own`."""
+        mine = self._of_stages(own)
+        return replace(self, repeats=tuple(run.fewest if n in mine else 1 for n, run in enumerate(self.runs)))
+
+    def longer(self, own: Sequence[int] | None = None) -> "list[tuple[Short, int]]":
+        """Models in each of which another run has a repeat more, and how many more the complete one has of it."""
+        mine = self._of_stages(own)
+        return [
+            (replace(self, repeats=(*self.repeats[:n], kept + 1, *self.repeats[n + 1 :])), run.repeats - kept)
+            for n, (run, kept) in enumerate(zip(self.runs, self.repeats, strict=True))
+            if kept < run.repeats and n in mine
+        ]
+
+    def _of_stages(self, own: Sequence[int] | None) -> set[int]:
+        if own is None or not self.stages:
+            return set(range(len(self.runs)))
+        return {n for stage in own for n in range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))}
+
+    @property
+    def is_complete(self) -> bool:
+        return all(run.repeats == kept for run, kept in zip(self.runs, self.repeats, strict=True))
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the complete model's layers that are kept."""
+        found: list[int] = []
+        for run, number in zip(self.runs, self.repeats, strict=True):
+            first = -(-number // 2)
+            found += range(run.start, run.start + first * run.size)
+            found += range(run.stop - (number - first) * run.size, run.stop)
+        return found
+
+    @property
+    def layers_of_stages(self) -> list[int]:
+        """How many layers each stage keeps."""
+        ends = [sum(self.stages[:stage]) for stage in range(len(self.stages) + 1)]
+        sizes = [run.size * number for run, number in zip(self.runs, self.repeats, strict=True)]
+        return [sum(sizes[start:end]) for start, end in pairwise(ends)]
+
+    @property
+    def names(self) -> list[tuple[int, ...]]:
+        """For each layer that is kept, those of the complete model whose moments its own stand for: near an end of its
+        run the layer as far from that end. Models that differ by a repeat have these in common."""
+        found: list[tuple[int, ...]] = []
+        for run, number in zip(self.runs, self.repeats, strict=True):
+            near = run.repeats if run.repeats <= run.fewest else -(-run.fewest // 2)
+            for repeat in range(number):
+                for place in range(run.size):
+                    first = run.start + repeat * run.size + place
+                    last = run.stop - (number - repeat) * run.size + place
+                    ends = [(repeat, first), (number - 1 - repeat, last)]
+                    found.append(tuple(dict.fromkeys(layer for far, layer in ends if far < near)))
+        return found
+
+
+def keep_layers(model: Any, keep: Sequence[int], renumber: bool) -> None:
+    """Take all other decoder layers out of a model that has just been built, in place: those that stay hold other
+    numbers of their own, and entries of the config's lists of layers go with the others.
+
+    Args:
+        renumber: whether paths of those that stay have their new numbers, too; else a pattern of --freeze or
+            --lora-targets finds what it finds in the complete model.
+    """
+    layers = decoder_layers(model)
+    number = len(layers)
+    everywhere = set.intersection(*(_names_of_number(layer, n) for n, layer in enumerate(layers)))
+    chosen = {was: layers[was] for was in keep}
+    for place, layer in enumerate(chosen.values()):
+        for path, name in everywhere:
+            setattr(layer.get_submodule(path), name, place)
+    layers._modules = {str(place if renumber else was): layer for place, (was, layer) in enumerate(chosen.items())}
+    if renumber:
+        (prefix,) = (path for path, module in model.named_modules() if module is layers)
+        for place, (was, layer) in enumerate(chosen.items()):
+            for module in layer.modules():
+                for name, value in vars(module).items():
+                    if isinstance(value, str) and f"{value}.".startswith(f"{prefix}.{was}."):
+                        vars(module)[name] = value.replace(f"{prefix}.{was}", f"{prefix}.{place}", 1)
+    for config in _configs(model):
+        for name, value in list(vars(config).items()):
+            if isinstance(value, list | tuple) and len(value) == number:
+                vars(config)[name] = type(value)(value[n] for n in keep)
+            elif name == "num_hidden_layers" and value == number:
+                vars(config)[name] = len(keep)
+
+
+def _names_of_number(layer: nn.Module, number: int) -> set[tuple[str, str]]:
+    """Where a layer's modules hold an integer that is the layer's number: (path, attribute)."""
+    return {
+        (path, name)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and value == number
+    }
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """The configs that a model's modules read, each once."""
+    seen: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if hasattr(value, "get_text_config"):
+                for config in (value, value.get_text_config()):
+                    seen[id(config)] = config
+    yield from seen.values()
