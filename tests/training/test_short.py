@@ -175,7 +175,7 @@ def test_figures_of_a_stage_are_told_by_short_stages(name: str, stages: str, ran
     # timetable tells
     is_cut_often = "pipeline_chunks" in flags
     check(told, run, at_layers=5e-3 if is_cut_often else 1e-3)
-    assert told.time.total == pytest.approx(run.time.total, rel=1e-2 if is_cut_often else 2e-3)
+    assert told.time.total == pytest.approx(run.time.total, rel=1e-2 if is_cut_often else 5e-3)
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ class PipelinedStep:
         whole, facts = self.whole.memory.kinds, self.facts
         of_model = self._lasting(facts.dense, facts.experts)
         moments = _held_by_stages(*self._steady)
-        # experts that are not gathered keep their weights in the compute dtype, each layer its own
+        # experts that are not gathered keep their weights in the compute dtype, each layer and micro-batch its own
         keeps_casts = self.asked.topology.dp_size == 1 and not self.asked.config.offload_experts
         found = []
         for rank in range(self.pp_size):
@@ -154,7 +154,8 @@ class PipelinedStep:
             kept = sum(max(self._kept(stages[stage], *moment) for moment in moments[stage]) for stage in own)
             around = self.around[1].kept if self.number - 1 in own else 0.0
             lasting = {term: share * getattr(whole, term) for term in LASTING}
-            gathered = whole.gathered * (len(layers) / len(facts.layers) if keeps_casts else 1.0)
+            in_flight = max(moment[0] for stage in own for moment in moments[stage])
+            gathered = whole.gathered * (in_flight * len(layers) / len(facts.layers) if keeps_casts else 1.0)
             found.append(replace(whole, **lasting, activations=kept + around, gathered=gathered))
         return found
 
