@@ -69,7 +69,8 @@ def test_what_lasts(ranks: RankPool, world_size: int, flags: dict[str, Any], siz
     """Parameters, gradients and optimizer state of a rank."""
     found = ranks.run(measure_lasting, world_size, world_size, flags, sizes)[0]
     memory = tiny_account(world_size, flags, sizes).memory
-    assert found == (memory.parameters, memory.kinds.gradients, memory.state)
+    # a gradient is as large as its parameter; the peak may be where there is none yet
+    assert found == (memory.parameters, memory.trained, memory.state)
 
 
 def plain_model(flags: dict[str, Any], layers: int) -> Any:

@@ -281,6 +281,7 @@ class Search:
             if not promising:
                 break
             self._try(promising[:AT_ONCE], left)
+        self._try(self._beside_the_best(left), left)
         if not self.plans:
             raise next(iter(self.refused.values()))
         return best_first(self.plans)
@@ -309,6 +310,21 @@ class Search:
             alike = [config for config in left if _apart(plan.config, config) <= {"per_device_train_batch_size"}]
             fitting = [config for config in alike if Estimate.of(self, config).memory <= self.cluster.memory]
             found += [max(fitting, key=lambda config: config.per_device_train_batch_size)] if fitting else []
+        return found
+
+    def _beside_the_best(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
+        """Those that differ from the best in the ranks of an ep group or in the micro-batch alone, by a factor of two, and
+        are estimated to fit."""
+        fitting = [plan for plan in self.plans if plan.fits]
+        if not fitting:
+            return []
+        best = best_first(fitting)[0].config
+        found = []
+        for config in left:
+            apart = _apart(best, config)
+            by_two = [getattr(config, name) / getattr(best, name) in (0.5, 2.0) for name in apart & _BY_TWO]
+            if len(apart) == 1 and by_two == [True]:
+                found += [config] if Estimate.of(self, config).memory <= SURE * self.cluster.memory else []
         return found
 
     def _promising(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
@@ -456,6 +472,9 @@ _OF_LAYOUT = (
     *("tp_size", "pp_size", "pipeline_chunks", "pipeline_schedule", "ep_size", "dense_shard"),
     *("gradient_checkpointing", "per_device_train_batch_size"),
 )
+
+
+_BY_TWO = {"ep_size", "per_device_train_batch_size"}
 
 
 class _Sizes:
