@@ -313,8 +313,8 @@ class Search:
         return found
 
     def _beside_the_best(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
-        """Those that differ from the best in the ep size or the micro-batch alone, by a factor of two, and are estimated
-        to fit."""
+        """Those that differ from the best in the ep size or the micro-batch alone, by a factor of two, which are
+        estimated to fit."""
         fitting = [plan for plan in self.plans if plan.fits]
         if not fitting:
             return []
