@@ -35,7 +35,7 @@ from expertmesh.sharding.runtime.process import end_process_group, start_process
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.engine import assemble, place, topology_of
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -123,7 +123,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     )
     source = open_source(directory / "model")
     model = assemble(config, source, "cpu").model
-    mesh = build_mesh("cpu", topology_of(config, ranks.world_size))
+    mesh = build_mesh("cpu", config.topology(ranks.world_size))
     place(config, model, source, mesh, ranks.device)
     makers = {
         name: choose_dispatcher(mesh, Strategy(dispatch=name, ranks_per_node=RANKS_PER_NODE), arguments.top_k)

@@ -52,7 +52,7 @@ from expertmesh.training.cluster.check import check_groups, measured_hardware
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.engine import compute_dtype, topology_of
+from expertmesh.training.engine import compute_dtype
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -201,7 +201,7 @@ def shard_run(
     mesh."""
     if (kind := config.quantized_base) is not None:
         store_frozen(model, kind)
-    mesh = build_mesh(device.type, topology_of(config, world_size))
+    mesh = build_mesh(device.type, config.topology(world_size))
     parallelize(model, mesh, compute_dtype(config), config.strategy)
     materialize(model, device)
     for parameter in model.parameters():

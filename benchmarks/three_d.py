@@ -45,7 +45,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
-from expertmesh.training.engine import assemble, place, topology_of
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -113,7 +113,7 @@ def measure(directory: Path, name: str, arguments: argparse.Namespace) -> int:
     config = TrainConfig(model="-", dataset=["-"], cross_entropy="chunked", learning_rate=1e-3, **flags)
     source = open_source(directory / "model")
     model = assemble(config, source, "cpu").model
-    mesh = build_mesh("cpu", topology_of(config, ranks.world_size))
+    mesh = build_mesh("cpu", config.topology(ranks.world_size))
     place(config, model, source, mesh, ranks.device)
     optimizer = build_optimizer(model.train(), config, mesh)
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,6 @@ from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.engine import topology_of
 from expertmesh.training.planning import plan_flags
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import NEAR
@@ -224,7 +223,7 @@ def test_a_recipe_fits_its_model(name: str) -> None:
         if "would take" in text:
             fp32 = counts.total / gpus * STATE_BYTES["adamw_torch_fused"] / 1e9
             assert f"fp32 state would take {fp32:.1f} GB." in text
-        check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
+        check_sizes(config.topology(gpus), moe_shape(model).num_experts)
 
     config = config_of(name)
     if config.router_aux_loss_coef or config.router_z_loss_coef:
@@ -241,7 +240,7 @@ def test_a_recipe_of_adapters_fits_its_model(name: str) -> None:
     """What the comments state of rank, learning rate and layout is so. (Of memory: `test_rehearsed_recipes`.)"""
     model, text, config = model_of(name), text_of(name), config_of(name)
     shape, gpus = moe_shape(model), gpus_of(name)
-    check_sizes(topology_of(config, gpus), shape.num_experts)
+    check_sizes(config.topology(gpus), shape.num_experts)
     check_batch(name, model)
     assert (config.adapter, config.ep_size) == ("lora", gpus)
     assert f"Rank: {config.lora_rank} per expert. {shape.top_k} experts are active per token" in text

@@ -54,7 +54,7 @@ from ..sharding.pipeline.pipeline import cut_into_stages
 from ..sharding.runtime.process import Ranks, raise_together
 from ..sharding.runtime.watchdog import collectives_limit
 from ..sharding.state import set_parameter_dtype
-from ..sharding.topology import Topology, check_divides, check_sizes
+from ..sharding.topology import check_divides, check_sizes
 from .attention.by_sample import apply_packing
 from .attention.context_parallel_attention import apply_context_parallel
 from .attention.flash_3 import use_flash_attention_3
@@ -97,11 +97,6 @@ class Buildable(Protocol):
     def config(self) -> Any: ...
 
     def build(self, attn_implementation: str) -> Any: ...
-
-
-def topology_of(config: TrainConfig, world_size: int) -> Topology:
-    """The parallel layout of a run with so many ranks."""
-    return Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size)
 
 
 @dataclass(frozen=True)
@@ -315,12 +310,12 @@ class Engine:
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         self.padding = padding_of(self.model, config, ranks.device.type)
         with raise_together():
-            check_sizes(topology_of(config, ranks.world_size), num_experts)
+            check_sizes(config.topology(ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
-        check_tp_groups(topology_of(config, ranks.world_size), config.ranks_per_node)
+        check_tp_groups(config.topology(ranks.world_size), config.ranks_per_node)
         self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
-        self.topology = topology_of(config, ranks.world_size)
+        self.topology = config.topology(ranks.world_size)
         self.saver: Saver | None = None
         self.untrained: str | None = None
         self.encoding: str | None = None

@@ -29,7 +29,7 @@ from .data.batch import Batch, Padding, collate, collate_rows
 from .data.sequences import DataOrder, LabelledRows, Rows, share_out
 from .data.stream import Stream, place_in
 from .divergence import of_evaluation
-from .engine import Engine, topology_of
+from .engine import Engine
 from .evaluate import Best, evaluate
 from .generate import generate
 from .inputs import Inputs, Prompts, check_weighted
@@ -124,7 +124,7 @@ def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataO
     """How the sequences are distributed under this configuration."""
     return DataOrder(
         0 if rows is None else len(rows),
-        topology_of(config, world_size).data_size,
+        config.topology(world_size).data_size,
         config.per_device_train_batch_size,
         config.micro_batches(world_size),
         config.seed,

@@ -20,6 +20,7 @@ from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
+from ...sharding.topology import Topology
 from .flags import LIMITS, FlagParser, default_of, of_class
 from .moves import Moves
 from .settings import (
@@ -219,6 +220,10 @@ class TrainConfig(
     def ranks_per_sequence(self) -> int:
         """The ranks of a stage that share sequences."""
         return self.cp_size * self.tp_size
+
+    def topology(self, world_size: int) -> Topology:
+        """The parallel layout of so many ranks."""
+        return Topology(world_size, self.ep_size, self.dense_shard, self.cp_size, self.pp_size, self.tp_size)
 
     def sequences_per_micro_batch(self, world_size: int) -> int:
         """Sequences that all ranks together take in one micro-batch."""

@@ -28,9 +28,7 @@ class Asked:
 
     @property
     def topology(self) -> Topology:
-        config = self.config
-        sizes = (config.cp_size, config.pp_size, config.tp_size)
-        return Topology(self.world_size, config.ep_size, config.dense_shard, *sizes)
+        return self.config.topology(self.world_size)
 
     @property
     def own_stages(self) -> list[int] | None:

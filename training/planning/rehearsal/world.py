@@ -48,7 +48,7 @@ from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import CANDIDATES, Batch, LossBatch, SplitSequences
-from ...engine import compute_dtype, topology_of
+from ...engine import compute_dtype
 from ...loss.balance import BiasUpdate, choose_balance
 from ...loss.distillation import TEACHER, distillation_objective
 from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
@@ -127,7 +127,7 @@ def rehearse(
         import_kernels()
     with _on(device):
         model = build_rehearsed(config, model_config, device, keep)
-    check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
+    check_sizes(config.topology(world_size), moe_shape(model).num_experts)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with _on(device):
@@ -152,7 +152,7 @@ def _rehearse(
 ) -> Rehearsed:
     counts = count_parameters(model)
     balance = choose_balance(config, model, model.config)
-    topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
+    topology, ranks_per_node = config.topology(world_size), config.ranks_per_node or gpus_per_node
     if config.ep_size > 1:
         of_ep = ranks_of_equal_nodes(world_size, ranks_per_node, config.ep_size)
         check_recorded(resolve_dispatch(config.dispatch, config.ep_size, of_ep, moe_shape(model).top_k).name)
