@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-
 MOST_SECONDS = 900.0
+
+
+def cores() -> int:
+    """Cores that this process and its children may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_child(work: Callable[[], T], most_seconds: float = MOST_SECONDS) -> T:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.files.kept import damage, record_kept, recorded_files, recorded_key
+from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.versions import installed_version
 from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
@@ -530,8 +531,7 @@ def _batch_size(rows: Any) -> int:
 
 
 def _workers(num_rows: int, wanted: int | None) -> int | None:
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = wanted if wanted is not None else min(most, num_rows // _ROWS_A_WORKER, 16)
+    number = wanted if wanted is not None else min(cores(), num_rows // _ROWS_A_WORKER, 16)
     return number if number > 1 else None
 
 
