@@ -96,7 +96,7 @@ def mixtral_facts(said: Mapping[str, Any], config: TrainConfig) -> ModelFacts:
             return Held(int(bits * number), int(2 * number), int(0.01 * stored * number), 0.01 * moments * number)
         return Held(int(stored * number), int(2 * number), int(stored * number), moments * number)
 
-    layer = LayerFacts(held(dense), held(experts * each), int(dense + top_k * each))
+    layer = LayerFacts(held(dense), held(experts * each))
     total, active = layers * (dense + experts * each), layers * (dense + top_k * each)
     counts = ParameterCounts(
         int(total + 2 * vocabulary),

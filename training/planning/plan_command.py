@@ -135,8 +135,8 @@ def _search(
     Raises:
         ExpertMeshError: the model has no such layout.
     """
-    _check_layout(asked, config, forecasts.facts(config))
     facts, open_ones = forecasts.facts(config), replace(asked.tried(), **tried)
+    _check_layout(asked, config, facts)
     found = layouts(facts, config, open_ones, asked.world_size, cluster.gpus_per_node)
     if not found:
         kept = {name: value for name, value in asked.given.all.items() if name in _LAYOUT}

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from ..memory import Communicator, Fit, Memory, MemoryTerm
 from .clock import StepTime
+from .sums import Sums
 
 KINDS: tuple[MemoryTerm, ...] = get_args(MemoryTerm)
 
@@ -49,7 +50,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class PartCost:
+class PartCost(Sums):
     """Cost of one part of a step.
 
     flops: computed; recomputed: of these, by activation checkpointing. moved: bytes read and written on the device.
@@ -62,9 +63,6 @@ class PartCost:
     kernels: float = 0.0
     sent: float = 0.0
     seconds: float = 0.0
-
-    def __add__(self, other: "PartCost") -> "PartCost":
-        return PartCost(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class SentBytes:
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(Sums):
     """What a decoder layer takes of a micro-batch, which is not the first of its step.
 
     forward, backward: seconds, with what its kernels wait for. weights: of `backward`, what a schedule may leave for
@@ -95,11 +93,9 @@ class LayerCosts:
     kept: float = 0.0
     queued: float = 0.0
 
-    def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        return LayerCosts(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def __mul__(self, often: float) -> "LayerCosts":
-        return LayerCosts(*(often * each for each in vars(self).values()))
+    def held(self, in_flight: int, waiting: int) -> float:
+        """Bytes of so many micro-batches on the way, and of so many that wait for their weight gradients."""
+        return in_flight * self.kept + waiting * self.queued
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ While a collective runs beside kernels, both are slower than alone: NCCL's block
 count on, and memory bandwidth. By how much, `rates.json` says.
 """
 
-import operator
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 
 from ...model_setup.rates import Rates
+from .sums import Sums
 
 SHARDING = "FSDP"
 """The stream of FSDP's collectives."""
@@ -159,7 +159,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Sums):
     """Seconds of one step of one rank, by what spends them.
 
     Attributes:
@@ -204,15 +204,6 @@ class StepTime:
             sum(often * clock.launching for often, clock in clocks),
             gathers=sum(often * clock.gathering for often, clock in clocks),
         )
-
-    def __add__(self, other: "StepTime") -> "StepTime":
-        return StepTime(*map(operator.add, vars(self).values(), vars(other).values()))
-
-    def __mul__(self, often: float) -> "StepTime":
-        return StepTime(*(often * seconds for seconds in vars(self).values()))
-
-    def __sub__(self, other: "StepTime") -> "StepTime":
-        return self + other * -1.0
 
     @property
     def kernels(self) -> float:

@@ -5,10 +5,12 @@ from functools import cached_property
 
 from ....moe.hf_model.counts import ParameterCounts
 from ....sharding.pipeline.balance import crossing
+from ....sharding.topology import Topology
+from .sums import Sums
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Sums):
     """Bytes of some parameters, complete.
 
     stored: as they are held. computed: in the compute dtype. gradient: of those that are trained. state: of the
@@ -25,17 +27,18 @@ class Held:
         """What is there from step to step."""
         return self.stored + self.gradient + self.state
 
-    def __add__(self, other: "Held") -> "Held":
-        return Held(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+def lasting_on_rank(dense: Held, experts: Held, topology: Topology) -> float:
+    """Bytes of what lasts of a stage's parameters on each of its ranks."""
+    return dense.lasting / len(topology.group("dense", 0)) + experts.lasting / topology.ranks_per_stage
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A kind of decoder layer. dense, experts: its parameters. active: numbers that a token is multiplied with."""
+    """A kind of decoder layer. dense, experts: its parameters."""
 
     dense: Held
     experts: Held
-    active: int
 
 
 @dataclass(frozen=True)

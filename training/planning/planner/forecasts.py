@@ -2,7 +2,6 @@
 side by side."""
 
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
+from ....moe.util.child import cores
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
 from ...config.optimizers import OUR_OPTIMIZERS
@@ -127,7 +127,8 @@ class Forecasts:
                 for future in as_completed(futures):
                     number = futures[future]
                     found[number] = future.result()
-                    self._keep(found[number], *_key(settled[number]))
+                    # which is in the cache directory already
+                    self._found[self._name(*_key(settled[number]))] = found[number]
                     tell(len(found), len(settled))
         return [found[number] for number in range(len(settled))]
 
@@ -151,17 +152,20 @@ class Forecasts:
         return found
 
     def _known(self, kind: type[T], *key: Any) -> T | ExpertMeshError | None:
-        name = kept.key_of(self.said, self.device, *key)
+        name = self._name(*key)
         if name not in self._found and self._is_kept(key) and (known := kept.known(kind, name)) is not None:
             self._found[name] = known
         found: T | ExpertMeshError | None = self._found.get(name)
         return found
 
     def _keep(self, found: Any, *key: Any) -> None:
-        name = kept.key_of(self.said, self.device, *key)
+        name = self._name(*key)
         self._found[name] = found
         if self._is_kept(key):
             kept.keep(found, name)
+
+    def _name(self, *key: Any) -> str:
+        return kept.key_of(self.said, self.device, *key)
 
     def _is_kept(self, key: Sequence[Any]) -> bool:
         (config,) = (each for each in key if isinstance(each, TrainConfig))
@@ -183,11 +187,6 @@ def _tried(find: Callable[[], T]) -> T | ExpertMeshError:
         return find()
     except ExpertMeshError as error:
         return error
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

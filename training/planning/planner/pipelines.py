@@ -10,9 +10,10 @@ from ....sharding.pipeline.timeline import Costs, Timetable
 from ...config.train_config import TrainConfig
 from ..memory import FRAGMENTATION, LASTING, Memory
 from .account import Account, LayerCosts
+from .asked import Asked
 from .costs import seconds_among
-from .facts import Cuts, Held, ModelFacts
-from .forecasts import Asked, Forecasts
+from .facts import Cuts, Held, ModelFacts, lasting_on_rank
+from .forecasts import Forecasts
 
 STEADY = 3
 """After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""
@@ -117,16 +118,14 @@ class PipelinedStep:
 
     def _of_layer(self, stage: int, kind: int) -> float:
         costs = self.costs_of(kind)
-        moments = _held_by_stages(*self._steady)[stage]
-        kept = max(in_flight * costs.kept + waiting * costs.queued for in_flight, waiting in moments)
+        kept = max(costs.held(*moment) for moment in _held_by_stages(*self._steady)[stage])
         return self._lasting(self.facts.kinds[kind].dense, self.facts.kinds[kind].experts) + (1 + FRAGMENTATION) * kept
 
     def _lasting(self, dense: Held, experts: Held) -> float:
         """Bytes on a rank of what lasts."""
         if self.asked.config.offload:
             return 0.0
-        topology = self.asked.topology
-        return dense.lasting / len(topology.group("dense", 0)) + experts.lasting / topology.ranks_per_stage
+        return lasting_on_rank(dense, experts, self.asked.topology)
 
     @property
     def _steady(self) -> tuple[ScheduleName, int, int, int]:
@@ -161,8 +160,7 @@ class PipelinedStep:
 
     def _kept(self, layers: range, in_flight: int, waiting: int) -> float:
         """Bytes that a stage keeps of so many micro-batches, and of so many that wait for their weight gradients."""
-        costs = [self.costs_of(self.facts.layers[layer]) for layer in layers]
-        return sum(in_flight * each.kept + waiting * each.queued for each in costs)
+        return sum(self.costs_of(self.facts.layers[layer]).held(in_flight, waiting) for layer in layers)
 
     def seconds(self, stages: tuple[range, ...]) -> float:
         """From the first forward of a step to the last backward.
@@ -209,7 +207,8 @@ class PipelinedStep:
         whole, micro_batches = self.whole, self.asked.config.micro_batches(self.asked.world_size)
         layers = sum(len(stages[stage]) for stage in range(rank, self.number, self.pp_size))
         share = layers / len(self.facts.layers)
-        time = whole.time * (share * micro_batches / whole.forwards)
+        often = share * micro_batches / whole.forwards
+        time = whole.time * often
         time = replace(time, update=whole.time.update * share)
         seconds = self.seconds(stages)
         return replace(
@@ -220,12 +219,7 @@ class PipelinedStep:
             stages=",".join(str(len(each)) for each in stages),
             memory=replace(whole.memory, peak=round(held[rank].total), kinds=held[rank]),
             sent=tuple(
-                replace(
-                    each,
-                    times=round(each.times * share * micro_batches / whole.forwards),
-                    total=each.total * share * micro_batches / whole.forwards,
-                    between=each.between * share * micro_batches / whole.forwards,
-                )
+                replace(each, times=round(each.times * often), total=each.total * often, between=each.between * often)
                 for each in whole.sent
             ),
             time=replace(time, bubble=max(0.0, seconds - (time.total - time.update))),

@@ -17,7 +17,7 @@ from ..memory import Fit, Memory
 from .account import Account
 from .asked import Asked
 from .costs import Cluster, seconds_among
-from .facts import ModelFacts
+from .facts import ModelFacts, lasting_on_rank
 from .forecasts import Forecasts
 from .hardware import Hardware
 from .pipelines import can_leave_weights, one_stage, pipelined
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def topology(self) -> Topology:
-        return Asked(self.config, self.world_size, self.cluster).topology
+        return self.config.topology(self.world_size)
 
     @cached_property
     def fit(self) -> Fit:
@@ -395,9 +395,7 @@ def _plan(forecasts: Forecasts, asked: Asked, account: Account | ExpertMeshError
 
 def estimate_lasting(facts: ModelFacts, config: TrainConfig, world_size: int) -> float:
     """Bytes on a rank of what lasts."""
-    topology = Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size)
-    dense, experts = facts.dense.lasting / config.pp_size, facts.experts.lasting / config.pp_size
-    return dense / len(topology.group("dense", 0)) + experts / topology.ranks_per_stage
+    return lasting_on_rank(facts.dense, facts.experts, config.topology(world_size)) / config.pp_size
 
 
 @dataclass(frozen=True)
@@ -487,9 +485,7 @@ class _Sizes:
 
     def __init__(self, search: Search, config: TrainConfig):
         facts, cluster = search.facts, search.cluster
-        topology = Topology(
-            search.world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size
-        )
+        topology = config.topology(search.world_size)
         sequences = config.per_device_train_batch_size * config.sequences_per_row
         of_rank = sequences * config.max_seq_length / config.ranks_per_sequence
         self.tokens, self.computed = of_rank, of_rank / config.pp_size

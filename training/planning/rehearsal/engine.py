@@ -52,8 +52,7 @@ def facts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> Mode
     for layer in firsts:
         experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
         dense = [p for p in layer.parameters() if p not in experts]
-        active = sum(p.numel() for p in dense) + sum(p.numel() for p in experts) * shape.top_k // shape.num_experts
-        of_kinds.append(LayerFacts(held.of(dense), held.of(experts), active))
+        of_kinds.append(LayerFacts(held.of(dense), held.of(experts)))
     in_layers = {p for layer in layers for p in layer.parameters()}
     embedding = set(model.get_input_embeddings().parameters())
     around = [p for p in model.parameters() if p not in in_layers]
@@ -123,17 +122,16 @@ def account_of(
     """
     complete = Short.complete(facts.layers, asked.config.layers_of_stages)
     base = complete.shortest(asked.own_stages)
-    several = [base, *(each for each, _ in base.longer(asked.own_stages))]
+    longer = base.longer(asked.own_stages)
     # stages that a run cuts by itself are others in each model
     is_open = asked.config.pp_size > 1 and not complete.stages
-    if every_layer or is_open or sum(len(each.layers) for each in several) >= len(facts.layers):
-        base = complete
+    number = sum(len(each.layers) for each in (base, *(each for each, _ in longer)))
+    if every_layer or is_open or number >= len(facts.layers):
+        base, longer = complete, []
     first = run_short(asked, model_config, facts, base)
     if order is not None:
         order += first.order
-    more = [
-        (run_short(asked, model_config, facts, each).figures, times) for each, times in base.longer(asked.own_stages)
-    ]
+    more = [(run_short(asked, model_config, facts, each).figures, times) for each, times in longer]
     figures = on_line(first.figures, more)
     return told(asked, facts, first, figures)
 

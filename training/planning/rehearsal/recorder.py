@@ -139,6 +139,11 @@ class Maker:
     micro: int | None
     come_to: int | None = None
 
+    @property
+    def layer(self) -> int | None:
+        """As of an `Event`."""
+        return self.come_to if self.place.layer is None else self.place.layer
+
 
 class Recorder(Pausable, TorchDispatchMode):
     """Within it every operator leaves an `Event`. Values that the host would read from a tensor are 1, as there are

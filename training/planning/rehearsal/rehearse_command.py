@@ -3,8 +3,8 @@ whose flags are in `rehearse_flags.py`.
 
 The real code of one rank (build, shard, forward, backward, clipping, optimizer step) runs with tensors that hold no
 memory: no GPU is needed, and no weights. Says whether it fits, what memory is for and when it peaks, what is sent, what
-each part of a step computes, and what would fail. How long a step would take the planner says. Rates are those that
-others attained; what NCCL and CUDA take is assumed, and printed.
+each part of a step computes, how long a step takes, and what would fail. Rates are those that others attained; what
+NCCL and CUDA take is assumed, and printed.
 """
 
 import argparse

@@ -133,7 +133,6 @@ def layer_costs(
         if is_forward and event.flops and event.place.part == "expert GEMMs":
             found[where] += LayerCosts(weights=event_seconds(event, cluster.hardware), queued=event.moved)
     for maker, size in kept:
-        layer = maker.come_to if maker.place.layer is None else maker.place.layer
         if maker.micro == last:
-            found["after" if layer is None else str(kinds[layer])] += LayerCosts(kept=size)
+            found["after" if maker.layer is None else str(kinds[maker.layer])] += LayerCosts(kept=size)
     return {where: cost * (1 / max(1, list(map(str, kinds)).count(where))) for where, cost in found.items()}
