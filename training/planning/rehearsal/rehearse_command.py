@@ -86,10 +86,12 @@ def _as_json(plan: Plan, even: Plan) -> dict[str, Any]:
 
 
 def _timed(forecasts: Forecasts, asked: Asked, account: Account) -> Account:
-    """The account of a rank; with a pipeline, whoever tells of the step, it takes as long."""
+    """The account of a rank; with a pipeline, whoever tells of the step, it takes as long, and the mean rank needs as
+    much."""
     if asked.config.pp_size == 1:
         return account
-    return replace(account, time=pipelined(forecasts, asked, asked.cluster.memory).account().time)
+    step = pipelined(forecasts, asked, asked.cluster.memory).account()
+    return replace(account, time=step.time, needed=step.needed)
 
 
 def _in_order(
