@@ -279,17 +279,22 @@ def test_a_recipe_says_why(name: str) -> None:
 
 
 def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
-    """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing."""
+    """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing. Of a pipeline's
+    memory, which `plan` estimates, here is the dry run's, of the rank that holds the most by estimate."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     forecasts = Forecasts(file.content, file.load)
-    asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory))
+    natural = GivenRouting(samples=1, busiest=None)
+    asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
     if config.pp_size > 1:
         # as a run of it does
         asked = replace(asked, config=with_open_settings(forecasts, asked, NEAR * H100.device.memory)[0])
-    routings = (GivenRouting(samples=1, busiest=busiest) for busiest in (None, 1.0))
-    plan, even = forecast(forecasts, [replace(asked, routing=routing) for routing in routings])
+    plan, even = forecast(forecasts, [asked, replace(asked, routing=replace(natural, busiest=1.0))])
     assert isinstance(plan, Plan), plan
     assert isinstance(even, Plan), even
+    if config.pp_size > 1:
+        run = forecasts.account(replace(asked, rank=plan.account.rank))
+        held = replace(plan.account, memory=run.memory, communicators=run.communicators, in_host=run.in_host)
+        plan = replace(plan, account=held)
     return plan, even
 
 

@@ -31,6 +31,9 @@ MEMORY = re.compile(
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
+    if config.packing:
+        # as the head states it: sequences are one sample each
+        flags += ["--samples-per-row", "1"]
     if config.pp_size > 1:
         flags += ["--rank", str(planned_recipe(name, gpus)[0].account.rank)]
     assert main(["rehearse", *flags, "--json"]) == 0
