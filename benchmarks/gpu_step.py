@@ -44,7 +44,7 @@ from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+from expertmesh.sharding.runtime.process import device_type, end_process_group, start_process_group
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.engine import assemble
 from expertmesh.training.loss.balance import LossWeights
@@ -220,9 +220,7 @@ def sized(arguments: argparse.Namespace, layers: int) -> Any:
 
 def measure(arguments: argparse.Namespace) -> Found:
     """Run the steps and take all figures."""
-    ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
-    device = ranks.device
-    is_gpu, layers = device.type == "cuda", arguments.layers
+    is_gpu, layers = device_type(arguments.use_cpu) == "cuda", arguments.layers
     if is_gpu and not layers:
         free, of_card = torch.cuda.mem_get_info()
         layers, said = layers_that_fit(arguments, free)
@@ -230,7 +228,10 @@ def measure(arguments: argparse.Namespace) -> Found:
         arguments.layers = layers
     model_config, config = sized(arguments, layers), settings_of(arguments, is_gpu)
     name = torch.cuda.get_device_name() if is_gpu else "CPU"
+    # a dry run makes a process group of its own
     account = forecast(config, model_config, known_gpu(name) if is_gpu else None)
+    ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
+    device = ranks.device
     if not is_gpu:
         restart_peak()
     before = resident("VmRSS")

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -174,6 +175,16 @@ def run_campaign(campaign: Campaign, directory: Path, *args: Any) -> tuple[int, 
 def _cpu_seconds(process: int | None) -> float:
     user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def without_process_group() -> Iterator[None]:
+    """Within it a campaign's process has none, for what makes its own."""
+    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        start_process_group(use_cpu=True, timeout_seconds=60)
 
 
 def _work(pipe: Connection, campaign: Campaign, directory: Path, now: Any, began: Any, args: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -36,9 +37,11 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
 from expertmesh.training.data.samples import DataOptions, _records, load_samples
 from expertmesh.training.inputs import load_tokenizer
+from expertmesh.training.planning.planner import forecasts
 from expertmesh.training.planning.planner.hardware import preset, save_measured
 from tests.encoded import save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
+from tests.hostile.harness import without_process_group
 from tests.tiny import save_model, save_tokenizer
 from tests.untrained import add_tensors
 
@@ -177,8 +180,9 @@ def planned(path: Path) -> str:
     argv = ["plan", "--model", str(path), "--gpus", "2", "--micro-batch", "1", "--json"]
     errors, output = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
-        # the cache lies outside of what may be written
-        code = plan_main([*argv, "--calibrate", str(path / "rates.json"), "--no-cache"])
+        # the cache lies outside of what may be written, and no process may be started
+        with without_process_group(), mock.patch.object(forecasts, "cores", lambda: 1):
+            code = plan_main([*argv, "--calibrate", str(path / "rates.json"), "--no-cache"])
     if code == 2:
         raise ExpertMeshError(errors.getvalue())
     return output.getvalue()

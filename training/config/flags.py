@@ -134,7 +134,8 @@ class FlagParser(Parser):
     def _with_answer(self, error: ArgumentError, action: Action, value: str) -> ArgumentError:
         """The error with what to give instead, if the value is another tool's."""
         instead = self.others.answer_to_value(action.dest, value)
-        return ArgumentError(action, f"{error.message}; {instead}" if instead else error.message)
+        message = error.message.replace(value, f"{value[:100]} ...") if len(value) > 100 else error.message
+        return ArgumentError(action, f"{message}; {instead}" if instead else message)
 
     def takes_list(self, name: str) -> bool:
         """Whether a field has a list of values."""
