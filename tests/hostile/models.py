@@ -179,10 +179,15 @@ def run_config(path: Path) -> TrainConfig:
 def planned(path: Path) -> str:
     argv = ["plan", "--model", str(path), "--gpus", "2", "--micro-batch", "1", "--json"]
     errors, output = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
-        # the cache lies outside of what may be written, and no process may be started
-        with without_process_group(), mock.patch.object(forecasts, "cores", lambda: 1):
-            code = plan_main([*argv, "--calibrate", str(path / "rates.json"), "--no-cache"])
+    with (
+        contextlib.redirect_stderr(errors),
+        contextlib.redirect_stdout(output),
+        without_process_group(),
+        # no process may be started
+        mock.patch.object(forecasts, "cores", return_value=1),
+    ):
+        # the cache lies outside of what may be written
+        code = plan_main([*argv, "--calibrate", str(path / "rates.json"), "--no-cache"])
     if code == 2:
         raise ExpertMeshError(errors.getvalue())
     return output.getvalue()
