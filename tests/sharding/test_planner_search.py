@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.planning import tables
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner.asked import Asked
@@ -26,6 +29,7 @@ from expertmesh.training.planning.planner.search import (
     sequences_per_step,
 )
 from expertmesh.training.planning.planner.tried import MICRO_BATCHES, Tried
+from expertmesh.training.planning.tables import launch_line
 from tests.sharding.planned import H100, ByFormula, cluster_of, flags_of, mixtral_facts
 from tests.tiers import tiered
 from tests.tiny import tiny_config
@@ -58,6 +62,24 @@ def every_plan(searched: Search) -> list[Plan]:
     """All layouts, by the formula that the search asks for some of them alone."""
     found = forecast(ByFormula(SAID), [searched.asked(config) for config in searched.layouts])
     return best_first(plan for plan in found if isinstance(plan, Plan))
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter": "lora", "base_dtype": "nf4"}, {"cp_size": 2, "packing": True}])
+def test_every_layout_has_a_launch_line_that_starts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """One in 23 of them; also beside a file that says what they say, or other values."""
+    file = tmp_path / "run.yaml"
+    said = {"ep_size": 4, "per_device_train_batch_size": 2, "gradient_checkpointing": "full", "bf16": True}
+    file.write_text(yaml.safe_dump(said))
+    found = of(WHATEVER, 16, **changes)
+    for config in found[::23]:
+        launch_line(config, 16, 8)
+        launch_line(config, 16, 8, said, str(file))
+    monkeypatch.setattr(tables, "_ALWAYS", ("model", "dataset"))
+    # as a file's values are to be overridden by those at their defaults, too
+    with pytest.raises(AssertionError, match="differs in .*'ep_size'"):
+        launch_line(of(Tried((1,), ep_size=1), 16, **changes)[0], 16, 8, {}, str(file))
 
 
 def test_layouts_fill_the_ranks() -> None:

@@ -32,7 +32,8 @@ def other(setting: Field[Any], config: TrainConfig) -> Any:
     """Another value than the default."""
     if setting.name in VALUES:
         return VALUES[setting.name]
-    value, choices = getattr(config, setting.name), get_args(setting.type)
+    value = getattr(config, setting.name)
+    choices = [choice for each in get_args(setting.type) for choice in get_args(each) or [each]]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from expertmesh.moe.util.parser import flag_of
 from expertmesh.training import engine
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
+from expertmesh.training.planning import tables
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
 from expertmesh.training.planning.planner.forecasts import LAYOUT, alike
+from expertmesh.training.planning.tables import launch_line
 from tests.families.configs import tiny_config
 from tests.flags import last_of_each
 from tests.sharding.planned import launched
@@ -69,6 +72,24 @@ def test_a_forecast_is_asked_for_with_each_setting(name: str) -> None:
     _, config = changed(name)
     assert alike(config) == alike(alike(config))
     assert replace(alike(config), **LAYOUT).ep_size == 1
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"model", "dataset"}))
+def test_a_launch_line_that_starts_another_run_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Whether it is a flag that says the setting, or a YAML file."""
+    _, config = changed(name)
+    value = getattr(config, name)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({name: value}))
+    assert flag_of(name) in launch_line(config, 8, 8)
+    assert launch_line(config, 8, 8, {name: value}, str(file))
+
+    monkeypatch.setattr(tables, "flags_of_config", partial(flags_of_config, never=(name,)))
+    # without some settings others are refused, or the file's stand
+    with pytest.raises((AssertionError, ExpertMeshError), match=f"differs in .*'{name}'|{flag_of(name)}"):
+        launch_line(config, 8, 8)
 
 
 def groups() -> Iterator[TrainConfig]:

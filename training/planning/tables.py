@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...moe.util.terminal import folded
 from ...sharding.topology import ranks_per_equal_node
-from ..config.train_config import TrainConfig, flags_of_config
+from ..config.train_config import SETTINGS, TrainConfig, flags_of_config, parse_config
 from .columns import Column, open_console, print_table
 from .coverage import assumed_code, not_modelled
 from .imbalance import GivenRouting
@@ -304,6 +304,9 @@ def launch_line(
     if config.global_batch_size is None:
         always[always.index("global_batch_size")] = "gradient_accumulation_steps"
     words = [*([] if config_file is None else ["--config", config_file]), *flags_of_config(config, always, file)]
+    started = vars(parse_config(words))
+    apart = [name for name in SETTINGS if started[name] != getattr(config, name)]
+    assert not apart, f"the launch line starts another run than was planned: it differs in {apart}"
     quoted = " ".join(f'"{word}"' if word in (DATASET, OUTPUT_DIR) else shlex.quote(word) for word in words)
     return f"torchrun {across}--nproc-per-node {here} -m expertmesh.train_ep {quoted}"
 
