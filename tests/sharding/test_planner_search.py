@@ -78,7 +78,7 @@ def test_every_layout_has_a_launch_line_that_starts_it(
         launch_line(config, 16, 8, said, str(file))
     monkeypatch.setattr(tables, "_ALWAYS", ("model", "dataset"))
     # as a file's values are to be overridden by those at their defaults, too
-    with pytest.raises(AssertionError, match="differs in .*'ep_size'"):
+    with pytest.raises(AssertionError, match=r"differs in .*'ep_size'"):
         launch_line(of(Tried((1,), ep_size=1), 16, **changes)[0], 16, 8, {}, str(file))
 
 

@@ -88,7 +88,7 @@ def test_a_launch_line_that_starts_another_run_is_not_printed(
 
     monkeypatch.setattr(tables, "flags_of_config", partial(flags_of_config, never=(name,)))
     # without some settings others are refused, or the file's stand
-    with pytest.raises((AssertionError, ExpertMeshError), match=f"differs in .*'{name}'|{flag_of(name)}"):
+    with pytest.raises((AssertionError, ExpertMeshError), match=rf"differs in .*'{name}'|{flag_of(name)}"):
         launch_line(config, 8, 8)
 
 
