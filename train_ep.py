@@ -4,7 +4,7 @@
     python train_ep.py --model DIR --dataset data.jsonl            # one process
 
 `--help` lists the flags. What is wrong with them is told before torch is imported; the run itself is
-`training/run.py`.
+`training/run/run.py`.
 """
 
 import os
@@ -40,7 +40,7 @@ def _main(argv: Sequence[str] | None) -> int:
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # of bars in a log, which tqdm reads when it is imported
     try:
         config = read_flags(argv)
-        from expertmesh.training.run import run
+        from expertmesh.training.run.run import run
 
         return run(config)
     except ExpertMeshError as error:
@@ -54,7 +54,7 @@ def read_flags(argv: Sequence[str] | None) -> "TrainConfig":
         ExpertMeshError: a flag does not work here; ranks on other nodes, where it may work, are told.
     """
     from expertmesh.training.config.train_config import parse_config
-    from expertmesh.training.start import check_apart, prepare_process
+    from expertmesh.training.start.process import check_apart, prepare_process
 
     try:
         config = parse_config(argv)

@@ -48,7 +48,7 @@ from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 VARIANTS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
 LEARNING_RATE = 1e-4

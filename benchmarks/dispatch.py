@@ -39,7 +39,7 @@ from expertmesh.training.engine import assemble, place
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 RANKS_PER_NODE = 2
 VARIANTS = DISPATCHER_ENTRIES.names()

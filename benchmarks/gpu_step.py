@@ -56,7 +56,7 @@ from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.rehearsal.building import ConfigAlone, DeviceType
 from expertmesh.training.planning.this_machine import CPU, NETWORK, known_gpu
-from expertmesh.training.step import StepResult, train_step
+from expertmesh.training.steps.step import StepResult, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 ATTENTION = ("flash", "cudnn", "fmha", "efficient", "attention")

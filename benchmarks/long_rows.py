@@ -44,7 +44,7 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.columns import Column, open_console, print_table
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
-from expertmesh.training.step import compute_gradients, train_step
+from expertmesh.training.steps.step import compute_gradients, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 TOLERANCE = 1e-4

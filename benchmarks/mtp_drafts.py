@@ -54,7 +54,7 @@ def accepted(path: Path, records: list[dict[str, str]]) -> float:
     import expertmesh
     from expertmesh.moe.experts.forward import Ahead, Forward, Targets
     from expertmesh.moe.experts.model_layers import decoder_layers
-    from expertmesh.training.evaluate import inference
+    from expertmesh.training.steps.evaluate import inference
 
     engine: Any = expertmesh.load(str(path), use_cpu=True, train_mtp=True)
     tokenizer, model, agreed = engine.tokenizer, engine.model, []

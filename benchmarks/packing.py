@@ -41,7 +41,7 @@ from expertmesh.training.data.sequences import DataOrder, Rows, make_rows
 from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
 # tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread

@@ -64,7 +64,7 @@ from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.this_machine import CPU
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")

@@ -51,7 +51,7 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.columns import Column, open_console, print_table
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),

@@ -31,7 +31,7 @@ from expertmesh.training.data.batch import Batch
 from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 
 import expertmesh
 from expertmesh import train_ep
-from expertmesh.training import evaluate as evaluation
 from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.data.batch import Batch
-from expertmesh.training.evaluate import Best
+from expertmesh.training.steps import evaluate as evaluation
+from expertmesh.training.steps.evaluate import Best
 from tests.families.configs import is_older
 from tests.rounding import near
 

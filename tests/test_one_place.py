@@ -76,7 +76,7 @@ from expertmesh.training.optim.optimizer import nothing_occasional, register_opt
 from expertmesh.training.planning import imbalance
 from expertmesh.training.planning.planner import forecasts, kept
 from expertmesh.training.report.page import write_report
-from expertmesh.training.resume import changed_state
+from expertmesh.training.start.resume import changed_state
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference, sharded_model
 from tests.distributed.whole_runs import assert_equal_weights

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import expertmesh
 from benchmarks import demo
 from expertmesh.sharding.runtime.watchdog import STUCK
-from expertmesh.training import output
+from expertmesh.training.run import output
 from tests.families.configs import is_older
 from tests.tiers import tiered
 

@@ -17,7 +17,7 @@ from accelerate.utils import LoggerType
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.training.start import TRACKERS
+from expertmesh.training.start.process import TRACKERS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("moe", "sharding", "checkpoints", "training")

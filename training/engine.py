@@ -62,15 +62,10 @@ from .attention.packed_attention import choose_attention
 from .attention.padded_lengths import padding_of
 from .config.settings import CrossEntropy
 from .config.train_config import TrainConfig
-from .consistency import compare_models
 from .data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
 from .data.chat import answer_ends
 from .data.samples import prompt_tokens
-from .elastic import fit_to_ranks
-from .evaluate import Evaluation, label_logprobs, mean_loss
 from .fused.liger import use_liger
-from .generate import generate
-from .inputs import load_tokenizer, open_model
 from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from .loss.head import attach_loss_head, choose_cross_entropy
 from .loss.mtp import use_mtp
@@ -84,8 +79,13 @@ from .model_setup.new_tokens import train_new_tokens
 from .model_setup.rates import experts_apart
 from .optim.optimizer import build_optimizer
 from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from .resume import Tell, check_resume, find_resume
-from .step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
+from .start.consistency import compare_models
+from .start.elastic import fit_to_ranks
+from .start.inputs import load_tokenizer, open_model
+from .start.resume import Tell, check_resume, find_resume
+from .steps.evaluate import Evaluation, label_logprobs, mean_loss
+from .steps.generate import generate
+from .steps.step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .tensor_parallel.divide import apply_tensor_parallel, divide_vocabulary
 from .tensor_parallel.overlap import check_async, symmetric_memory
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .moe.registration import register_ep_implementation
     from .moe.util.errors import ExpertMeshError
+    from .training.api.hf_trainer import Trainer, TrainerMixin
+    from .training.api.library import load
     from .training.config.load_settings import LoadSettings
     from .training.engine import Engine
-    from .training.evaluate import Evaluation
-    from .training.hf_trainer import Trainer, TrainerMixin
-    from .training.library import load
-    from .training.step import StepResult
+    from .training.steps.evaluate import Evaluation
+    from .training.steps.step import StepResult
 
     __version__: str
 
@@ -41,13 +41,13 @@ __all__ = [
 
 _MODULES = {
     "Engine": "training.engine",
-    "Evaluation": "training.evaluate",
+    "Evaluation": "training.steps.evaluate",
     "ExpertMeshError": "moe.util.errors",
     "LoadSettings": "training.config.load_settings",
-    "StepResult": "training.step",
-    "Trainer": "training.hf_trainer",
-    "TrainerMixin": "training.hf_trainer",
-    "load": "training.library",
+    "StepResult": "training.steps.step",
+    "Trainer": "training.api.hf_trainer",
+    "TrainerMixin": "training.api.hf_trainer",
+    "load": "training.api.library",
     "register_ep_implementation": "moe.registration",
 }
 

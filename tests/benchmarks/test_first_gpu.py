@@ -289,7 +289,7 @@ def test_a_run_that_fails_on_a_card_leaves_no_process(
 
 STEP: dict[str, Any] = {
     "setting": "mixtral-8x7b, 3 layers", "tokens_per_second": 21000.0, "mfu": 0.36, "idle_share": 0.02, "moe_layers": 3,
-    "waits": {"moe/dispatch.py:1": 3, "training/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
+    "waits": {"moe/dispatch.py:1": 3, "training/steps/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
     "forecast_bytes": 70e9, "too_large": 0,
 }  # fmt: skip
 """As `benchmarks.gpu_step --json` writes it."""

@@ -12,7 +12,7 @@ from expertmesh.checkpoints.files.directories import replace_directory, sweep_be
 from expertmesh.checkpoints.training_state.marker import check_file, read_marker, whole_checkpoints
 from expertmesh.checkpoints.training_state.saving import sweep
 from expertmesh.moe.util.atomic_write import whole
-from expertmesh.training.finished import Finished, read_finished
+from expertmesh.training.run.finished import Finished, read_finished
 from tests.checkpoints.commands import contents, run
 from tests.distributed.pool import RankPool
 from tests.power_cut import recorded, states

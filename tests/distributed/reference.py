@@ -29,11 +29,11 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder, pack
 from expertmesh.training.engine import assemble, place
-from expertmesh.training.inputs import with_new_tokens
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import StepResult, train_step
+from expertmesh.training.start.inputs import with_new_tokens
+from expertmesh.training.steps.step import StepResult, train_step
 from tests.parity.case import MAX_GRAD_NORM, Case, Figures, hf_model
 from tests.parity.kept import expected
 from tests.parity.kept import in_our_layout as renamed

@@ -23,7 +23,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine
 from expertmesh.training.engine import assemble
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.step import compute_gradients
 from expertmesh.training.tensor_parallel import overlap
 from expertmesh.training.tensor_parallel.overlap import SymmetricMemory, check_async, symmetric_memory
 from tests.distributed.pool import RankPool

@@ -22,7 +22,7 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.sharding.parallelize.recompute import _ROUTING, _selective_contexts, watch_choices
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.micro_batch import forward_of, token_loss_sum
+from expertmesh.training.steps.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
 from tests.parity.case import Case, hf_model, random_samples

@@ -32,7 +32,7 @@ from expertmesh.sharding.parallelize import recompute
 from expertmesh.sharding.parallelize.choices import ranks_of_equal_nodes, ranks_of_nodes
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, ours, reference, sharded_model
 from tests.families.configs import TEXT_IDS

@@ -16,7 +16,7 @@ import transformers
 
 import expertmesh
 from expertmesh import train_ep
-from expertmesh.training import consistency as alike
+from expertmesh.training.start import consistency as alike
 from tests.distributed.pool import RankPool
 from tests.flags import last_of_each
 from tests.tiny import save_model, save_tokenizer

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.topology import tp_sizes_on_nodes
-from expertmesh.training import elastic
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.elastic import recorded_sequences_per_step
+from expertmesh.training.start import elastic
+from expertmesh.training.start.elastic import recorded_sequences_per_step
 from tests.distributed.whole_runs import Runs, assert_equal_weights
 from tests.rounding import near
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from expertmesh.checkpoints.files.checksums import seal
-from expertmesh.training.finished import Finished
 from expertmesh.training.monitoring import log
+from expertmesh.training.run.finished import Finished
 from tests.distributed.whole_runs import SIX_STEPS, Ended, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.tiers import tiered
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 import expertmesh
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.inputs import read_inputs
-from expertmesh.training.loop import data_order
+from expertmesh.training.run.loop import data_order
+from expertmesh.training.start.inputs import read_inputs
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import FIXED_PRODUCTS, Ended, Runs, assert_same_bits, read
 from tests.families.configs import tiny_model

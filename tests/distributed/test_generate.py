@@ -12,10 +12,10 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.generate import generate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.generate import generate
+from expertmesh.training.steps.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model, train_config
 from tests.parity.case import MAX_GRAD_NORM, SAMPLES, Case

@@ -14,7 +14,7 @@ from expertmesh.sharding.collectives import gloo
 from expertmesh.sharding.collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
 from tests.parity.case import SAMPLES, Case

@@ -23,7 +23,7 @@ from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import (
+from expertmesh.training.steps.micro_batch import (
     Denominators,
     LossSums,
     PooledCounts,

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file, save_file
 
-import expertmesh.training.output
+import expertmesh.training.run.output
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import ROOT, run_main
 from tests.tiers import tiered
@@ -34,8 +34,8 @@ def run_on_node(argv: list[list[str]], directory: Path, ranks_per_node: int) -> 
         # what nodes do not share is not there after a second either
         with (
             mock.patch.dict(os.environ, place),
-            mock.patch.object(expertmesh.training.output, "_SEEN_SECONDS", 1.0),
-            mock.patch.object(expertmesh.training.output, "_NOT_NEEDED_SECONDS", 0.5),
+            mock.patch.object(expertmesh.training.run.output, "_SEEN_SECONDS", 1.0),
+            mock.patch.object(expertmesh.training.run.output, "_NOT_NEEDED_SECONDS", 0.5),
         ):
             return run_main(argv[node])
     finally:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import expertmesh.training.engine
-import expertmesh.training.loop
-import expertmesh.training.step
+import expertmesh.training.run.loop
+import expertmesh.training.steps.step
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.state import local_tensor
-from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.monitoring.anomaly import AnomalyDetector
-from expertmesh.training.step import Gradients
+from expertmesh.training.steps.evaluate import Evaluation
+from expertmesh.training.steps.step import Gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.tiers import tiered
@@ -44,7 +44,7 @@ def applied(poison: Poison, model: nn.Module) -> Iterator[None]:
         yield
         return
     if poison.what == "parameter's gradient":
-        step_gradients = expertmesh.training.step.step_gradients
+        step_gradients = expertmesh.training.steps.step.step_gradients
 
         def spoil_gradient(*args: Any) -> Gradients:
             result = step_gradients(*args)
@@ -53,7 +53,7 @@ def applied(poison: Poison, model: nn.Module) -> Iterator[None]:
             local_tensor(grad).fill_(torch.nan)
             return result
 
-        with patch.object(expertmesh.training.step, "step_gradients", spoil_gradient):
+        with patch.object(expertmesh.training.steps.step, "step_gradients", spoil_gradient):
             yield
         return
 
@@ -219,12 +219,12 @@ def test_skipped_steps_leave_no_trace_and_resume(runs: Runs) -> None:
 
 def with_evaluations(argv: list[str], losses: list[float]) -> Told:
     """A run with these evaluation losses."""
-    evaluate, left = expertmesh.training.loop.evaluate, iter(losses)
+    evaluate, left = expertmesh.training.run.loop.evaluate, iter(losses)
 
     def tell_next(*args: Any) -> Evaluation:
         return replace(evaluate(*args), loss=next(left))
 
-    with patch.object(expertmesh.training.loop, "evaluate", tell_next):
+    with patch.object(expertmesh.training.run.loop, "evaluate", tell_next):
         return tell(argv)
 
 

@@ -18,7 +18,7 @@ from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore
 from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.micro_batch import forward_of, token_loss_sum
+from expertmesh.training.steps.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
 from tests.parity.case import Case, hf_model, random_samples

@@ -15,7 +15,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config import optimizers
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_roots
-from expertmesh.training.resume import changed_state
+from expertmesh.training.start.resume import changed_state
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model, train_config
 from tests.distributed.whole_runs import SIX_STEPS, Runs, assert_equal_weights, batch_of_12

@@ -24,8 +24,8 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.parallelize import prefetch_layers
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import token_loss_sum
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.micro_batch import token_loss_sum
+from expertmesh.training.steps.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import local_grads, my_batches, sharded_model
 from tests.parity.case import Case, hf_model, random_samples

@@ -21,7 +21,7 @@ from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import compute_gradients, train_step
+from expertmesh.training.steps.step import compute_gradients, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.distributed.test_generate import PROMPTS, hf_continuations

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.anomaly import AnomalyDetector
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
 from tests.distributed.test_nonfinite import FOUND, Poison, applied, tell_poisoned

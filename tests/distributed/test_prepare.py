@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from expertmesh.training import inputs
+from expertmesh.training.start import inputs
 from tests.distributed.whole_runs import Runs, Told, tell
 from tests.tiers import tiered
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import expertmesh.training.step
+import expertmesh.training.steps.step
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
+from expertmesh.training.steps.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
@@ -50,9 +50,9 @@ def queueing(argv: list[str], poison: Poison | None = None, lacks: bool = False)
         return squares_and_lacking(*args) - torch.tensor([0.0, 1.0 if lacks else 0.0])
 
     with (
-        mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=False),
-        mock.patch.object(expertmesh.training.step, "_queue_step", queue_step),
-        mock.patch.object(expertmesh.training.step, "squares_and_lacking", lacking),
+        mock.patch.object(expertmesh.training.steps.step, "computes_on_cpu", return_value=False),
+        mock.patch.object(expertmesh.training.steps.step, "_queue_step", queue_step),
+        mock.patch.object(expertmesh.training.steps.step, "squares_and_lacking", lacking),
     ):
         found = tell(argv) if poison is None else tell_poisoned(argv, poison)
     assert queued == [True] * 6
@@ -78,7 +78,7 @@ def test_the_device_skips_what_the_host_calls_not_finite(spoilt: int | None) -> 
     skipped: list[float] = []
     optimizer = mock.Mock(param_groups=[{"params": [torch.zeros(1)]}])
     optimizer.queue_step = lambda scale, is_skipped: skipped.append(float(is_skipped))
-    with mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=False):
+    with mock.patch.object(expertmesh.training.steps.step, "computes_on_cpu", return_value=False):
         assert _queue_step(optimizer, sums, 1.0)
     loss, balance, z, _, square, _, _ = sums.tolist()
     result = StepResult(loss, balance, z, math.sqrt(square), 1, 1, (), mock.Mock())
@@ -105,7 +105,7 @@ def _states(path: Path, topology: Topology, case: Case, is_queued: bool) -> list
     rate = config.router_bias_update_rate
     bias_update = BiasUpdate(model, rate) if rate else None
     batches = my_batches(case, topology, dist.get_rank(), mesh.cp_group)
-    step_gradients = expertmesh.training.step.step_gradients
+    step_gradients = expertmesh.training.steps.step.step_gradients
 
     def spoilt(*given: Any) -> Gradients:
         found = step_gradients(*given)
@@ -117,8 +117,8 @@ def _states(path: Path, topology: Topology, case: Case, is_queued: bool) -> list
     found = []
     for calls in (step_gradients, spoilt, step_gradients):
         with (
-            mock.patch.object(expertmesh.training.step, "step_gradients", calls),
-            mock.patch.object(expertmesh.training.step, "computes_on_cpu", return_value=not is_queued),
+            mock.patch.object(expertmesh.training.steps.step, "step_gradients", calls),
+            mock.patch.object(expertmesh.training.steps.step, "computes_on_cpu", return_value=not is_queued),
         ):
             result = train_step(model, optimizer, batches, mesh, LossWeights(0.05, 0.0, False), 1.0, bias_update)
         assert result.is_finite == (calls is step_gradients)

@@ -15,8 +15,8 @@ from expertmesh.sharding import replicas
 from expertmesh.sharding.replicas import check_replicas, checksum, replicated_state
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.banner import replica_lines
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.run.banner import replica_lines
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
 from tests.distributed.whole_runs import SIX_STEPS, Runs, Told, assert_same_bits, batch_of_12, tell

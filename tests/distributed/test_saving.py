@@ -12,8 +12,8 @@ import torch.distributed as dist
 import expertmesh
 from expertmesh.checkpoints.training_state.marker import whole_checkpoints
 from expertmesh.checkpoints.training_state.saving import Progress, Saver
-from expertmesh.training import loop
 from expertmesh.training.monitoring.log import RunLog
+from expertmesh.training.run import loop
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, Told, batch_of_12, tell
 from tests.gpus import two_gpus

@@ -21,8 +21,8 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.context_parallel_attention import cp_attention
 from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import token_loss_sum
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.micro_batch import token_loss_sum
+from expertmesh.training.steps.step import compute_gradients
 from expertmesh.training.tensor_parallel import regions
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full, my_batches, sharded_model

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import expertmesh.training.engine
+import expertmesh.training.run.loop
 from expertmesh.training.monitoring.meter import Meter
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
@@ -63,7 +64,9 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
     """train_ep.py on this rank, with slow steps, collectives and pauses; and the time trained, without pauses, at the
     start of training and at the end of each logging interval."""
     clock = Clock()
-    pauses = {name: clock.wrap(getattr(expertmesh.training.loop, name), more, True) for name, more in PAUSES.items()}
+    pauses = {
+        name: clock.wrap(getattr(expertmesh.training.run.loop, name), more, True) for name, more in PAUSES.items()
+    }
     with (
         mock.patch.object(time, "perf_counter", clock.read),
         mock.patch.object(dist, "all_reduce", clock.wrap(dist.all_reduce, COLLECTIVE)),
@@ -71,7 +74,7 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
         mock.patch.object(
             expertmesh.training.engine, "train_step", clock.wrap(expertmesh.training.engine.train_step, STEP)
         ),
-        mock.patch.dict(vars(expertmesh.training.loop), pauses),
+        mock.patch.dict(vars(expertmesh.training.run.loop), pauses),
         mock.patch.object(Meter, "__init__", clock.read_before(Meter.__init__)),
         mock.patch.object(Meter, "metrics", clock.read_before(Meter.metrics)),
     ):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime import agreement
-from expertmesh.training import inputs
 from expertmesh.training.planning import rank_memory
+from expertmesh.training.start import inputs
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs
 

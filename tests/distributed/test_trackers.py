@@ -40,7 +40,7 @@ def with_wandb(argv: list[str]) -> Told:
     wandb = SimpleNamespace(init=mock.Mock(return_value=told), config=mock.MagicMock())
     with (
         mock.patch.dict("sys.modules", wandb=wandb),
-        mock.patch.dict("expertmesh.training.start.TRACKERS", wandb=("json",)),  # a package that is there
+        mock.patch.dict("expertmesh.training.start.process.TRACKERS", wandb=("json",)),  # a package that is there
         mock.patch("accelerate.tracking.get_available_trackers", return_value=[LoggerType.WANDB]),
     ):
         code, _, errors = tell(argv)

@@ -20,7 +20,7 @@ from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.cluster.commands import main as cluster_command
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 from tests.distributed.whole_runs import (
     FIXED_PRODUCTS,
     ROOT,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.sharding.collectives.warm_up import warm_up
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import LossWeights, train_step
+from expertmesh.training.steps.step import LossWeights, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.parity.case import Case, hf_model, random_samples

@@ -15,10 +15,10 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import Columns
 from expertmesh.training.data.samples import DataOptions, Samples, load_samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.evaluate import evaluate
-from expertmesh.training.loop import _collated
 from expertmesh.training.loss.objective import WEIGHTED
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.run.loop import _collated
+from expertmesh.training.steps.evaluate import evaluate
+from expertmesh.training.steps.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full, in_our_layout
 from tests.distributed.whole_runs import Runs

@@ -20,8 +20,8 @@ from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import attach_loss_head
-from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compilation, compile_layers
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config, tiny_model
 from tests.in_double import InDouble

@@ -29,7 +29,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.cluster.families_command import main
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.step import compute_gradients
 from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (

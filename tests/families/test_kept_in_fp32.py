@@ -19,7 +19,7 @@ from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, fp32_parameters
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
-from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, ours, sharded_model
 from tests.families.configs import load_model

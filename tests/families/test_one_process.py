@@ -17,7 +17,7 @@ from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _dra
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.head import attach_loss_head
-from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.families.configs import EXPERTS, TEXT_IDS, persistent_buffers, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.parity.case import random_samples

@@ -17,7 +17,7 @@ from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import attach_loss_head
-from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.families.configs import few_choices, tiny_config, tiny_model
 from tests.parity.case import random_samples
 from tests.rounding import OTHER_ORDER, assert_near, gradient_errors

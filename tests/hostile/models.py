@@ -36,9 +36,9 @@ from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
 from expertmesh.training.data.samples import DataOptions, _records, load_samples
-from expertmesh.training.inputs import load_tokenizer
 from expertmesh.training.planning.planner import forecasts
 from expertmesh.training.planning.planner.hardware import preset, save_measured
+from expertmesh.training.start.inputs import load_tokenizer
 from tests.encoded import save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
 from tests.hostile.harness import without_process_group

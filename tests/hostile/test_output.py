@@ -15,9 +15,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from expertmesh import train_ep
+from expertmesh.checkpoints.files import lock
+from expertmesh.checkpoints.files.lock import DirectoryLock
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training import lock
-from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.monitoring.log import RunLog
 from tests.checkpoints.commands import contents as tree
 from tests.checkpoints.commands import run

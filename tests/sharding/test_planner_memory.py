@@ -12,12 +12,12 @@ from torch import distributed as dist
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from expertmesh.sharding.state import local_tensor
-from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.planning.memory import CONTEXT, RING, Memory
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.engine import account_of
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.micro_batch import token_loss_sum
+from expertmesh.training.steps.step import train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, allocated, cluster_of, flags_of, tiny_account, tiny_forecasts
 from tests.tiny import in_memory, tiny_config

@@ -10,13 +10,13 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.schedule import make_schedule
 from expertmesh.sharding.pipeline.timeline import Timetable, bubble
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.banner import pipeline_lines
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner.account import LayerCosts
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.pipelines import PipelinedStep, one_stage, pipelined
 from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, NoForecast
+from expertmesh.training.run.banner import pipeline_lines
 from tests.sharding.planned import ByFormula, cluster_of, flags_of, tiny_forecasts
 from tests.tiny import tiny_config
 

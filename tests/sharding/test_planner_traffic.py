@@ -9,7 +9,7 @@ from torch import distributed as dist
 from benchmarks.plan_accuracy import build_run, full_batch
 from benchmarks.traffic import CountTraffic
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, flags_of, tiny_account
 from tests.tiny import tiny_config

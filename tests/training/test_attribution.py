@@ -40,7 +40,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.planner.forecasts import has_code_from_outside
 from expertmesh.training.planning.rehearsal.triton_stand_in import import_kernels
 from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.step import train_step
+from expertmesh.training.steps.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model
 from tests.families.configs import tiny_config

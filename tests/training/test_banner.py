@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from expertmesh.training.banner import _unknown
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.run.banner import _unknown
 
 
 def inputs(tokens: list[list[int]], **tokenizer: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training import consistency
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.consistency import start_facts
-from expertmesh.training.resume import check_order, compare_run
+from expertmesh.training.start import consistency
+from expertmesh.training.start.consistency import start_facts
+from expertmesh.training.start.resume import check_order, compare_run
 
 PATH = Path("step-00000002")
 PLAIN: dict[str, Any] = dict(model="m", dataset=["d"])

@@ -14,10 +14,10 @@ from expertmesh.training.attention.context_parallel_attention import apply_conte
 from expertmesh.training.attention.packed_attention import OWN
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.evaluate import inference
 from expertmesh.training.loss.head import attach_loss_head
-from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.model_setup.compiling import compile_layers
+from expertmesh.training.steps.evaluate import inference
+from expertmesh.training.steps.micro_batch import token_loss_sum
 from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.families.configs import tiny_config as tiny_family
 from tests.rounding import OTHER_ORDER, gradient_errors

@@ -18,7 +18,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.banner import data_line, data_sets
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
@@ -33,7 +32,8 @@ from expertmesh.training.data.samples import (
     load_samples,
 )
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.inputs import (
+from expertmesh.training.run.banner import data_line, data_sets
+from expertmesh.training.start.inputs import (
     Inputs,
     _check_names_of_parts,
     _read_samples,

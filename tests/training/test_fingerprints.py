@@ -16,11 +16,11 @@ from expertmesh.training.config.moves import Moves
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
 from expertmesh.training.data.samples import Samples, hold_out, keys_of
 from expertmesh.training.data.sequences import Rows
-from expertmesh.training.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
-from expertmesh.training.finished import Finished, _find, read_finished
-from expertmesh.training.inputs import added_tokens, data_options
-from expertmesh.training.loop import data_order, order_facts
-from expertmesh.training.resume import check_order, compare_run
+from expertmesh.training.run.finished import Finished, _find, read_finished
+from expertmesh.training.run.loop import data_order, order_facts
+from expertmesh.training.start.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
+from expertmesh.training.start.inputs import added_tokens, data_options
+from expertmesh.training.start.resume import check_order, compare_run
 
 SETTINGS, PARSER = fields(TrainConfig), make_parser()
 # fmt: off

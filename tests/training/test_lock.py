@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.checkpoints.files import lock
+from expertmesh.checkpoints.files.lock import HOLDER, DirectoryLock
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training import lock
-from expertmesh.training.lock import HOLDER, DirectoryLock
 
 FORK = multiprocessing.get_context("fork")
 

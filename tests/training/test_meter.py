@@ -16,7 +16,7 @@ from expertmesh.moe.hf_model.counts import ParameterCounts
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring import meter as of_meter
 from expertmesh.training.monitoring.meter import Interval, Meter, measured, peak_tflops
-from expertmesh.training.step import StepResult
+from expertmesh.training.steps.step import StepResult
 
 
 @pytest.mark.parametrize(

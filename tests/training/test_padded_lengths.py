@@ -12,7 +12,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, Padding, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.loss.head import attach_loss_head
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.steps.step import compute_gradients
 from tests.parity.case import random_samples
 from tests.rounding import OTHER_ORDER, gradient_errors, near
 from tests.tiny import loaded, tiny_config, tiny_mixtral

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
-from expertmesh.training.evaluate import inference
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import count_step
-from expertmesh.training.pipelined import pipelined_gradients, pipelined_heads
+from expertmesh.training.steps.evaluate import inference
+from expertmesh.training.steps.micro_batch import count_step
+from expertmesh.training.steps.pipelined import pipelined_gradients, pipelined_heads
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
 from tests.parity.case import Case, random_samples

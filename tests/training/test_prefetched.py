@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from expertmesh.sharding.collectives.context_parallel import CPGroup
-from expertmesh.training import loop
 from expertmesh.training.data.batch import Batch, Padding, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
-from expertmesh.training.loop import made_ahead
+from expertmesh.training.run import loop
+from expertmesh.training.run.loop import made_ahead
 from tests.parity.case import random_samples
 from tests.training.test_batches import assert_same
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training import reference_logprobs
 from expertmesh.training.loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
-from expertmesh.training.reference_logprobs import FILE, RECORD, LabelledInputs, PairInputs, ReferencePass
+from expertmesh.training.tasks import reference_logprobs
+from expertmesh.training.tasks.reference_logprobs import FILE, RECORD, LabelledInputs, PairInputs, ReferencePass
 from tests.distributed.whole_runs import flip_a_bit
 
 REFERENCE_P2 = torch.arange(8, dtype=torch.float64).view(4, 2)

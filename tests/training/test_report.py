@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expertmesh.checkpoints.files.lock import DirectoryLock
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
 from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, Stretch

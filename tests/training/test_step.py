@@ -19,12 +19,12 @@ from expertmesh.moe.experts.router_stats import NO_ROUTING, RouterStats, routing
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.evaluate import Best
-from expertmesh.training.loop import _had_enough
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import Denominators, LossSums, PooledCounts, weigh_losses
 from expertmesh.training.monitoring.nonfinite import MAX_SKIPPED_IN_A_ROW, NonFiniteGuard
-from expertmesh.training.step import StepResult, after_update
+from expertmesh.training.run.loop import _had_enough
+from expertmesh.training.steps.evaluate import Best
+from expertmesh.training.steps.micro_batch import Denominators, LossSums, PooledCounts, weigh_losses
+from expertmesh.training.steps.step import StepResult, after_update
 from tests.tiny import in_memory, tiny_config
 
 

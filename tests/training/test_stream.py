@@ -17,7 +17,7 @@ from expertmesh.training.data.data_files import RowSource, open_files
 from expertmesh.training.data.samples import DataOptions, Sample, load_samples
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.data.stream import Place, Stream, place_in
-from expertmesh.training.inputs import _read_samples
+from expertmesh.training.start.inputs import _read_samples
 from tests.tiers import tiered
 
 RECORDS = (7, 5, 9)

@@ -19,9 +19,7 @@ from transformers import AutoTokenizer, TrainingArguments
 
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig, read_by
-from expertmesh.training.loss.balance import correction_biases
-from expertmesh.training.trainer_arguments import (
+from expertmesh.training.api.trainer_arguments import (
     BY_VALUE,
     FOR_SCRIPTS,
     HEEDED,
@@ -32,6 +30,8 @@ from expertmesh.training.trainer_arguments import (
     overruled_settings,
     unknown_fields,
 )
+from expertmesh.training.config.train_config import TrainConfig, read_by
+from expertmesh.training.loss.balance import correction_biases
 from tests.families.configs import tiny_model as model_of_family
 from tests.rounding import near
 from tests.tiny import save_tokenizer
@@ -708,7 +708,7 @@ def test_a_skipped_step_leaves_all_as_it_was(
 ) -> None:
     """Weights, the optimizer's state and the routers' biases, as with train_ep.py; its tokens are read, and counted."""
     model_of_family("deepseek_v3", seed=1).save_pretrained(tmp_path / "model")
-    from expertmesh.training import hf_trainer
+    from expertmesh.training.api import hf_trainer
 
     add_gradients = hf_trainer.add_gradients
     states: list[list[Tensor]] = []

@@ -11,7 +11,7 @@ from datasets import Dataset
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.loss.preference import REFERENCE, SFT, TARGETS
-from expertmesh.training.trl_pairs import COLUMNS, pairs_in_turn, with_reference
+from expertmesh.training.tasks.trl_pairs import COLUMNS, pairs_in_turn, with_reference
 
 preference = pytest.importorskip("trl.trainer.dpo_trainer")
 

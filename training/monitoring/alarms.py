@@ -14,7 +14,7 @@ import numpy as np
 from ...moe.experts.router_stats import Routing, over_ranks
 from ..config.train_config import TrainConfig
 from ..loss.balance import Balance
-from ..step import StepResult
+from ..steps.step import StepResult
 from .log import RunLog
 
 LOSS_WINDOW = 64

@@ -17,7 +17,7 @@ from ...moe.hf_model.counts import ParameterCounts, training_flops
 from ...sharding.runtime.memory import most_held, resident
 from ..loss.balance import LossWeights
 from ..metrics import METRICS, Metric
-from ..step import StepResult
+from ..steps.step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
 _PEAK_TFLOPS = {

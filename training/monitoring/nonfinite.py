@@ -5,7 +5,7 @@ from typing import Any
 
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
-from ..step import NO_TARGETS, StepResult
+from ..steps.step import NO_TARGETS, StepResult
 from .anomaly import AnomalyDetector
 
 MAX_SKIPPED_IN_A_ROW = 10

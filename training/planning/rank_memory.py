@@ -24,7 +24,7 @@ from ...sharding.topology import Topology, ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
 from ..data.sequences import Rows
-from ..inputs import Inputs
+from ..start.inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
 from .imbalance import GivenRouting
 from .memory import NEAR, Memory

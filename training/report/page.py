@@ -22,10 +22,10 @@ from typing import Any, Literal
 import yaml
 
 from ...checkpoints.files.directories import write_errors
+from ...checkpoints.files.lock import DirectoryLock
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig, flags_of_config
-from ..lock import DirectoryLock
 from ..metrics import METRICS, Chart
 from .history import History, read_history
 from .profiles import BETWEEN, EXCHANGE, read_profiles

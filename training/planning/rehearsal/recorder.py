@@ -33,7 +33,7 @@ from ....sharding.state import has_dtensor
 from ...config.optimizers import EIGEN_FLOPS
 from ...model_setup.rates import MEMORY, Operator, Work
 from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
-from ...pipelined import PipelinedStep
+from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
 from .liger_stand_in import recorded
 from .live_memory import Pausable

@@ -55,7 +55,7 @@ from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preferenc
 from ...monitoring.attribution import Parts
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
-from ...step import train_step
+from ...steps.step import train_step
 from ..imbalance import EVEN, GivenRouting
 from ..planner.account import Moment
 from .building import DeviceType, build_rehearsed

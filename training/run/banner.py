@@ -3,23 +3,23 @@
 import json
 from typing import Any
 
-from ..checkpoints.hf.source import ModelSource
-from ..moe.experts.model_layers import moe_layers, moe_shape
-from ..moe.hf_model.rope import advised_scaling
-from ..sharding.pipeline.pipeline import pipeline_of
-from ..sharding.pipeline.timeline import bubble
-from ..sharding.replicas import replicated_state
-from ..sharding.topology import Topology
-from .attention.complete_sequences import complete_sequences_line
-from .attention.packed_attention import OWN, inner_attention
-from .config.train_config import TrainConfig
-from .data.preview import describe, warnings_of
-from .data.samples import Origin, Pairs, cache_directory
-from .data.sequences import DataOrder
-from .engine import Engine
-from .inputs import Inputs
-from .loss.head import loss_head
-from .planning.rank_memory import Forecast, NoForecast
+from ...checkpoints.hf.source import ModelSource
+from ...moe.experts.model_layers import moe_layers, moe_shape
+from ...moe.hf_model.rope import advised_scaling
+from ...sharding.pipeline.pipeline import pipeline_of
+from ...sharding.pipeline.timeline import bubble
+from ...sharding.replicas import replicated_state
+from ...sharding.topology import Topology
+from ..attention.complete_sequences import complete_sequences_line
+from ..attention.packed_attention import OWN, inner_attention
+from ..config.train_config import TrainConfig
+from ..data.preview import describe, warnings_of
+from ..data.samples import Origin, Pairs, cache_directory
+from ..data.sequences import DataOrder
+from ..engine import Engine
+from ..loss.head import loss_head
+from ..planning.rank_memory import Forecast, NoForecast
+from ..start.inputs import Inputs
 
 MOST_BUBBLE = 1 / 3
 """A longer one comes with a warning."""

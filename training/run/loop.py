@@ -14,39 +14,39 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.training_state.resuming import load_best_model
-from ..checkpoints.training_state.saving import Progress, Saver
-from ..moe.experts.model_layers import moe_layers, moe_shape
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.replicas import check_replicas
-from ..sharding.runtime.memory import free_on_host
-from ..sharding.runtime.preemption import Stopped, StopRequest, boundary
-from ..sharding.runtime.process import Ranks
-from ..sharding.runtime.watchdog import Watchdog
-from ..sharding.torchrun import node_name
-from .config.train_config import TrainConfig
-from .data.batch import Batch, Padding, collate, collate_rows
-from .data.sequences import DataOrder, LabelledRows, Rows, share_out
-from .data.stream import Stream, place_in
-from .divergence import of_evaluation
-from .engine import Engine
-from .evaluate import Best, evaluate
-from .generate import generate
-from .inputs import Inputs, Prompts, check_weighted
-from .loss.objective import WEIGHTED, Objective
-from .metrics import told_of
-from .model_setup.compiling import Compilation, compilation
-from .monitoring.alarms import Alarms
-from .monitoring.collector import SteadyCollector
-from .monitoring.log import RunLog
-from .monitoring.meter import Meter, measured
-from .monitoring.nonfinite import NonFiniteGuard
-from .monitoring.profiling import StepProfiler
-from .optim.schedule import Schedule, follows_eval_loss, step_scheduler
-from .reference_logprobs import LabelledInputs, References
-from .resume import check_order
-from .step import NO_TARGETS
-from .teacher import Taught
+from ...checkpoints.training_state.resuming import load_best_model
+from ...checkpoints.training_state.saving import Progress, Saver
+from ...moe.experts.model_layers import moe_layers, moe_shape
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.replicas import check_replicas
+from ...sharding.runtime.memory import free_on_host
+from ...sharding.runtime.preemption import Stopped, StopRequest, boundary
+from ...sharding.runtime.process import Ranks
+from ...sharding.runtime.watchdog import Watchdog
+from ...sharding.torchrun import node_name
+from ..config.train_config import TrainConfig
+from ..data.batch import Batch, Padding, collate, collate_rows
+from ..data.sequences import DataOrder, LabelledRows, Rows, share_out
+from ..data.stream import Stream, place_in
+from ..engine import Engine
+from ..loss.objective import WEIGHTED, Objective
+from ..metrics import told_of
+from ..model_setup.compiling import Compilation, compilation
+from ..monitoring.alarms import Alarms
+from ..monitoring.collector import SteadyCollector
+from ..monitoring.log import RunLog
+from ..monitoring.meter import Meter, measured
+from ..monitoring.nonfinite import NonFiniteGuard
+from ..monitoring.profiling import StepProfiler
+from ..optim.schedule import Schedule, follows_eval_loss, step_scheduler
+from ..start.inputs import Inputs, Prompts, check_weighted
+from ..start.resume import check_order
+from ..steps.divergence import of_evaluation
+from ..steps.evaluate import Best, evaluate
+from ..steps.generate import generate
+from ..steps.step import NO_TARGETS
+from ..tasks.reference_logprobs import LabelledInputs, References
+from ..tasks.teacher import Taught
 
 T = TypeVar("T")
 

@@ -20,20 +20,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..checkpoints.files.directories import write_errors
-from ..checkpoints.files.kept import damage, record_kept, recorded_key
-from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
-from ..moe.util.atomic_write import PARTIAL
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.runtime.process import Ranks, raise_together
-from .config.train_config import TrainConfig, read_by
-from .data.batch import CANDIDATES, LossInputs, collate_rows
-from .data.sequences import Rows
-from .engine import Engine
-from .evaluate import by_length, head_outputs, inference
-from .fingerprints import Facts, teacher_key
-from .inputs import Inputs, load_tokenizer
-from .loss.distillation import TEACHER
+from ...checkpoints.files.directories import write_errors
+from ...checkpoints.files.kept import damage, record_kept, recorded_key
+from ...checkpoints.hf.source import ModelSource, open_source, resolve_model
+from ...moe.util.atomic_write import PARTIAL
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ..config.train_config import TrainConfig, read_by
+from ..data.batch import CANDIDATES, LossInputs, collate_rows
+from ..data.sequences import Rows
+from ..engine import Engine
+from ..loss.distillation import TEACHER
+from ..start.fingerprints import Facts, teacher_key
+from ..start.inputs import Inputs, load_tokenizer
+from ..steps.evaluate import by_length, head_outputs, inference
 
 DIRECTORY = "teacher"
 _FACTS = "facts.json"

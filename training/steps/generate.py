@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.pipeline.pipeline import pipeline_of
-from ..sharding.runtime.preemption import boundary
-from ..sharding.runtime.process import Ranks
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.pipeline.pipeline import pipeline_of
+from ...sharding.runtime.preemption import boundary
+from ...sharding.runtime.process import Ranks
 from .evaluate import inference
 from .pipelined import through_stages
 

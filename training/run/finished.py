@@ -9,18 +9,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.files.checksums import check_seal, seal
-from ..checkpoints.files.directories import write_errors
-from ..checkpoints.training_state.marker import read_marker, whole_checkpoints
-from ..checkpoints.training_state.saving import checkpoint_name
-from ..moe.util.atomic_write import sync, whole
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.runtime.process import Ranks, raise_together
-from .config.train_config import TrainConfig
-from .evaluate import Best
-from .fingerprints import Facts, exports_alike
-from .report.page import REPORT, write_report
-from .resume import Tell, check_order, compare_run
+from ...checkpoints.files.checksums import check_seal, seal
+from ...checkpoints.files.directories import write_errors
+from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
+from ...checkpoints.training_state.saving import checkpoint_name
+from ...moe.util.atomic_write import sync, whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ..config.train_config import TrainConfig
+from ..report.page import REPORT, write_report
+from ..start.fingerprints import Facts, exports_alike
+from ..start.resume import Tell, check_order, compare_run
+from ..steps.evaluate import Best
 
 FILE = "finished.json"
 EXPORTS = ("hf", "adapter")

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import xxhash
 
-from ..checkpoints.fingerprint import adapter_facts, model_facts
-from ..checkpoints.hf.source import ModelSource
-from ..moe.util.parser import flag_of
-from ..moe.util.sources import sources_digest
-from ..moe.util.versions import installed_version
-from ..sharding.runtime.agreement import check_alike
-from ..sharding.runtime.process import Ranks, device_type, raise_together
-from ..sharding.torchrun import read_environment
-from .config.train_config import TrainConfig
-from .data.digest import explain_samples, samples_facts
+from ...checkpoints.fingerprint import adapter_facts, model_facts
+from ...checkpoints.hf.source import ModelSource
+from ...moe.util.parser import flag_of
+from ...moe.util.sources import sources_digest
+from ...moe.util.versions import installed_version
+from ...sharding.runtime.agreement import check_alike
+from ...sharding.runtime.process import Ranks, device_type, raise_together
+from ...sharding.torchrun import read_environment
+from ..config.train_config import TrainConfig
+from ..data.digest import explain_samples, samples_facts
 from .fingerprints import Facts
 from .inputs import Inputs, Prompts, added_tokens
 

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moe.experts.forward import Forward, Targets
-from ..moe.experts.model_facts import facts_of
-from ..moe.experts.model_layers import moe_layers
-from ..moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
-from ..moe.hf_model.counts import seen_pairs
-from ..moe.util.gpu import computing_values
-from ..moe.util.step_parts import register_step_part
-from ..sharding.pipeline.pipeline import pipeline_of, stage_group
-from .attention.packed_attention import run_model
-from .data.batch import CANDIDATES, Batch
-from .loss.balance import LossWeights
-from .loss.head import loss_head
-from .loss.objective import Objective
+from ...moe.experts.forward import Forward, Targets
+from ...moe.experts.model_facts import facts_of
+from ...moe.experts.model_layers import moe_layers
+from ...moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
+from ...moe.hf_model.counts import seen_pairs
+from ...moe.util.gpu import computing_values
+from ...moe.util.step_parts import register_step_part
+from ...sharding.pipeline.pipeline import pipeline_of, stage_group
+from ..attention.packed_attention import run_model
+from ..data.batch import CANDIDATES, Batch
+from ..loss.balance import LossWeights
+from ..loss.head import loss_head
+from ..loss.objective import Objective
 
 register_step_part(__name__, "the step")
 

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moe.experts.model_layers import moe_layers
-from ..moe.experts.router_stats import Routing
-from ..moe.util.gpu import computes_on_cpu
-from ..moe.util.step_parts import register_step_part
-from ..sharding.clipping import clip_divisor, scale_gradients, squares_and_lacking
-from ..sharding.mesh import Mesh
-from ..sharding.parallelize.unreached import agree_on_gradients
-from ..sharding.pipeline.pipeline import pipeline_of
-from .data.batch import Batch
+from ...moe.experts.model_layers import moe_layers
+from ...moe.experts.router_stats import Routing
+from ...moe.util.gpu import computes_on_cpu
+from ...moe.util.step_parts import register_step_part
+from ...sharding.clipping import clip_divisor, scale_gradients, squares_and_lacking
+from ...sharding.mesh import Mesh
+from ...sharding.parallelize.unreached import agree_on_gradients
+from ...sharding.pipeline.pipeline import pipeline_of
+from ..data.batch import Batch
+from ..loss.balance import BiasUpdate, LossWeights
+from ..loss.objective import Objective
 from .divergence import with_divergence
-from .loss.balance import BiasUpdate, LossWeights
-from .loss.objective import Objective
 from .micro_batch import StepCounts, count_step, figure_names, losses_of
 from .pipelined import pipelined_gradients
 

@@ -10,11 +10,11 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..moe.util.errors import ExpertMeshError
-from ..moe.util.parser import flag_of
-from .config.train_config import TrainConfig
-from .data.chat import read_template
-from .data.data_files import check_places, places_read
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of
+from ..config.train_config import TrainConfig
+from ..data.chat import read_template
+from ..data.data_files import check_places, places_read
 
 
 def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
@@ -28,9 +28,9 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
             a setting does not work here.
     """
     # these need numpy, which --help does without
-    from ..checkpoints.hf.side_files import has_tokenizer
-    from ..checkpoints.hf.source import open_source, resolve_model
-    from ..checkpoints.training_state.marker import check_resumable
+    from ...checkpoints.hf.side_files import has_tokenizer
+    from ...checkpoints.hf.source import open_source, resolve_model
+    from ...checkpoints.training_state.marker import check_resumable
 
     if config.resume not in ("", "auto"):
         check_resumable(Path(config.resume), "--resume ")
@@ -50,9 +50,9 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
         check_trackers(config)
         if config.chat_template:
             read_template(config.chat_template)
-    from ..sharding.runtime.process import device_type
-    from .model_setup.determinism import set_determinism
-    from .model_setup.tf32 import set_tf32
+    from ...sharding.runtime.process import device_type
+    from ..model_setup.determinism import set_determinism
+    from ..model_setup.tf32 import set_tf32
 
     set_tf32(config.tf32, device_type(config.use_cpu))
     set_determinism(config.deterministic)

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..checkpoints.files.directories import write_errors
-from ..checkpoints.files.kept import damage, record_kept, recorded_key
-from ..moe.util.atomic_write import whole
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.runtime.process import Ranks, raise_together
-from .data.batch import LossInputs, Padding, collate_rows
-from .data.samples import Labelled, Pairs, Samples
-from .data.sequences import LabelledRows, Rows
-from .evaluate import by_length, head_outputs, inference
-from .loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
+from ...checkpoints.files.directories import write_errors
+from ...checkpoints.files.kept import damage, record_kept, recorded_key
+from ...moe.util.atomic_write import whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ..data.batch import LossInputs, Padding, collate_rows
+from ..data.samples import Labelled, Pairs, Samples
+from ..data.sequences import LabelledRows, Rows
+from ..loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
+from ..steps.evaluate import by_length, head_outputs, inference
 
 FILE, RECORD = "reference.safetensors", "reference.json"
 _MISSING, _OTHER = "is not there", "is of another model or other data"

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoints.fingerprint import explain_model
-from ..checkpoints.hf.source import well_formed
-from ..checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
-from ..checkpoints.training_state.resuming import find_checkpoint
-from ..moe.util.errors import ExpertMeshError
-from ..moe.util.parser import flag_of
-from ..sharding.runtime.agreement import differences
-from ..sharding.runtime.process import Ranks, raise_together
-from .config.moves import Moves
-from .config.optimizers import OPTIMIZERS
-from .config.train_config import TrainConfig, as_flag
-from .data.digest import explain_samples
+from ...checkpoints.fingerprint import explain_model
+from ...checkpoints.hf.source import well_formed
+from ...checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
+from ...checkpoints.training_state.resuming import find_checkpoint
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of
+from ...sharding.runtime.agreement import differences
+from ...sharding.runtime.process import Ranks, raise_together
+from ..config.moves import Moves
+from ..config.optimizers import OPTIMIZERS
+from ..config.train_config import TrainConfig, as_flag
+from ..data.digest import explain_samples
 from .fingerprints import Facts, changed_settings, recorded_config
 
 Tell = Callable[[str], object]

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharding.mesh import Mesh
-from .data.batch import Batch, LossInputs, Padding, collate_rows
-from .data.sequences import LabelledRows
+from ...sharding.mesh import Mesh
+from ..data.batch import Batch, LossInputs, Padding, collate_rows
+from ..data.sequences import LabelledRows
+from ..loss.preference import KL, REFERENCE
 from .evaluate import by_length, head_outputs, inference
-from .loss.preference import KL, REFERENCE
 
 
 def with_divergence(model: Any, batches: Sequence[Batch]) -> Sequence[Batch]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from ..moe.util.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError
 
 FILE, HOLDER = ".lock", ".lock.json"
 _WITHOUT_KERNEL = ".lock.soft"

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.files.directories import finish_replacement, write_errors
-from ..checkpoints.training_state.marker import is_checkpoint_entry
-from ..moe.util.atomic_write import PARTIAL
-from ..moe.util.errors import ExpertMeshError
-from ..moe.util.parser import flag_of
-from ..sharding.runtime.process import Ranks, raise_together
-from ..sharding.runtime.watchdog import STUCK
-from ..sharding.torchrun import node_name, nodes_of
-from .config.train_config import TrainConfig
-from .data.data_files import places_read
-from .environment import FILE as ENVIRONMENT
+from ...checkpoints.files.directories import finish_replacement, write_errors
+from ...checkpoints.files.lock import DirectoryLock
+from ...checkpoints.training_state.marker import is_checkpoint_entry
+from ...moe.util.atomic_write import PARTIAL
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.parser import flag_of
+from ...sharding.runtime.process import Ranks, raise_together
+from ...sharding.runtime.watchdog import STUCK
+from ...sharding.torchrun import node_name, nodes_of
+from ..config.train_config import TrainConfig
+from ..data.data_files import places_read
+from ..environment import FILE as ENVIRONMENT
+from ..monitoring.trackers import TRACKERS
+from ..report.profiles import PROFILES
+from ..start.process import check_directory
+from ..tasks.reference_logprobs import FILE as REFERENCE
+from ..tasks.reference_logprobs import RECORD as REFERENCE_RECORD
+from ..tasks.teacher import DIRECTORY as TEACHER
 from .finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_finished, way_to_merge
 from .finished import FILE as FINISHED
-from .lock import DirectoryLock
-from .monitoring.trackers import TRACKERS
-from .reference_logprobs import FILE as REFERENCE
-from .reference_logprobs import RECORD as REFERENCE_RECORD
-from .report.profiles import PROFILES
-from .start import check_directory
-from .teacher import DIRECTORY as TEACHER
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS, TEACHER)

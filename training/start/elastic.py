@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..checkpoints.training_state.marker import recorded_order, whole_checkpoints
-from ..moe.util.errors import ExpertMeshError
-from ..sharding.runtime.process import Ranks, raise_together
-from ..sharding.topology import Topology, check_sizes, divisors
-from .config.train_config import TrainConfig
-from .environment import FILE as ENVIRONMENT
+from ...checkpoints.training_state.marker import recorded_order, whole_checkpoints
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import Ranks, raise_together
+from ...sharding.topology import Topology, check_sizes, divisors
+from ..config.train_config import TrainConfig
+from ..environment import FILE as ENVIRONMENT
 
 
 def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:

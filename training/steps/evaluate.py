@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharding.mesh import Mesh
-from ..sharding.parallelize.parallelize import free_gathered
-from ..sharding.pipeline.pipeline import pipeline_of
-from ..sharding.runtime.preemption import boundary
-from .data.batch import Batch, LossInputs, Padding, collate_rows
-from .data.sequences import Rows, share_out
-from .loss.objective import Objective
+from ...sharding.mesh import Mesh
+from ...sharding.parallelize.parallelize import free_gathered
+from ...sharding.pipeline.pipeline import pipeline_of
+from ...sharding.runtime.preemption import boundary
+from ..data.batch import Batch, LossInputs, Padding, collate_rows
+from ..data.sequences import Rows, share_out
+from ..loss.objective import Objective
 from .micro_batch import forward_of, token_loss_sum
 from .pipelined import pipelined_heads
 

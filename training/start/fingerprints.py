@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf.source import well_formed
-from ..moe.util.errors import ExpertMeshError
-from .config.moves import Moves
-from .config.train_config import DEFAULTS, MOVES, NEEDS, SETTINGS, TrainConfig, read_by
+from ...checkpoints.hf.source import well_formed
+from ...moe.util.errors import ExpertMeshError
+from ..config.moves import Moves
+from ..config.train_config import DEFAULTS, MOVES, NEEDS, SETTINGS, TrainConfig, read_by
 
 Facts = dict[str, dict[str, str]]
 """Facts of what a run has read, each by name: of "model", "data" and, where there are any, "evaluation data",

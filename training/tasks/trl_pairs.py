@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moe.util.errors import ExpertMeshError
-from .data.batch import IGNORED
-from .engine import Engine
-from .loss.preference import REFERENCE, SFT, TARGETS
+from ...moe.util.errors import ExpertMeshError
+from ..data.batch import IGNORED
+from ..engine import Engine
+from ..loss.preference import REFERENCE, SFT, TARGETS
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """In which trl has the reference's log-probabilities."""

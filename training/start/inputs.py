@@ -9,20 +9,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.hf.source import ModelSource, open_source, resolve_model
-from ..moe.util.errors import ExpertMeshError
-from ..moe.util.terminal import folded
-from ..sharding.runtime.process import Ranks, raise_together
-from ..sharding.torchrun import read_environment
-from .config.flags import default_of
-from .config.train_config import SETTINGS, TrainConfig, as_flag
-from .data.chat import set_chat_template
-from .data.data_files import RowSource, named_parts, open_files, parse_datasets
-from .data.formats import Columns
-from .data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
-from .data.sequences import Rows, make_rows
-from .data.stream import Stream
-from .data.templates import at_date, reads_clock
+from ...checkpoints.hf.source import ModelSource, open_source, resolve_model
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.terminal import folded
+from ...sharding.runtime.process import Ranks, raise_together
+from ...sharding.torchrun import read_environment
+from ..config.flags import default_of
+from ..config.train_config import SETTINGS, TrainConfig, as_flag
+from ..data.chat import set_chat_template
+from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
+from ..data.formats import Columns
+from ..data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
+from ..data.sequences import Rows, make_rows
+from ..data.stream import Stream
+from ..data.templates import at_date, reads_clock
 
 _NUM_PROMPTS = 3
 _NAMED = 10

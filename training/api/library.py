@@ -6,18 +6,18 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..moe.util.errors import ExpertMeshError, warn_user
-from ..moe.util.terminal import folded_to
-from ..sharding.runtime.agreement import check_alike
-from ..sharding.runtime.process import join_process_group, raise_together
-from ..sharding.runtime.watchdog import collectives_limit
-from .config.flags import default_of, group_of
-from .config.load_settings import LoadSettings
-from .config.train_config import SETTINGS, TrainConfig, make_config, read_by
-from .consistency import start_facts
-from .engine import Engine, start_engine
-from .resume import find_resume, recorded_balance
-from .start import prepare_process
+from ...moe.util.errors import ExpertMeshError, warn_user
+from ...moe.util.terminal import folded_to
+from ...sharding.runtime.agreement import check_alike
+from ...sharding.runtime.process import join_process_group, raise_together
+from ...sharding.runtime.watchdog import collectives_limit
+from ..config.flags import default_of, group_of
+from ..config.load_settings import LoadSettings
+from ..config.train_config import SETTINGS, TrainConfig, make_config, read_by
+from ..engine import Engine, start_engine
+from ..start.consistency import start_facts
+from ..start.process import prepare_process
+from ..start.resume import find_resume, recorded_balance
 
 _SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
 """Settings that mean something once it is known how many steps there are."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-from ..moe.util.errors import ExpertMeshError
-from .config.other_tools import advice_for
-from .config.train_config import SETTINGS, TrainConfig, read_by
+from ...moe.util.errors import ExpertMeshError
+from ..config.other_tools import advice_for
+from ..config.train_config import SETTINGS, TrainConfig, read_by
 
 
 def _of_load(flag: re.Match[str]) -> str:

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..moe.experts.forward import current_forward
-from ..moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
-from ..moe.experts.router_stats import RouterStats, Routing, routing_of
-from ..moe.util.step_parts import register_step_part
-from ..sharding.parallelize.parallelize import forget_forwards
-from ..sharding.parallelize.weight_gradients import weight_gradients
-from ..sharding.pipeline.cut import StageForward
-from ..sharding.pipeline.pipeline import Messages, Pipeline, Shapes, adding_to_shared, pipeline_of
-from ..sharding.pipeline.schedule import (
+from ...moe.experts.forward import current_forward
+from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
+from ...moe.experts.router_stats import RouterStats, Routing, routing_of
+from ...moe.util.step_parts import register_step_part
+from ...sharding.parallelize.parallelize import forget_forwards
+from ...sharding.parallelize.weight_gradients import weight_gradients
+from ...sharding.pipeline.cut import StageForward
+from ...sharding.pipeline.pipeline import Messages, Pipeline, Shapes, adding_to_shared, pipeline_of
+from ...sharding.pipeline.schedule import (
     Action,
     Event,
     Exchange,
@@ -35,14 +35,14 @@ from ..sharding.pipeline.schedule import (
     forward_schedule,
     make_schedule,
 )
-from ..sharding.pipeline.survey import Size
-from ..sharding.stages import Stages
-from ..sharding.state import parameters_of
-from .attention.packed_attention import run_model
-from .data.batch import Batch, SplitSequences
-from .loss.balance import LossWeights
-from .loss.head import loss_head
-from .loss.objective import Objective
+from ...sharding.pipeline.survey import Size
+from ...sharding.stages import Stages
+from ...sharding.state import parameters_of
+from ..attention.packed_attention import run_model
+from ..data.batch import Batch, SplitSequences
+from ..loss.balance import LossWeights
+from ..loss.head import loss_head
+from ..loss.objective import Objective
 from .micro_batch import PooledCounts, StepCounts, figure_names, forward_of, loss_sums, weigh_losses
 
 register_step_part(__name__, "pipeline")

@@ -27,27 +27,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..checkpoints.files.directories import write_errors
-from ..checkpoints.training_state.marker import check_resumable
-from ..moe.experts.model_layers import moe_layers, moe_shape
-from ..moe.experts.router_stats import Routing
-from ..moe.transformers_private import in_place_of_trainers
-from ..moe.util.atomic_write import PARTIAL, whole
-from ..moe.util.errors import ExpertMeshError, warn_user
-from ..sharding.runtime.process import raise_together
-from .config.train_config import TrainConfig
-from .data.batch import IGNORED, Batch
-from .data.chat import answer_ends
-from .engine import Engine
-from .evaluate import inference, token_accuracy
-from .loss.objective import Objective
-from .loss.preference import preference_objective
-from .micro_batch import StepCounts, count_step
-from .monitoring.meter import Meter
-from .monitoring.nonfinite import NonFiniteGuard
-from .step import Gradients, add_gradients, step_result
+from ...checkpoints.files.directories import write_errors
+from ...checkpoints.training_state.marker import check_resumable
+from ...moe.experts.model_layers import moe_layers, moe_shape
+from ...moe.experts.router_stats import Routing
+from ...moe.transformers_private import in_place_of_trainers
+from ...moe.util.atomic_write import PARTIAL, whole
+from ...moe.util.errors import ExpertMeshError, warn_user
+from ...sharding.runtime.process import raise_together
+from ..config.train_config import TrainConfig
+from ..data.batch import IGNORED, Batch
+from ..data.chat import answer_ends
+from ..engine import Engine
+from ..loss.objective import Objective
+from ..loss.preference import preference_objective
+from ..monitoring.meter import Meter
+from ..monitoring.nonfinite import NonFiniteGuard
+from ..steps.evaluate import inference, token_accuracy
+from ..steps.micro_batch import StepCounts, count_step
+from ..steps.step import Gradients, add_gradients, step_result
+from ..tasks.trl_pairs import pairs_in_turn, with_reference
 from .trainer_arguments import heeded_arguments, overruled_settings
-from .trl_pairs import pairs_in_turn, with_reference
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""

@@ -7,37 +7,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.files.directories import write_errors
-from ..checkpoints.training_state.saving import checkpoint_name
-from ..moe.util.errors import ExpertMeshError
-from ..moe.util.terminal import folded, going_on_unread
-from ..sharding.runtime.debugger import check_debug_ranks, debugging
-from ..sharding.runtime.memory import measured_peak
-from ..sharding.runtime.preemption import Stopped, StopRequest, boundary, leave
-from ..sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
-from ..sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
-from ..sharding.torchrun import STOPPED
+from ...checkpoints.files.directories import write_errors
+from ...checkpoints.training_state.saving import checkpoint_name
+from ...moe.util.errors import ExpertMeshError
+from ...moe.util.terminal import folded, going_on_unread
+from ...sharding.runtime.debugger import check_debug_ranks, debugging
+from ...sharding.runtime.memory import measured_peak
+from ...sharding.runtime.preemption import Stopped, StopRequest, boundary, leave
+from ...sharding.runtime.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
+from ...sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
+from ...sharding.torchrun import STOPPED
+from ..config.train_config import TrainConfig
+from ..data.preview import print_preview
+from ..data.samples import cache_directory
+from ..engine import Engine, start_engine
+from ..loss.distillation import distillation_objective
+from ..loss.preference import preference_objective
+from ..monitoring.log import NOTABLE, RunLog
+from ..monitoring.profiling import check_profile
+from ..optim.schedule import check_schedule
+from ..planning.rank_memory import Forecast, NoForecast, beside, forecast
+from ..start.consistency import compare_data, compare_teachers, start_facts
+from ..start.fingerprints import reference_key
+from ..start.inputs import make_prompts, open_model, read_inputs
+from ..start.resume import find_resume, how_it_goes_on
+from ..tasks.reference_logprobs import FILE as REFERENCE_FILE
+from ..tasks.reference_logprobs import ReferencePass, References
+from ..tasks.teacher import Taught, be_taught, open_teacher
 from .banner import data_line, data_sets, detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
-from .config.train_config import TrainConfig
-from .consistency import compare_data, compare_teachers, start_facts
-from .data.preview import print_preview
-from .data.samples import cache_directory
-from .engine import Engine, start_engine
-from .fingerprints import reference_key
 from .finished import Finished, complete_report, find_finished, held_line, recorded_date
-from .inputs import make_prompts, open_model, read_inputs
 from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
-from .loss.distillation import distillation_objective
-from .loss.preference import preference_objective
-from .monitoring.log import NOTABLE, RunLog
-from .monitoring.profiling import check_profile
-from .optim.schedule import check_schedule
 from .output import clear_output, output_directory
-from .planning.rank_memory import Forecast, NoForecast, beside, forecast
-from .reference_logprobs import FILE as REFERENCE_FILE
-from .reference_logprobs import ReferencePass, References
-from .resume import find_resume, how_it_goes_on
-from .teacher import Taught, be_taught, open_teacher
 
 
 def run(config: TrainConfig) -> int:

@@ -1,0 +1,1 @@
+"""`import expertmesh`: a model with its optimizer, and the mix-in for Trainers."""

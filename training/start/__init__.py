@@ -1,0 +1,1 @@
+"""What is read, compared and settled before a model is made."""

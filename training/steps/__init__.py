@@ -1,0 +1,1 @@
+"""Steps, evaluations and sample generations, on whole models and on pipelines."""

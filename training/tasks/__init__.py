@@ -1,0 +1,1 @@
+"""What is learned beside next tokens: preferences, and a teacher's predictions."""
