@@ -44,7 +44,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.engine import assemble, place
+from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors

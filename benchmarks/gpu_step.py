@@ -46,7 +46,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.process import device_type, end_process_group, start_process_group
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.engine import assemble
+from expertmesh.training.engine.assembly import assemble
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.meter import peak_tflops
 from expertmesh.training.planning.planner.account import Account

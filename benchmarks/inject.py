@@ -128,9 +128,9 @@ def main() -> int:
 
 def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
     """Let `fault` happen on a rank at the beginning of a step of this process, counted from 1."""
-    import expertmesh.training.engine
+    from expertmesh.training.engine import engine
 
-    train_step, made = expertmesh.training.engine.train_step, 0
+    train_step, made = engine.train_step, 0
 
     def with_fault(model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal made
@@ -144,7 +144,7 @@ def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
             fault(model)
         return train_step(model, *args, **kwargs)
 
-    expertmesh.training.engine.train_step = with_fault
+    engine.train_step = with_fault
 
 
 if __name__ == "__main__":

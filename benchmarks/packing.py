@@ -38,7 +38,7 @@ from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.samples import DataOptions, Samples, load_samples
 from expertmesh.training.data.sequences import DataOrder, Rows, make_rows
-from expertmesh.training.engine import assemble, place
+from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.steps.step import train_step

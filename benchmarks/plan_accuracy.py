@@ -52,7 +52,7 @@ from expertmesh.training.cluster.check import check_groups, measured_hardware
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.engine import compute_dtype
+from expertmesh.training.engine.assembly import compute_dtype
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -98,7 +98,7 @@ def _packages(device: str) -> None:
         raise Missing(f"missing: {', '.join(missing)}")
     import torch
 
-    import expertmesh.training.engine  # noqa: F401, all that a run imports
+    import expertmesh.training.engine.engine  # noqa: F401, all that a run imports
 
     if device == "cuda" and not torch.cuda.is_available():
         raise Missing(f"torch {torch.__version__} sees no GPU")

@@ -45,7 +45,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
-from expertmesh.training.engine import assemble, place
+from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -28,7 +28,7 @@ from expertmesh.sharding.state import set_parameter_dtype
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch
-from expertmesh.training.engine import assemble, place
+from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.steps.step import train_step

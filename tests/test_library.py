@@ -449,7 +449,7 @@ def test_a_prompt_does_not_end_before_its_answer(engine: Any, monkeypatch: pytes
     from tokenizers.processors import TemplateProcessing
 
     generate = Mock(return_value=[])
-    monkeypatch.setattr("expertmesh.training.engine.generate", generate)
+    monkeypatch.setattr("expertmesh.training.engine.engine.generate", generate)
     tokenizer = engine.tokenizer
     ends = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
     for template in ("<s> $A </s>", "<s> $A", "$A"):

@@ -69,7 +69,7 @@ from expertmesh.training.data.formats import FORMATS, Format, conversation, regi
 from expertmesh.training.data.labels import table_of_label_formats
 from expertmesh.training.data.pairs import table_of_pair_formats
 from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
-from expertmesh.training.engine import kernel_of
+from expertmesh.training.engine.assembly import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
 from expertmesh.training.monitoring import meter
 from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer

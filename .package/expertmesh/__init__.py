@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .training.api.hf_trainer import Trainer, TrainerMixin
     from .training.api.library import load
     from .training.config.load_settings import LoadSettings
-    from .training.engine import Engine
+    from .training.engine.engine import Engine
     from .training.steps.evaluate import Evaluation
     from .training.steps.step import StepResult
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Engine": "training.engine",
+    "Engine": "training.engine.engine",
     "Evaluation": "training.steps.evaluate",
     "ExpertMeshError": "moe.util.errors",
     "LoadSettings": "training.config.load_settings",

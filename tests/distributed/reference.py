@@ -28,7 +28,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder, pack
-from expertmesh.training.engine import assemble, place
+from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -20,8 +20,8 @@ from expertmesh.moe.torch_private import _resolve_process_group
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import engine
-from expertmesh.training.engine import assemble
+from expertmesh.training.engine import assembly
+from expertmesh.training.engine.assembly import assemble
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.steps.step import compute_gradients
 from expertmesh.training.tensor_parallel import overlap
@@ -169,7 +169,7 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], lis
 def test_the_first_lines_say_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], said: str | None
 ) -> None:
-    monkeypatch.setattr(engine, "check_async", lambda device_type: None)
+    monkeypatch.setattr(assembly, "check_async", lambda device_type: None)
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     config = replace(config_of(Case(SAMPLES, family=family, settings=settings), TP_2), async_tp=True)
     if said is None:

@@ -18,7 +18,7 @@ from expertmesh.moe.linear import linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import engine
+from expertmesh.training.engine import assembly
 from expertmesh.training.model_setup.dense_precision import multiply_in_fp8
 from expertmesh.training.tensor_parallel.divide import apply_tensor_parallel
 from tests.distributed import reference as figures_of
@@ -86,7 +86,7 @@ def exactly(path: Path, topology: Topology, case: Case, without: str = "") -> Fi
             of a gradient.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine, "compute_dtype", return_value=torch.float64))
+        stack.enter_context(mock.patch.object(assembly, "compute_dtype", return_value=torch.float64))
         stack.enter_context(mock.patch.object(figures_of, "train_step", in_double(figures_of.train_step)))
         for module, name in AS_THEY_ARE:
             stack.enter_context(mock.patch.object(module, name, as_it_is(getattr(module, name))))

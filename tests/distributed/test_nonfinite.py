@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import expertmesh.training.engine
 import expertmesh.training.run.loop
 import expertmesh.training.steps.step
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.state import local_tensor
+from expertmesh.training.engine import engine
 from expertmesh.training.monitoring.anomaly import AnomalyDetector
 from expertmesh.training.steps.evaluate import Evaluation
 from expertmesh.training.steps.step import Gradients
@@ -72,7 +72,7 @@ def applied(poison: Poison, model: nn.Module) -> Iterator[None]:
 
 def tell_poisoned(argv: list[str], poison: Poison, first_step: int = 0) -> Told:
     """A run from `first_step` on, with poison; all that it writes counts as errors."""
-    train_step, step = expertmesh.training.engine.train_step, first_step
+    train_step, step = engine.train_step, first_step
 
     def poisoned_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal step
@@ -82,7 +82,7 @@ def tell_poisoned(argv: list[str], poison: Poison, first_step: int = 0) -> Told:
                 stack.enter_context(applied(poison, model))
             return train_step(model, *args, **more)
 
-    with patch.object(expertmesh.training.engine, "train_step", poisoned_train_step):
+    with patch.object(engine, "train_step", poisoned_train_step):
         code, printed, errors = tell(argv)
     return code, "", printed + errors
 

@@ -18,7 +18,7 @@ from expertmesh.moe.linear.quantized import SCALES, Kind, Storage, quantize, sto
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.engine import assemble
+from expertmesh.training.engine.assembly import assemble
 from expertmesh.training.steps.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_our_layout, my_batches, sharded_model

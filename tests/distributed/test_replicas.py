@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import expertmesh.training.engine
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding import replicas
 from expertmesh.sharding.replicas import check_replicas, checksum, replicated_state
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import engine
 from expertmesh.training.run.banner import replica_lines
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
@@ -152,7 +152,7 @@ def test_a_run_says_what_has_no_copies(ranks: RankPool, tiny_model: Path, topolo
 
 def tell_flipped(argv: list[str], step: int) -> Told:
     """A run in which, after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
-    train_step, done = expertmesh.training.engine.train_step, 0
+    train_step, done = engine.train_step, 0
 
     def flipping_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal done
@@ -162,7 +162,7 @@ def tell_flipped(argv: list[str], step: int) -> Told:
             flip(model.get_parameter(Q_PROJ), [2])
         return result
 
-    with patch.object(expertmesh.training.engine, "train_step", flipping_train_step):
+    with patch.object(engine, "train_step", flipping_train_step):
         return tell(argv)
 
 

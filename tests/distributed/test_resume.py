@@ -376,7 +376,7 @@ INTERRUPTED_WHILE_SAVING = """
 import os, signal, threading
 from expertmesh import train_ep
 from expertmesh.checkpoints.training_state import saving
-from expertmesh.training import engine
+from expertmesh.training.engine import engine
 from expertmesh.moe.util.command import run_command
 
 writing, train_step = threading.Event(), engine.train_step

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import expertmesh.training.engine
 import expertmesh.training.run.loop
+from expertmesh.training.engine import engine
 from expertmesh.training.monitoring.meter import Meter
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
@@ -71,9 +71,7 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
         mock.patch.object(time, "perf_counter", clock.read),
         mock.patch.object(dist, "all_reduce", clock.wrap(dist.all_reduce, COLLECTIVE)),
         mock.patch.object(dist, "all_gather_object", clock.wrap(dist.all_gather_object, COLLECTIVE)),
-        mock.patch.object(
-            expertmesh.training.engine, "train_step", clock.wrap(expertmesh.training.engine.train_step, STEP)
-        ),
+        mock.patch.object(engine, "train_step", clock.wrap(engine.train_step, STEP)),
         mock.patch.dict(vars(expertmesh.training.run.loop), pauses),
         mock.patch.object(Meter, "__init__", clock.read_before(Meter.__init__)),
         mock.patch.object(Meter, "metrics", clock.read_before(Meter.metrics)),

@@ -182,7 +182,7 @@ def watching_the_collector(argv: list[str]) -> Told:
         seen.append(gc.isenabled())
         return train_step(*arguments, **named)
 
-    with mock.patch("expertmesh.training.engine.train_step", step):
+    with mock.patch("expertmesh.training.engine.engine.train_step", step):
         code, _, errors = tell(argv)
     return code, str([*seen, gc.isenabled()]), errors
 

@@ -24,8 +24,8 @@ from expertmesh.checkpoints.adapters.adapter_files import load_adapter, read_ada
 from expertmesh.checkpoints.training_state.state_table import StateReader
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
-from expertmesh.training import engine
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import assembly
 from expertmesh.training.model_setup.lora_targets import lora_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
@@ -318,7 +318,7 @@ def test_broken_adapters_are_named(runs: Runs, models: dict[str, Path], tmp_path
 def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
     """What is said of a run that may read no weight of the base."""
     settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}
-    loads = mock.patch.object(engine, "load_model", side_effect=AssertionError("weights are read"))
+    loads = mock.patch.object(assembly, "load_model", side_effect=AssertionError("weights are read"))
     with loads, contextlib.redirect_stderr(io.StringIO()) as told:
         if by_command:
             argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out / "more"), "--use-cpu"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts import expert_mlp
-from expertmesh.training import engine
+from expertmesh.training.engine import assembly
 from expertmesh.training.fused import trial
 from expertmesh.training.fused.liger import use_liger
 from expertmesh.training.loss.head import attach_loss_head
@@ -60,7 +60,7 @@ def liger() -> Iterator[None]:
 
     with (
         mock.patch.object(trial, "takes_triton", takes_triton),
-        mock.patch.object(engine, "attach_loss_head", use_and_attach),
+        mock.patch.object(assembly, "attach_loss_head", use_and_attach),
         pytest.MonkeyPatch.context() as patch,
     ):
         interpret_liger(patch)

@@ -18,9 +18,9 @@ from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.transformers_private import looping_functions
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
-from expertmesh.training import engine
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
+from expertmesh.training.engine import engine
 from expertmesh.training.planning import tables
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
 from expertmesh.training.planning.planner.forecasts import LAYOUT, alike

@@ -38,7 +38,7 @@ from ...sharding.runtime.process import raise_together
 from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch
 from ..data.chat import answer_ends
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..loss.objective import Objective
 from ..loss.preference import preference_objective
 from ..monitoring.meter import Meter

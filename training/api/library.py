@@ -14,7 +14,7 @@ from ...sharding.runtime.watchdog import collectives_limit
 from ..config.flags import default_of, group_of
 from ..config.load_settings import LoadSettings
 from ..config.train_config import SETTINGS, TrainConfig, make_config, read_by
-from ..engine import Engine, start_engine
+from ..engine.engine import Engine, start_engine
 from ..start.consistency import start_facts
 from ..start.process import prepare_process
 from ..start.resume import find_resume, recorded_balance

@@ -16,7 +16,7 @@ from ..config.train_config import TrainConfig
 from ..data.preview import describe, warnings_of
 from ..data.samples import Origin, Pairs, cache_directory
 from ..data.sequences import DataOrder
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..loss.head import loss_head
 from ..planning.rank_memory import Forecast, NoForecast
 from ..start.inputs import Inputs

@@ -28,7 +28,7 @@ from ..config.train_config import TrainConfig
 from ..data.batch import Batch, Padding, collate, collate_rows
 from ..data.sequences import DataOrder, LabelledRows, Rows, share_out
 from ..data.stream import Stream, place_in
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..loss.objective import WEIGHTED, Objective
 from ..metrics import told_of
 from ..model_setup.compiling import Compilation, compilation

@@ -20,7 +20,7 @@ from ...sharding.torchrun import STOPPED
 from ..config.train_config import TrainConfig
 from ..data.preview import print_preview
 from ..data.samples import cache_directory
-from ..engine import Engine, start_engine
+from ..engine.engine import Engine, start_engine
 from ..loss.distillation import distillation_objective
 from ..loss.preference import preference_objective
 from ..monitoring.log import NOTABLE, RunLog

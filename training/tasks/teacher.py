@@ -29,7 +29,7 @@ from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig, read_by
 from ..data.batch import CANDIDATES, LossInputs, collate_rows
 from ..data.sequences import Rows
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..loss.distillation import TEACHER
 from ..start.fingerprints import Facts, teacher_key
 from ..start.inputs import Inputs, load_tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import IGNORED
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..loss.preference import REFERENCE, SFT, TARGETS
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")

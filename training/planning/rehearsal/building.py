@@ -13,7 +13,7 @@ from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
 from ...config.settings import CrossEntropy
 from ...config.train_config import TrainConfig
-from ...engine import assemble, compute_dtype, kernel_of
+from ...engine.assembly import assemble, compute_dtype, kernel_of
 from ...loss.head import choose_cross_entropy
 from ...model_setup.rates import published
 from .liger_stand_in import computed_by_torch

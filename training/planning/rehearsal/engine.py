@@ -15,7 +15,7 @@ from ....sharding.pipeline.pipeline import pipeline_of
 from ....sharding.pipeline.survey import survey
 from ....sharding.state import parameters_of
 from ...config.train_config import TrainConfig
-from ...engine import compute_dtype
+from ...engine.assembly import compute_dtype
 from ...fused.liger_norm import is_by_liger
 from ...optim.optimizer import matrix_parts, state_bytes
 from ..memory import Communicator

@@ -48,7 +48,7 @@ from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import CANDIDATES, Batch, LossBatch, SplitSequences
-from ...engine import compute_dtype
+from ...engine.assembly import compute_dtype
 from ...loss.balance import BiasUpdate, choose_balance
 from ...loss.distillation import TEACHER, distillation_objective
 from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective

@@ -1,0 +1,1 @@
+"""A model as a run trains it: how it is assembled, and what is done with it."""
