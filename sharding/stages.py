@@ -5,15 +5,13 @@ the stages; what comes before the first layer is the first stage's, what comes a
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..moe.experts.layer import DMoE
 from ..moe.experts.model_layers import decoder_layers, moe_layers
-
-if TYPE_CHECKING:
-    from .pipeline.survey import Survey
+from .dataflow import Survey
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Stages:
         index: this rank's; None where the model is on no rank yet, and all of it is here.
     """
 
-    survey: "Survey"
+    survey: Survey
     layers: tuple[range, ...]
     pp_size: int
     index: int | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..moe.experts.router_stats import Routing
-    from .monitoring.meter import Interval
+    from .steps.interval import Interval
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""

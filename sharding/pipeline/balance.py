@@ -1,6 +1,6 @@
 """Which decoder layers each stage of a pipeline has. Pure arithmetic: no torch."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -64,18 +64,6 @@ class StageMemory:
 
     costs: StageCosts
     limit: float
-
-
-def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | None:
-    """The first (from, to) that forbids to end a stage with layer `cut`: what layer `from` gives is used beyond the
-    layer that follows it, and beyond the cut; or others use what it made and did not give. None if it can be the last
-    one of its stage.
-
-    Args:
-        skips: see `Survey`; what comes from before the first layer forbids nothing.
-    """
-    found = [(i, j) for i, j in sorted(skips) if i >= 0 and (i < cut < j or (i == cut and j == i + 1))]
-    return found[0] if found else None
 
 
 def cut_stages(

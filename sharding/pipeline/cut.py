@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
+from ..dataflow import Size
 from ..stages import Stages
-from .survey import Size
 
 
 @dataclass(eq=False)

@@ -9,8 +9,9 @@ from torch import Tensor
 from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.dataflow import Survey
 from expertmesh.sharding.pipeline.balance import cut_stages
-from expertmesh.sharding.pipeline.survey import Survey, survey
+from expertmesh.sharding.pipeline.survey import survey
 from tests.tiny import tiny_config
 
 

@@ -15,7 +15,8 @@ from expertmesh.moe.experts.router_stats import NO_ROUTING, Routing
 from expertmesh.moe.hf_model.counts import ParameterCounts
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring import meter as of_meter
-from expertmesh.training.monitoring.meter import Interval, Meter, measured, peak_tflops
+from expertmesh.training.monitoring.meter import Meter, measured, peak_tflops
+from expertmesh.training.steps.interval import Interval
 from expertmesh.training.steps.step import StepResult
 
 

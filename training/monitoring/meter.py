@@ -5,18 +5,17 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ...moe.experts.router_stats import NO_ROUTING, Routing, over_ranks
-from ...moe.hf_model.counts import ParameterCounts, training_flops
-from ...sharding.runtime.memory import most_held, resident
+from ...moe.experts.router_stats import NO_ROUTING, Routing
+from ...moe.hf_model.counts import ParameterCounts
 from ..loss.balance import LossWeights
 from ..metrics import METRICS, Metric
+from ..steps.interval import Interval, ModelOnDevice
 from ..steps.step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
@@ -47,102 +46,6 @@ def peak_tflops(device_name: str) -> float | None:
     return next((_PEAK_TFLOPS[name] for name in names if re.search(rf"\b{name}\b", device_name)), None)
 
 
-@dataclass
-class Interval:
-    """The steps since the last logged one: what metrics are taken from.
-
-    Attributes:
-        meter: of the run: its model and device.
-        steps: all; `finite`, those that made an update.
-        epoch, learning_rate: at the last step.
-        weights: of the auxiliary losses.
-        seconds_in_all: since training began. seconds: of these steps, without pauses. seconds_waited: of those, for
-            batches, on this rank.
-        has_routing: whether a step was finite.
-    """
-
-    meter: "Meter"
-    steps: list[StepResult]
-    epoch: float
-    learning_rate: float
-    weights: LossWeights
-    seconds_in_all: float
-    seconds: float
-    own_routing: Routing | None = field(repr=False)
-    seconds_waited: float = 0.0
-
-    @cached_property
-    def finite(self) -> list[StepResult]:
-        return [step for step in self.steps if step.is_finite]
-
-    def total(self, name: str) -> int:
-        """Sum of a count over all steps."""
-        return sum(getattr(step, name) for step in self.steps)
-
-    def mean(self, name: str, weighted_by: str | None) -> float | None:
-        """Mean of a figure over the finite steps, weighted by a count of theirs; None where there are none."""
-        weights = [1 if weighted_by is None else getattr(step, weighted_by) for step in self.finite]
-        values = [getattr(step, name) for step in self.finite]
-        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None
-
-    @cached_property
-    def figures(self) -> dict[str, float]:
-        """Means of what a loss of one's own tells, over the finite steps; nothing where there are none."""
-        total = sum(step.weight for step in self.finite)
-        names = self.finite[0].figures if self.finite else ()
-        return {name: sum(step.figures[name] * step.weight for step in self.finite) / total for name in names}
-
-    @property
-    def has_routing(self) -> bool:
-        return self.own_routing is not None
-
-    @cached_property
-    def routing(self) -> Routing:
-        """Of the finite steps, over all ranks, which ask for it together."""
-        assert self.own_routing is not None
-        return over_ranks(self.own_routing)
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return self.meter.top_k
-
-    @cached_property
-    def tflops_per_second(self) -> float:
-        """Of a rank."""
-        pairs = [sum(numbers) for numbers in zip(*(step.pairs for step in self.steps), strict=True)]
-        tokens, targets = self.total("tokens"), self.total("targets")
-        tflops = training_flops(self.meter.counts, self.meter.config, tokens, targets, pairs) / 1e12
-        return tflops / self.seconds / dist.get_world_size()
-
-    @property
-    def peak_tflops(self) -> float | None:
-        """What the device could do at best."""
-        return self.meter.peak
-
-    @property
-    def most_memory(self) -> float:
-        """Bytes that this rank has held at most, see `most_held`."""
-        return most_held(self.meter.device)
-
-    @property
-    def host_memory(self) -> float:
-        """Bytes of host memory that this process holds now."""
-        return resident()
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.meter.device.type == "cuda"
-
-    @property
-    def gpu_utilization(self) -> float | None:
-        """As the driver samples it, from 0 to 1; the GPU is not waited for. None where it cannot be read."""
-        try:
-            return torch.cuda.utilization(self.meter.device) / 100
-        except Exception:  # nvidia-ml-py may be missing, or refuse a part of a GPU: only a figure is lost
-            return None
-
-
 class Meter:
     """Adds up steps until they are logged, and the time between.
 
@@ -157,12 +60,8 @@ class Meter:
     """
 
     def __init__(self, counts: ParameterCounts, config: Any, top_k: int, device: torch.device, bf16: bool):
-        self.counts = counts
-        self.config = config
-        self.top_k = top_k
-        self.device = device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak = peak_tflops(name) if bf16 else None
+        self.model = ModelOnDevice(counts, config, top_k, device, peak_tflops(name) if bf16 else None)
         self.started = time.perf_counter()
         self._begin(self.started)
 
@@ -195,8 +94,8 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around what is no training: evaluation, sample generations, saving, comparing replicas, writing a profile."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the update may still be under way there
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the update may still be under way there
         begun = time.perf_counter()
         yield
         self.seconds_paused += time.perf_counter() - begun
@@ -214,9 +113,9 @@ class Meter:
         """
         now = time.perf_counter()
         seconds = now - self.begun - self.seconds_paused
-        times = (now - self.started, seconds)
-        interval = Interval(self, self.steps, epoch, learning_rate, weights, *times, self.routing, self.seconds_waited)
-        metrics = measured("steps", interval, self.device, only)
+        taken = (now - self.started, seconds, self.routing, self.seconds_waited)
+        interval = Interval(self.model, self.steps, epoch, learning_rate, weights, *taken)
+        metrics = measured("steps", interval, self.model.device, only)
         self._begin(now)
         return metrics
 

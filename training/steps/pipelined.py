@@ -22,6 +22,7 @@ from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.experts.router_stats import RouterStats, Routing, routing_of
 from ...moe.util.step_parts import register_step_part
+from ...sharding.dataflow import Size
 from ...sharding.parallelize.parallelize import forget_forwards
 from ...sharding.parallelize.weight_gradients import weight_gradients
 from ...sharding.pipeline.cut import StageForward
@@ -35,7 +36,6 @@ from ...sharding.pipeline.schedule import (
     forward_schedule,
     make_schedule,
 )
-from ...sharding.pipeline.survey import Size
 from ...sharding.stages import Stages
 from ...sharding.state import parameters_of
 from ..attention.packed_attention import run_model

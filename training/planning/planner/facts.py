@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ....moe.hf_model.counts import ParameterCounts
-from ....sharding.pipeline.balance import crossing
+from ....sharding.dataflow import crossing
 from ....sharding.topology import Topology
 from .sums import Sums
 
