@@ -29,7 +29,7 @@ from .layer_kinds import kinds_of_layers
 from .recurrent_stand_in import computed_by
 from .seconds import layer_costs
 from .short import Short
-from .world import rehearse
+from .world import Rehearsed, rehearse
 
 
 def facts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> ModelFacts:
@@ -128,10 +128,14 @@ def account_of(
     number = sum(len(each.layers) for each in (base, *(each for each, _ in longer)))
     if every_layer or is_open or number >= len(facts.layers):
         base, longer = complete, []
-    first = run_short(asked, model_config, facts, base)
+    update = None
+    if longer and asked.config.optimizer_entry.takes_matrices:
+        # dealt out to ranks, of which one has a matrix more than another: no straight line
+        update = _dry_run(asked, model_config, asked.config, is_update_alone=True)
+    first = run_short(asked, model_config, facts, base, update)
     if order is not None:
         order += first.order
-    more = [(run_short(asked, model_config, facts, each).figures, times) for each, times in longer]
+    more = [(run_short(asked, model_config, facts, each, update).figures, times) for each, times in longer]
     figures = on_line(first.figures, more)
     return told(asked, facts, first, figures)
 
@@ -147,8 +151,14 @@ class Shown:
     layer_costs: dict[str, LayerCosts]
 
 
-def run_short(asked: Asked, model_config: Any, facts: ModelFacts, short: Short) -> Shown:
-    """Dry-run the step of a short model, or of the complete one."""
+def run_short(
+    asked: Asked, model_config: Any, facts: ModelFacts, short: Short, update: Rehearsed | None = None
+) -> Shown:
+    """Dry-run the step of a short model, or of the complete one.
+
+    Args:
+        update: of the complete one, which takes the place of the short one's.
+    """
     config, cluster = asked.config, asked.cluster
     kinds = [facts.layers[layer] for layer in short.layers]
     with_experts = [layer for layer, kind in enumerate(facts.layers) if facts.kinds[kind].experts.stored]
@@ -157,11 +167,9 @@ def run_short(asked: Asked, model_config: Any, facts: ModelFacts, short: Short) 
     config = replace(config, keep_expert_products=len(keep.intersection(short.layers)))
     if short.stages:
         config = replace(config, pipeline_layers=",".join(map(str, short.layers_of_stages)))
-    rehearsed = rehearse(
-        *(config, model_config, asked.world_size, asked.rank, asked.routing, cluster.gpus_per_node),
-        keep=None if short.is_complete else short.layers,
-        device=asked.device,
-    )
+    rehearsed = _dry_run(asked, model_config, config, keep=None if short.is_complete else short.layers)
+    if update is not None:
+        rehearsed = rehearsed.with_update(update)
     pipeline = pipeline_of(rehearsed.model)
     return Shown(
         figures_of(rehearsed, config, cluster, asked.world_size, short.names),
@@ -170,6 +178,11 @@ def run_short(asked: Asked, model_config: Any, facts: ModelFacts, short: Short) 
         calls(rehearsed.recorder.events),
         layer_costs(rehearsed.recorder.events, rehearsed.kept, kinds, cluster) if config.pp_size == 1 else {},
     )
+
+
+def _dry_run(asked: Asked, model_config: Any, config: TrainConfig, **how: Any) -> Rehearsed:
+    of_rank = config, model_config, asked.world_size, asked.rank, asked.routing, asked.cluster.gpus_per_node
+    return rehearse(*of_rank, device=asked.device, **how)
 
 
 def told(asked: Asked, facts: ModelFacts, shown: Shown, figures: Figures) -> Account:

@@ -50,7 +50,7 @@ def figures_of(
         step_seconds(events, times, cluster),
         needed_flops(rehearsed, times),
         rehearsed.recorder.waits,
-        round(rehearsed.recorder.calls[None]),
+        sum(event.calls for event in events if event.micro is None),
     )
 
 

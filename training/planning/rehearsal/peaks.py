@@ -44,6 +44,15 @@ def held_at(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> 
     return found
 
 
+def held_before_update(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> tuple[int, ...]:
+    """The same when the update begins."""
+    held = dict.fromkeys(KINDS, 0) | {"optimizer": state}
+    for entry in recorder.log[: recorder.update_begins[1]]:
+        if isinstance(entry, Change) and (kind := kinds.get(entry.storage)) is not None:
+            held[kind] += entry.more
+    return tuple(held.values())
+
+
 def kept_of(recorder: Recorder, kinds: Mapping[int, MemoryTerm]) -> list[tuple[Maker, int]]:
     """Bytes of each storage that autograd keeps from a forward to its backward, with what made it."""
     sizes: defaultdict[int, int] = defaultdict(int)

@@ -7,7 +7,6 @@ counted by the operator that fills them.
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -53,9 +52,10 @@ class Event:
     among `ranks`, whose process group has the name `group`. travels: whether it is an all-to-all that other kernels
     overlap. waits: whether here the oldest of these among `ranks` is waited for, or what `unit` gathers, and nothing
     else done. unit: number of the FSDP unit whose parameters are gathered, or waited for. from_host: bytes that are
-    copied from host memory beside kernels. is_read: whether the host waits for it, and for all kernels before. read,
-    written: bytes. work: class and size of its kernel. calls: operators that the host has called since the event
-    before, this one included. action: what of a pipeline's schedule is being computed, or was last. to_each,
+    copied from host memory beside kernels. is_read: whether the host waits for it, and for all kernels before. stalls:
+    whether the host waits for the device before the next event. read, written: bytes. work: class and size of its
+    kernel. calls: operators that the host has called since the event before, this one included. action: what of a
+    pipeline's schedule is being computed, or was last. to_each,
     from_each: of an all-to-all, bytes for and from each of `ranks`.
     """
 
@@ -74,6 +74,7 @@ class Event:
     travels: bool = False
     waits: bool = False
     is_read: bool = False
+    stalls: bool = False
     work: Work = MEMORY
     calls: int = 0
     action: Action | None = None
@@ -154,8 +155,8 @@ class Recorder(Pausable, TorchDispatchMode):
         log: the same, with changes of memory.
         layer: that the step has come to; None: to none.
         makers: by a storage's number.
-        calls: operators by micro-batch (None: the update), views included: what the host has to launch.
-        waits: how often the host waits for the device: reads of it with something launched between them.
+        num_calls: operators called until now, views included: what the host has to launch.
+        update_begins: how long `events` and `log` were then.
     """
 
     def __init__(self, parts: Parts):
@@ -164,15 +165,14 @@ class Recorder(Pausable, TorchDispatchMode):
         self.events: list[Event] = []
         self.log: list[Event | Change] = []
         self.makers: dict[int, Maker] = {}
-        self.calls: Counter[int | None] = Counter()
+        self.num_calls = 0
         self.micro: int | None = None
         self.action: Action | None = None
         self._receiving: Action | None = None
-        self.is_update = False
+        self.is_update, self.update_begins = False, (0, 0)
         self.layer: int | None = None
         self._unmade: list[int] = []
         self._called = 0
-        self.waits, self._read_after = 0, 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -193,7 +193,7 @@ class Recorder(Pausable, TorchDispatchMode):
         self._made_by(place)
         # what is made once in a run is of no step
         if place.part != LASTING:
-            self.calls[self.micro] += 1
+            self.num_calls += 1
             if not _moves_nothing(operator):
                 self._record(operator, place, args, kwargs, result)
         return result
@@ -212,7 +212,7 @@ class Recorder(Pausable, TorchDispatchMode):
         Args:
             flops: of its matmuls. needed: those of them without recomputation; None: all. operator: their class.
         """
-        self.calls[self.micro] += 1
+        self.num_calls += 1
         event = self._event(name, self.parts.here())
         event.work = Work(operator, flops) if flops else self._no_matmul(event)
         event.flops = flops
@@ -222,14 +222,13 @@ class Recorder(Pausable, TorchDispatchMode):
     @contextmanager
     def shared_by(self, steps: int) -> Iterator[None]:
         """Within it, what is called is done in one of so many steps: each of them has a fraction of the figures."""
-        events, calls = len(self.events), self.calls[self.micro]
+        events = len(self.events)
         yield
         for event in self.events[events:]:
             event.flops /= steps
             event.read //= steps
             event.written //= steps
             event.calls //= steps
-        self.calls[self.micro] -= (self.calls[self.micro] - calls) * (steps - 1) // steps
         self._called = self.num_calls
 
     def wait(self, ranks: tuple[int, ...]) -> None:
@@ -258,13 +257,13 @@ class Recorder(Pausable, TorchDispatchMode):
         self._wait()
 
     def _wait(self) -> None:
-        if len(self.events) != self._read_after:
-            self.waits, self._read_after = self.waits + 1, len(self.events)
+        if self.events:
+            self.events[-1].stalls = True
 
     @property
-    def num_calls(self) -> int:
-        """Number of operators called until now."""
-        return self.calls.total()
+    def waits(self) -> int:
+        """How often the host waits for the device: reads of it with something launched between them."""
+        return sum(event.stalls for event in self.events)
 
     def next_forward(self, model: Any, args: Any) -> None:
         """Begin a micro-batch; to be called before each forward of the model."""
@@ -286,6 +285,7 @@ class Recorder(Pausable, TorchDispatchMode):
     def begin_update(self) -> None:
         """Begin what follows the last backward of a step."""
         self.is_update, self.micro, self.action = True, None, None
+        self.update_begins = len(self.events), len(self.log)
         self.mark(None)
 
     def mark(self, layer: int | None) -> None:

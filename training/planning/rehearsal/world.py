@@ -3,9 +3,10 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import add, sub
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.lora import store_frozen
-from ....moe.experts.model_layers import decoder_layers, moe_shape
+from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
+from ....moe.experts.router_stats import NO_ROUTING
 from ....moe.hf_model.build import count_parameters
 from ....moe.hf_model.counts import ParameterCounts
 from ....moe.kernels.expert_products import even
@@ -49,21 +51,23 @@ from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import CANDIDATES, Batch, LossBatch, SplitSequences
 from ...engine.assembly import compute_dtype
-from ...loss.balance import BiasUpdate, choose_balance
+from ...loss.balance import BiasUpdate, LossWeights, choose_balance
 from ...loss.distillation import TEACHER, distillation_objective
 from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
 from ...monitoring.attribution import Parts
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
-from ...steps.step import train_step
+from ...steps import step
+from ...steps.micro_batch import StepCounts, figure_names
+from ...steps.step import Gradients, train_step
 from ..imbalance import EVEN, GivenRouting
-from ..planner.account import Moment
+from ..planner.account import KINDS, Moment
 from .building import DeviceType, build_rehearsed
 from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
 from .gpu_stand_in import NoCopies, as_on_gpu
 from .live_memory import LiveTensors
-from .peaks import bytes_of, held_at, kept_of, kinds_of_storages, state_of
+from .peaks import bytes_of, held_at, held_before_update, kept_of, kinds_of_storages, state_of
 from .recorder import Maker, Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .recurrent_stand_in import recorded, replaced_functions
 from .triton_stand_in import import_kernels
@@ -77,7 +81,8 @@ class Rehearsed:
         recorder: what it has done, with a few micro-batches at most.
         model: whose step it was.
         kept: bytes of each storage that autograd keeps from a forward to its backward, with what made it.
-        held: the most that a rank's tensors hold at each moment, in bytes by kind (see `held_at`).
+        held: the most that a rank's tensors hold at each moment, in bytes by kind (see `held_at`); before_update: what
+            they hold when the update begins.
         parameter_bytes, trained_bytes: of its part of the parameters. state: bytes of its optimizer's.
         counts: of the model's parameters.
         groups: process groups' names, by torch's.
@@ -89,6 +94,7 @@ class Rehearsed:
     model: Any
     kept: Sequence[tuple[Maker, int]]
     held: Mapping[Moment, tuple[int, ...]]
+    before_update: tuple[int, ...]
     parameter_bytes: int
     trained_bytes: int
     state: int
@@ -96,6 +102,23 @@ class Rehearsed:
     groups: dict[str, str]
     routing: GivenRouting
     rows_over_mean: float
+
+    def with_update(self, other: "Rehearsed") -> "Rehearsed":
+        """The same step with the update and the optimizer's state of another one, in place; beside these lies what lay
+        there."""
+        own, update = self.recorder, other.recorder
+        own.events[own.update_begins[0] :] = update.events[update.update_begins[0] :]
+        state = [(other.state - self.state) * (kind == "optimizer") for kind in KINDS]
+        beside = list(map(add, state, map(sub, self.before_update, other.before_update)))
+
+        def of(held: Mapping[Moment, tuple[int, ...]], is_update: bool, more: Iterable[int]) -> Any:
+            moments = [moment for moment in held if (moment.phase == "optimizer step") == is_update]
+            return {moment: tuple(map(add, held[moment], more)) for moment in moments}
+
+        held = of(self.held, False, state) | of(other.held, True, beside)
+        groups = self.groups | other.groups
+        assert self.groups.items() <= groups.items(), "process groups of one layout have the same names"
+        return replace(self, held=held, state=other.state, groups=groups)
 
 
 def rehearse(
@@ -107,6 +130,7 @@ def rehearse(
     gpus_per_node: int = 8,
     keep: Sequence[int] | None = None,
     device: DeviceType = "cuda",
+    is_update_alone: bool = False,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it: forward and backward of one
     micro-batch, where there are several of one that finds gradients, as all after the first are alike; and the update.
@@ -119,6 +143,7 @@ def rehearse(
         gpus_per_node: for how tokens travel, where `config` does not say.
         keep: numbers of the decoder layers that a short model has (see `short`); None: all.
         device: that it would run on.
+        is_update_alone: whether no forward and no backward is run: all gradients are there.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
@@ -131,7 +156,7 @@ def rehearse(
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with _on(device):
-            return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep)
+            return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep, is_update_alone)
     finally:
         dist.destroy_process_group()
 
@@ -149,6 +174,7 @@ def _rehearse(
     gpus_per_node: int,
     device: DeviceType = "cuda",
     keep: Sequence[int] | None = None,
+    is_update_alone: bool = False,
 ) -> Rehearsed:
     counts = count_parameters(model)
     balance = choose_balance(config, model, model.config)
@@ -180,17 +206,18 @@ def _rehearse(
         batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         objective = preference_objective(config) or distillation_objective(config)
-        step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
+        of_step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
         recorder = Recorder(Parts(model))
         given = _Given(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, device)
         shared: list[Tensor] = []
-        if device == "cpu":
+        if device == "cpu" and not is_update_alone:
             # memory that collectives over gloo share is there from the first step on
             unheard = Recorder(recorder.parts)
             with given.told(unheard), unheard, unheard.paused():
-                train_step(*step, objective=objective)
+                train_step(*of_step, objective=objective)
             shared = shared_memory(model)
-        if config.pp_size == 1 and micro_batches > 1:
+        is_later = config.pp_size == 1 and micro_batches > 1
+        if is_later and not is_update_alone:
             # what FSDP makes when it first gathers is there when a later micro-batch comes
             unheard = Recorder(recorder.parts)
             with unheard, unheard.paused():
@@ -214,11 +241,11 @@ def _rehearse(
         def at(doing: str) -> None:
             if doing == "the gradient norm":
                 recorder.begin_update()
-            elif doing == "the step's beginning" and config.pp_size == 1 and micro_batches > 1:
-                # what is run is a micro-batch that comes after others
+            elif doing == "the step's beginning" and (is_later or is_update_alone):
+                # what is run is a micro-batch that comes after others, or none
                 with recorder.paused():
                     for parameter in model.parameters():
-                        if parameter.requires_grad:
+                        if parameter.requires_grad and not parameter.is_meta:
                             parameter.grad = torch.empty_like(parameter)
                             earlier.append(live.number(parameter.grad))
 
@@ -232,22 +259,34 @@ def _rehearse(
             recording_actions(recorder),
             _naming_layers(recorder, keep),
             recorded(recurrent, recorder.kernel),
+            mock.patch.object(step, "step_gradients", _no_gradients) if is_update_alone else nullcontext(),
             live,
             recorder,
             live.noting_casts() as casts,
         ):
-            train_step(*step, at, objective=objective)
+            train_step(*of_step, at, objective=objective)
         storages = kinds_of_storages(recorder, live, casts, model, optimizer, shared, earlier)
         here, state = [p for p in model.parameters() if not p.is_meta], bytes_of(state_of(optimizer))
         held_then = held_at(recorder, storages, state)
+        before_update = held_before_update(recorder, storages, state)
         sizes = bytes_of(here), bytes_of(p for p in here if p.requires_grad)
     used = {event.group for event in recorder.events if event.collective is not None}
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
     rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
+    kept = kept_of(recorder, storages)
     return Rehearsed(
-        recorder, model, kept_of(recorder, storages), held_then, *sizes, state, counts, groups, routing, rows_over_mean
+        *(recorder, model, kept, held_then, before_update, *sizes, state, counts, groups, routing, rows_over_mean)
     )
+
+
+def _no_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights, at: Any, objective: Any) -> Gradients:
+    """In place of `step_gradients`, where the gradients are there already."""
+    names, layers = figure_names(weights, objective), moe_layers(model)
+    counts_LE = torch.zeros(len(layers), moe_shape(model).num_experts, dtype=torch.int64)
+    routing = replace(NO_ROUTING, counts_LE=counts_LE)
+    losses = torch.zeros(3 + len(names), dtype=torch.float64)
+    return Gradients(losses, routing, StepCounts(1, 1, (1,), (1,), 1), names)
 
 
 def _mark_layers(model: Any, recorder: Recorder) -> None:
