@@ -25,11 +25,11 @@ from tests.tiers import tiered
 PLACES = {
     "loading": "checkpoints.load._all_finite",
     "tokenizing": "training.data.samples._table",
-    "reference": "training.evaluate.token_loss_sum",
-    "teacher": "training.evaluate.token_loss_sum",
+    "reference": "training.steps.evaluate.token_loss_sum",
+    "teacher": "training.steps.evaluate.token_loss_sum",
     "forecast": "training.planning.rank_memory._asked",
-    "evaluation": "training.evaluate.token_loss_sum",
-    "generations": "training.generate.boundary",
+    "evaluation": "training.steps.evaluate.token_loss_sum",
+    "generations": "training.steps.generate.boundary",
     "export": "checkpoints.hf.export._brought",
 }
 """What each phase calls for each of its parts."""
