@@ -1,5 +1,7 @@
-"""The navigation of the site, by the folders of docs/; .mkdocs.yml calls it."""
+"""The navigation of the site: the folders of docs/, each in the order in which index.md names its pages; .mkdocs.yml
+calls it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ def navigation(docs: Path) -> list[dict[str, Any]]:
 
 
 def pages(docs: Path, folder: str) -> list[str]:
-    return sorted(str(file.relative_to(docs)) for file in (docs / folder).glob("*.md"))
+    """A folder's pages: those of the index first."""
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text(encoding="utf-8"))
+    found = sorted(str(file.relative_to(docs)) for file in (docs / folder).glob("*.md"))
+    return sorted(found, key=lambda page: linked.index(page) if page in linked else len(linked))
 
 
 def exists(docs: Path, entry: dict[str, Any]) -> bool:

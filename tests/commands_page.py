@@ -1,4 +1,4 @@
-"""The page of all commands: `python -m tests.commands_page > docs/reference/commands.md`."""
+"""The page of all commands; `python -m tests.pages` writes it."""
 
 import argparse
 import re
@@ -11,12 +11,7 @@ from tests.training.flags_page import default_of, in_cell
 
 HEAD = """# Commands
 
-After this page you know every command and its flags. The flags of `train_ep.py` have [their own page](flags.md). A
-command makes this page:
-
-```sh
-python -m tests.commands_page > docs/reference/commands.md
-```
+The flags of `train_ep.py` have [their own page](flags.md). `python -m tests.pages` makes this one.
 
 | to | run | installed as |
 | --- | --- | --- |
@@ -35,9 +30,9 @@ python -m tests.commands_page > docs/reference/commands.md
 | 1 | `verify` found a difference, `inspect` found a fault, or nothing fits (`plan`, `rehearse`) |
 | 2 | a mistake in the input, or a group of `mesh --check` does not answer |
 """
-TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too. [Plan a run](../how-to/plan-a-run.md) explains it."
-TRY = "[Choose a layout](../how-to/choose-a-layout.md#try-the-groups) explains it."
-CONVERT = "[Convert and verify](../how-to/convert-and-verify.md) explains it."
+TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too. [Plan a run](../how-to/choose-a-layout.md)."
+TRY = "[Try the groups](../how-to/choose-a-layout.md#try-the-groups)."
+CONVERT = "[Convert and verify](../how-to/convert-and-verify.md)."
 COMMANDS = {
     "plan": ("training.cluster.commands", TAKES_A_RUN),
     "rehearse": ("training.cluster.commands", TAKES_A_RUN),
@@ -51,9 +46,11 @@ COMMANDS = {
     "verify": ("checkpoints.__main__", CONVERT),
     "inspect": ("checkpoints.__main__", CONVERT),
     "families": ("training.cluster.families_command", "[Models](models.md) has all of them."),
-    "report": ("training.report.__main__", "[Watch a run](../how-to/watch-a-run.md) explains it."),
+    "report": ("training.report.__main__", "[Watch a run](../how-to/watch-a-run.md)."),
 }
 """By command: the module with its `main`, and what its parser does not say."""
+ALIKE = {"plan": ("rehearse",), "convert": ("export", "merge")}
+"""Commands that share flags: the first has their rows."""
 
 
 class _ParserFound(Exception):
@@ -88,10 +85,20 @@ def section(command: str) -> str:
     parser = parser_of(command)
     usage = " ".join(parser.format_usage().removeprefix("usage: ").replace(" [-h]", "").split())
     says = [" ".join((parser.description or "").split()).rstrip(".") + ".", COMMANDS[command][1]]
-    actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
-    rows = [_row(action) for action in actions if action.dest != "help"]
-    table = ["| argument or flag | default | what it does |", "| --- | --- | --- |", *rows]
-    return "\n".join([f"## {command}\n", " ".join(filter(None, says)), "", f"```text\n{usage}\n```\n", *table, ""])
+    rows = rows_of(command)
+    first = next((first for first, others in ALIKE.items() if command in others), None)
+    if first is not None:
+        told = set(rows_of(first))
+        same = [row.split(" | ")[0].removeprefix("| ") for row in rows if row in told]
+        says.append(f"As for [{first}](#{first}): {', '.join(same)}.")
+        rows = [row for row in rows if row not in told]
+    table = ["| argument or flag | default | what it does |", "| --- | --- | --- |", *rows] if rows else []
+    return "\n".join([f"## {command}\n", f"```text\n{usage}\n```\n", " ".join(filter(None, says)), "", *table, ""])
+
+
+def rows_of(command: str) -> list[str]:
+    actions = sorted(parser_of(command)._actions, key=lambda action: bool(action.option_strings))
+    return [_row(action) for action in actions if action.dest != "help"]
 
 
 def _row(action: argparse.Action) -> str:
@@ -105,6 +112,3 @@ def _row(action: argparse.Action) -> str:
     told = (text if is_word else text[:1].upper() + text[1:]).rstrip(".") + "."
     return f"| {', '.join(f'`{in_cell(name + value)}`' for name in names)} | {default} | {told} |"
 
-
-if __name__ == "__main__":
-    print(page(), end="")

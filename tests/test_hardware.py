@@ -1,4 +1,4 @@
-"""The root README's table of models and GPUs: recipes' numbers, and on how many the planner's forecast fits."""
+"""The table of recipes and GPUs in docs/how-to/choose-a-layout.md: recipes' numbers, and on how many the planner's forecast fits."""
 
 import re
 from dataclasses import replace
@@ -13,10 +13,11 @@ from expertmesh.training.planning.planner.model_config import find_config
 from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, published
 
 ROW = re.compile(
-    r"^\| \[`(\w+)`\]\(configs/\1\.yaml\), \[LoRA\]\(configs/\1_lora\.yaml\) \| (\d+) \| (\d+) \| (\d+) \|$",
+    r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$",
     re.MULTILINE,
 )
-TABLE = {name: tuple(map(int, gpus)) for name, *gpus in ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
+PAGE = (ROOT / "docs" / "how-to" / "choose-a-layout.md").read_text(encoding="utf-8")
+TABLE = {name: tuple(map(int, gpus)) for name, *gpus in ROW.findall(PAGE)}
 
 
 def test_every_recipe_has_a_row() -> None:

@@ -151,7 +151,7 @@ def nothing_left() -> Iterator[None]:
     ("page", "table"),
     [
         ("docs/reference/data-formats.md", table_of_formats),
-        ("docs/how-to/watch-a-run.md", table_of_metrics),
+        ("docs/reference/metrics.md", table_of_metrics),
         ("docs/reference/data-formats.md", table_of_pair_formats),
         ("docs/reference/data-formats.md", table_of_label_formats),
         ("docs/explanation/kernels.md", table_of_kernels),

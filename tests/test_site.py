@@ -38,14 +38,15 @@ def build(root: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_sections_are_the_folders(tmp_path: Path) -> None:
+def test_sections_are_the_folders_in_the_indexs_order(tmp_path: Path) -> None:
     for page in ("index.md", "tutorial.md", "glossary.md", "how-to/b.md", "how-to/a.md", "explanation/c.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         (tmp_path / page).touch()
+    (tmp_path / "index.md").write_text("[last](how-to/b.md), [first](how-to/a.md#b)")
     assert navigation(tmp_path) == [
         {"Start": "index.md"},
         {"Tutorial": "tutorial.md"},
-        {"How-to": ["how-to/a.md", "how-to/b.md"]},
+        {"How-to": ["how-to/b.md", "how-to/a.md"]},
         {"Explanation": ["explanation/c.md"]},
         {"Glossary": "glossary.md"},
     ]

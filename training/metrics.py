@@ -526,7 +526,8 @@ def told_of(line: Record, verbose: bool = False) -> list[str]:
 
 
 def table_of_metrics() -> str:
-    """The table in docs/how-to/watch-a-run.md."""
+    """The table in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
+    names = {f"eval_{metric.name}" for metric in METRICS}
     rows = [("name", "unit", "what it is"), ("---",) * 3]
-    rows += [(f"`{metric.name}`", metric.unit, metric.meaning) for metric in METRICS]
+    rows += [(f"`{metric.name}`", metric.unit, metric.meaning) for metric in METRICS if metric.name not in names]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")

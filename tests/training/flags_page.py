@@ -1,30 +1,28 @@
-"""The page of all flags: `python -m tests.training.flags_page > docs/reference/flags.md`."""
+"""The page of all flags; `python -m tests.pages` writes it."""
 
 from argparse import Action
 from typing import Any
 
 from expertmesh.moe.util.parser import PlainHelp, Switch
+from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.train_config import SETTINGS, make_parser
+
+EVERY_OPTIMIZER = f"--optim {' or '.join(entry.name for entry in OUR_OPTIMIZERS)}"
+"""What a flag needs that any optimizer of ours heeds: nothing to tell."""
 
 HEAD = """# Flags of train_ep.py
 
-After this page you know every flag. A flag may also be a key of the YAML file of `--config`, with underscores for
-dashes, and an argument of `expertmesh.load`. Flags have the names of `transformers.TrainingArguments`, with `-` or `_`.
-A switch takes no value, or `true` or `false`.
+A flag may also be a key of `--config`'s YAML file (with underscores) and an argument of `expertmesh.load`. Names are
+those of `transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`; a list takes
+its values after one flag: `--dataset a b`.
 
-- Flags win over the file, also over a key that does not go together with them, such as `warmup_ratio` with
-  `--warmup-steps`; a note names both. Only a key that says which kind of run it is stays, and the flag is refused:
-  FIRM.
-- A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). One that asks
-  for what is done anyway, such as `fp16: false`, is ignored.
-- A flag or key that is given twice is refused. A list takes all its values after one flag: `--dataset a b`.
-- A flag without effect beside the others, such as `--dispatch rank` without `--ep-size`, is no error; a note names it.
+- Flags win over the file; a note names a key that a flag replaces. These keys say which kind of run it is, and a flag
+  that contradicts one is refused: FIRM.
+- A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). So is one that
+  is given twice.
+- A flag without effect beside the others is no error; a note names it.
 
-This page is made by a command:
-
-```sh
-python -m tests.training.flags_page > docs/reference/flags.md
-```
+`python -m tests.pages` makes this page.
 """
 
 
@@ -48,8 +46,9 @@ def _row(action: Action) -> str:
     flags = ", ".join(f"`{flag}{shown}`" for flag in names)
     told = in_cell(action.help or "").rstrip(".") + "."
     needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()
-    if words := " and ".join(in_cell(each.in_words) for each in needs if each.in_words):
-        told += f" Has an effect only with {words}."
+    words = " and ".join(in_cell(each.in_words) for each in needs if each.in_words)
+    if words and not told.startswith(f"With {words}") and words != EVERY_OPTIMIZER:
+        told += f" Only with {words}."
     return f"| {flags} | {default_of(action)} | {told} |"
 
 
@@ -67,6 +66,3 @@ def in_cell(text: str) -> str:
     """A help text, argparse's escapes undone, in a cell of a table."""
     return " ".join(text.replace("%%", "%").replace("|", "\\|").split())
 
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,6 +1,7 @@
-"""The page of other tools' keys: `python -m tests.training.migrate_page > docs/how-to/migrate.md`."""
+"""The page of other tools' keys; `python -m tests.pages` writes it."""
 
 import re
+import textwrap
 from dataclasses import fields
 from typing import Any
 
@@ -12,49 +13,51 @@ from tests.training.flags_page import in_cell
 
 HEAD = """# Migrate from another tool
 
-After this page you can train with a config of transformers, trl, axolotl, LLaMA-Factory or ms-swift.
+Train with a config of transformers, trl, axolotl, LLaMA-Factory, ms-swift or Megatron:
 
-1. Give the file as it is, with `--config theirs.yaml`. One error names every key that is not
-   [a flag here](../reference/flags.md), with what to give instead. A key that asks for what is done anyway, such as
-   `fp16: false`, is ignored. The same goes for flags, and for arguments of `expertmesh.load`.
-2. Write that into the file, with underscores: `max_seq_length: 4096` for `--max-seq-length 4096`. Most names of
-   `transformers.TrainingArguments` are the same here.
+```sh
+torchrun --nproc-per-node 8 train_ep.py --config theirs.yaml
+```
+
+1. One error names every key that is not [a flag here](../reference/flags.md), with what to give instead. A key that
+   asks for what is done anyway, such as `fp16: false`, is ignored. The same goes for flags, and for arguments of
+   `expertmesh.load`.
+2. Write that into the file, with underscores: `max_seq_length: 4096` for `--max-seq-length 4096`.
 3. Look at the data with [`--preview`](prepare-data.md#look-at-what-the-model-sees). A list of tables, such as axolotl's
    `datasets`, becomes a list of files, whose columns are found by name.
 
-You can also [keep your Trainer](use-trainer-or-trl.md). A command makes this page:
-
-```sh
-python -m tests.training.migrate_page > docs/how-to/migrate.md
-```
+You can also [keep your Trainer](use-trainer-or-trl.md).
 
 ## What means something else here
 
 - **Batch**: `--per-device-train-batch-size` is per rank (or CP group): sequences, or pairs with `--task dpo`.
-  [The global batch](choose-a-layout.md#flags) does not depend on `--ep-size`. `--global-batch-size` sets it, for any
-  number of ranks.
-- **Epoch**: no sequence is dropped or repeated; the last step of an epoch may be short. With `--packing`, a step counts
-  packed sequences.
-- **Length**: a sample keeps its first `--max-seq-length` tokens (1024). If no answer is left, a warning counts it, and
-  it is left out. ms-swift and axolotl leave out every longer sample.
-- **Loss**: one mean over all target tokens of the global batch, on all ranks and in all micro-batches.
-- **Trained tokens**: answers alone, unless you give `--train-on all`. Plain text (`--text-column`) is trained on
-  completely.
+  `--global-batch-size` sets [the batch of a step](choose-a-layout.md#flags) for any number of ranks.
+- **Epoch**: no sequence is dropped or repeated. With `--packing`, a step counts packed sequences.
+- **Length**: a sample keeps its first `--max-seq-length` tokens (1024). It is left out, with a warning, if no answer is
+  left. ms-swift and axolotl leave out every longer sample.
+- **Loss**: one mean over the target tokens of the global batch: of answers alone, unless you give `--train-on all`.
 - **Packing**: packed samples never attend to each other. In LLaMA-Factory that is `neat_packing`.
-- **Precision**: with `--bf16`, weights that are trained and optimizer state stay in fp32. `--optim adamw_bf16` holds
-  both in bf16.
-- **LoRA**: off without `--adapter lora`. Rank 16, alpha 32, no dropout, on attention and experts. Others have other
-  defaults, so give your own. LLaMA-Factory's alpha is twice its rank if you leave it out.
+- **Precision**: with `--bf16`, trained weights and optimizer state stay in fp32; `--optim adamw_bf16` holds both in
+  bf16.
+- **LoRA**: off without `--adapter lora`. Rank 16, alpha 32, no dropout, on attention and experts. LLaMA-Factory's alpha
+  is twice its rank by default.
 - **Learning rate**: 5e-5, falling linearly to 0, without warm-up.
 - **Preferences**: the reference is the model before the first step. IPO takes log-probabilities per token.
 - **Distillation**: the teacher predicts the data's own tokens; the student writes none.
-"""
-TAIL = """
-## Not here
 
-Training by reinforcement (PPO, GRPO), reward models, ORPO and SimPO, DoRA, and images, audio and video have no flags.
+Not here: PPO, GRPO, reward models, ORPO, SimPO, DoRA, images, audio and video.
+
+## Keys
+
+The commonest keys of all these tools that have another name here. `python -m tests.pages` makes the table.
+
+| here | there |
+| --- | --- |
 """
-FLAG = re.compile(r"--[a-z][a-z0-9-]*( (\d+|N|NAME:WEIGHT|all|nf4|[a-z]+(_[a-z]+)+|'.*?'))?")
+LEAVE_OUT = """
+Leave these out; the error says why, or what happens in their place:
+"""
+FLAG = re.compile(r"--[a-z][a-z0-9-]*( (\d+|NAME:WEIGHT|N|all|nf4|[a-z]+(_[a-z]+)+|'.*?'))?")
 KEYS: dict[str, str] = {
     "axolotl": """
         base_model output_dir sequence_len micro_batch_size learning_rate optimizer=adamw_bnb_8bit,adamw_torch_fused
@@ -138,20 +141,21 @@ def names_of(*kinds: Any, without: list[Any] | None = None) -> list[str]:
 
 
 def page() -> str:
-    """All keys by tool, as Markdown."""
-    parts = [HEAD]
-    for tool, theirs in keys().items():
-        parser = make_parser()
-        same = [name for name, _ in theirs if name in parser.names]
-        here: dict[str, list[str]] = {}
+    """All keys that have another name here, by that name; then those without."""
+    here: dict[str, list[str]] = {}
+    nothing: list[str] = []
+    parser = make_parser()
+    for theirs in keys().values():
         for name, values in theirs:
             for value in values or [""]:
                 if (value or name not in parser.names) and (cell := answer(name, value)):
-                    here.setdefault(cell, []).append(f"`{name}: {value}`" if value else f"`{name}`")
-        rows = [f"| {', '.join(names)} | {cell} |" for cell, names in here.items()]
-        said = f"The same here: {', '.join(f'`{name}`' for name in same)}." if same else ""
-        parts.append("\n".join([f"## {tool}\n", said, "", "| there | here |", "| --- | --- |", *rows, ""]))
-    return "\n".join(parts) + TAIL
+                    key = f"`{name}: {value}`" if value else f"`{name}`"
+                    there = here.setdefault(cell, []) if cell.startswith("`--") else nothing
+                    if key not in there and cell != "done anyway":
+                        there.append(key)
+    rows = [f"| {cell} | {', '.join(there)} |\n" for cell, there in sorted(here.items())]
+    left_out = textwrap.fill(f"{', '.join(nothing)}.", 120, break_long_words=False, break_on_hyphens=False)
+    return f"{HEAD}{''.join(rows)}{LEAVE_OUT}{left_out}\n"
 
 
 def answer(name: str, value: str) -> str:
@@ -167,6 +171,3 @@ def answer(name: str, value: str) -> str:
     # beside what is code already
     return "`".join(part if odd % 2 else FLAG.sub(r"`\g<0>`", part) for odd, part in enumerate(said.split("`")))
 
-
-if __name__ == "__main__":
-    print(page(), end="")

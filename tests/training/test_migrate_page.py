@@ -1,15 +1,7 @@
 """The page of other tools' keys."""
 
-from pathlib import Path
-
 from expertmesh.training.config.train_config import make_parser
-from tests.training.migrate_page import KEYS, keys, page
-
-FILE = Path(__file__).parents[2] / "docs" / "how-to" / "migrate.md"
-
-
-def test_it_is_what_the_command_prints() -> None:
-    assert FILE.read_text(encoding="utf-8") == page(), "make it anew: its first lines say how"
+from tests.training.migrate_page import KEYS, keys
 
 
 def test_the_commonest_keys_of_every_tool_have_an_answer() -> None:
