@@ -111,4 +111,3 @@ def _row(action: argparse.Action) -> str:
     is_word = re.match(r"\w+:", text)
     told = (text if is_word else text[:1].upper() + text[1:]).rstrip(".") + "."
     return f"| {', '.join(f'`{in_cell(name + value)}`' for name in names)} | {default} | {told} |"
-

@@ -1,4 +1,4 @@
-"""The table of recipes and GPUs in docs/how-to/choose-a-layout.md: recipes' numbers, and on how many the planner's forecast fits."""
+"""The table of recipes and GPUs in docs/how-to/choose-a-layout.md: their numbers, and on how many a forecast fits."""
 
 import re
 from dataclasses import replace

@@ -125,7 +125,8 @@ def rows_in(text: str) -> dict[str, tuple[str, ...]]:
     """The methods with which a page says that a family is refused, by family."""
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
     told = {line[0].strip("`"): line[2] for line in lines}
-    return {name: METHODS if what == "all" else tuple(what.split(", ")) if what != "-" else () for name, what in told.items()}
+    every = {"all": METHODS, "-": ()}
+    return {name: every.get(what, tuple(what.split(", "))) for name, what in told.items()}
 
 
 def main() -> None:

@@ -65,4 +65,3 @@ def default_of(action: Action) -> str:
 def in_cell(text: str) -> str:
     """A help text, argparse's escapes undone, in a cell of a table."""
     return " ".join(text.replace("%%", "%").replace("|", "\\|").split())
-

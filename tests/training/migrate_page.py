@@ -170,4 +170,3 @@ def answer(name: str, value: str) -> str:
         return f"`{said}`"
     # beside what is code already
     return "`".join(part if odd % 2 else FLAG.sub(r"`\g<0>`", part) for odd, part in enumerate(said.split("`")))
-
