@@ -149,7 +149,7 @@ def add_mtp(model: Any, mtp: PublishedMTP) -> None:
     Raises:
         ExpertMeshError: its final norm is not found, or its logits are scaled after the head.
     """
-    norm, layer = final_norm(model), decoder_layers(model)[-1]
+    norm, (*_, layer) = final_norm(model), decoder_layers(model)
     if not facts_of(model).head_is_last:
         raise ExpertMeshError(f"--train-mtp: {type(model).__name__} scales its logits after the head; not supported")
     width = norm.weight.shape[0]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from safetensors.torch import load_file, save_file
 import expertmesh
 from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.hf_model.mtp import find_mtp
+from expertmesh.moe.hf_model.mtp import find_mtp, mtp_of
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import parse_config
 from expertmesh.training.data.batch import IGNORED, Padding, collate
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.planning.rehearsal.building import ConfigAlone
 from tests.checkpoints.commands import run
 from tests.mtp import predicting, save
 
@@ -132,3 +134,17 @@ def test_a_config_has_one_layer_more(deepseek: Path) -> None:
     source: Any = open_source(deepseek).training_mtp()
     assert source.text_config.num_hidden_layers == 4
     assert json.loads((deepseek / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])
+def test_a_forecast_has_the_layer_that_a_checkpoint_brings(family: str, tmp_path: Path) -> None:
+    """Which it does not read: all tensors of the run's model, by name and shape."""
+    save(predicting(family), tmp_path)
+    source = open_source(tmp_path).training_mtp()
+    forecast = ConfigAlone(replace(source, mtp=None).config, has_mtp=True).build("auto")
+
+    def shapes(model: Any) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+    assert shapes(forecast) == shapes(source.build())
+    assert mtp_of(forecast) == replace(source.mtp, is_apart=False)  # type: ignore[type-var]

@@ -148,6 +148,22 @@ def test_figures_of_all_layers_are_told_by_short_models(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [{"cp_size": 2}, {"mtp_detach": False, "pp_size": 2, "pipeline_layers": "12,13", "gradient_accumulation_steps": 4}],
+    ids=str,
+)
+def test_figures_of_a_model_that_drafts(flags: dict[str, Any]) -> None:
+    """Its layer for multi-token prediction is like no other, and stays."""
+    told, run = both(
+        *(tiny_config("deepseek_v3", num_hidden_layers=24), 8, 4 if "pp_size" in flags else 0),
+        **{"ep_size": 2, "train_mtp": 0.3, **flags},
+    )
+    assert told.layers[1] == 25
+    check(told, run)
+
+
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", IRREGULAR)
 def test_figures_of_a_hybrid_are_told_by_few_periods(name: str) -> None:

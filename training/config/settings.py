@@ -1138,6 +1138,7 @@ class MTPSettings:
         "whole model, embedding and head included",
         Needs("--train-mtp", lambda config: config.train_mtp > 0),
         of=_STEPS,
+        in_plans=True,
     )
 
 

@@ -35,7 +35,7 @@ def use_mtp(model: Any, detach: bool) -> None:
         detach: whether the loss has no gradients but those of the layer itself: none of the model below it, nor of the
             embedding and the head, which it shares.
     """
-    layer = decoder_layers(model)[-1]
+    *_, layer = decoder_layers(model)
     layer.forward = Drafting(layer, model.get_input_embeddings(), final_norm(model), detach)
     loss_head(model).detaches_drafts = detach
 

@@ -12,7 +12,6 @@ NOT_MODELLED = {
     "add_tokens": "the rows of new tokens are not in it",
     "train_new_tokens": "the rows of new tokens are not in it",
     "resize_vocab": "the rows of new tokens are not in it",
-    "train_mtp": "the layer for multi-token prediction, and its loss, are not in it",
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",
     "compile": "the forecast is without it",
     "deterministic": "the forecast is of the faster kernels",
@@ -86,6 +85,10 @@ def not_modelled(config: TrainConfig) -> list[str]:
         lines.append("--offload-experts: copied at the rate of PCI Express in data sheets, which nothing else uses")
     if config.offload_activations:
         lines.append("--offload-activations: the time of its copies is not modelled")
+    if config.train_mtp > 0:
+        lines.append(
+            "--train-mtp: the checkpoint is taken to bring one layer for it, of the same kind as the model's last"
+        )
     if config.cross_entropy == "liger":
         lines.append("--cross-entropy liger: not modelled; the forecast is of the chunked loss")
     return lines

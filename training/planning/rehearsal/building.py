@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from ....moe.experts.model_layers import decoder_layers
 from ....moe.hf_model.build import build_model, kernel_needs
+from ....moe.hf_model.mtp import PublishedMTP, add_mtp
 from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
 from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
@@ -28,20 +30,27 @@ HOPPER = (9, 0)
 class ConfigAlone:
     """A model's config, in place of a directory with a checkpoint.
 
-    keep: numbers of the decoder layers that a short model has; None: all. renumber: see `keep_layers`.
+    keep: numbers of the decoder layers that a short model has; None: all. renumber: see `keep_layers`. has_mtp: whether
+    it has a layer for multi-token prediction, like its last one.
     """
 
     config: Any
     rope: RopeScaling | None = None
     keep: Sequence[int] | None = None
     renumber: bool = False
+    has_mtp: bool = False
 
     def build(self, attn_implementation: str) -> Any:
-        model = build_model(self.config, attn_implementation)
+        number = self.config.get_text_config().num_hidden_layers
+        config = PublishedMTP(number, number - 1, False).with_layer(self.config) if self.has_mtp else self.config
+        model = build_model(config, attn_implementation)
         if self.rope is not None:
             check_rope(model, self.rope)
         if self.keep is not None:
             keep_layers(model, self.keep, self.renumber)
+        if self.has_mtp:
+            number = len(decoder_layers(model)) - 1
+            add_mtp(model, PublishedMTP(number, number - 1, False))
         return model
 
 
@@ -61,7 +70,8 @@ def build_rehearsed(
     """
     # a short model's config is cut with it
     of_model = model_config if keep is None else deepcopy(model_config)
-    source = ConfigAlone(with_rope_scaling(of_model, config.rope), config.rope, keep, renumber=config.pp_size > 1)
+    of_model = with_rope_scaling(of_model, config.rope)
+    source = ConfigAlone(of_model, config.rope, keep, renumber=config.pp_size > 1, has_mtp=config.train_mtp > 0)
     # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
     if config.async_tp:
         config = replace(config, async_tp=False)

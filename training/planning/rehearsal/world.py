@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ....moe.dispatch.dedup import OnceDispatcher, Rows
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
+from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import NO_ROUTING
@@ -396,13 +397,20 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
     ranks = config.ranks_per_sequence
     here = -(-samples * length // ranks)
-    targets = rows * here - max(rows * samples // ranks, 1)
+    firsts = max(rows * samples // ranks, 1)
+    targets = rows * here - firsts
     if routing.trained is not None:
         targets = max(1, round(rows * here * routing.trained))
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
-        return batch_of(rows, here, targets, cp_group, segments, config)
+        batch = batch_of(rows, here, targets, cp_group, segments, config)
+        if config.train_mtp > 0:
+            number = max(1, targets - firsts)
+            drafts = Targets(torch.zeros_like(batch.tokens_BS), torch.zeros(number, dtype=torch.int64))
+            shared = () if cp_group is None else (number,) * cp_group.size
+            batch = replace(batch, ahead=Ahead(torch.zeros_like(batch.tokens_BS), drafts, shared))
+    return batch
 
 
 def batch_of(
