@@ -38,6 +38,7 @@ from .hf.reader import ParameterReader, check_tied_copies, kept_encodings
 from .hf.requantized import hf_outputs
 from .hf.side_files import copy_side_files, export_side_files, side_files
 from .hf.source import Checkpoint
+from .model_card import read_card, write_card
 from .opening import is_training, open_any, open_origin
 
 DONE = ".done"
@@ -48,7 +49,8 @@ DONE = ".done"
 class HowToWrite:
     """workers: files written at once. max_shard_size: bytes. overwrite: whether `out` may be replaced. drop_untrained:
     whether tensors that are not trained are left behind, and no longer claimed by the config. tell: takes lines that
-    say what became of them. tokenizer: saved in Hugging Face form in place of the source's own."""
+    say what became of them. tokenizer: saved in Hugging Face form in place of the source's own. card: of the model, in
+    Hugging Face form (see `write_card`)."""
 
     max_shard_size: int
     workers: int
@@ -59,6 +61,7 @@ class HowToWrite:
     tokenizer: Any = None
     as_source: bool = False
     tell_errors: Callable[[str], None] = lambda _: None
+    card: str = ""
 
 
 def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> list[str]:
@@ -127,8 +130,10 @@ def export_offline(source_path: Path, out: Path, how: HowToWrite, base: Path | N
     checkpoint = open_any(source_path, True, base, how.drop_untrained)
     check_all_bytes(source_path)
     origin = checkpoint
-    if how.as_source and is_training(source_path):
-        origin = open_origin(source_path, base, checkpoint.names)
+    if is_training(source_path):
+        how = replace(how, card=read_card(source_path / "model"))
+        if how.as_source:
+            origin = open_origin(source_path, base, checkpoint.names)
     write_hf(checkpoint, out, how, origin)
 
 
@@ -150,7 +155,7 @@ def write_hf(checkpoint: Checkpoint, out: Path, how: HowToWrite, origin: Checkpo
     place = _prepare(checkpoint, out, last, how.overwrite)
     records = _write(files, place, checkpoint, how)
     with write_errors(out):
-        for line in export_side_files(checkpoint, place, how.tokenizer):
+        for line in [*export_side_files(checkpoint, place, how.tokenizer), *write_card(how.card, place, out)]:
             how.tell(line)
         _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
     for line in error_lines(Errors(**errors) for record in records for errors in record.errors):

@@ -1,7 +1,8 @@
 """Adapters as PEFT's directories hold them: written from a sharded model, and read for resuming or merging.
 
     adapter_config.json, adapter_model.safetensors (see `checkpoints.adapters.peft_format`)
-    tokenizer and chat template                    as beside a model, so that whoever has the adapter has them too
+    tokenizer and chat template, LICENSE, NOTICE   as beside a model, so that whoever has the adapter has them too
+    README.md                                      its model card
     generation_config.json                         where other tokens end answers than the base's generation: for merge
     rope_scaling.json                              where the base was trained with RoPE scaling, as PEFT has no
                                                    place for it: what `read_rope_scaling` reads
@@ -40,8 +41,9 @@ from ..files.tensors import DiskTensor, Region, StoredTensor
 from ..hf.class_names import ClassNames, class_names
 from ..hf.export import replacing, write_sharded
 from ..hf.names import Names
-from ..hf.side_files import write_generation_config, write_tokenizer
+from ..hf.side_files import write_beside_adapter, write_generation_config
 from ..hf.source import Checkpoint, read_header, read_json
+from ..model_card import write_card
 from ..verify import Comparison, whole_difference
 from .peft_format import (
     PREFIX,
@@ -79,6 +81,7 @@ def export_adapter(
     base_model: str,
     form: Form = "auto",
     tokenizer: Any = None,
+    card: str = "",
 ) -> list[str]:
     """Write the adapters of a sharded model as a directory that PEFT loads. All ranks call it together.
 
@@ -89,6 +92,7 @@ def export_adapter(
         form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
             PEFT reads such adapters.
         tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
+        card: as of `export_model`.
 
     Returns:
         What servers must be told, in lines.
@@ -115,6 +119,7 @@ def export_adapter(
         model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
     shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
+    told: list[str] = []
     with replacing(out) as directory, raise_together(), write_errors(out):
         write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
         if directory is not None:
@@ -123,12 +128,14 @@ def export_adapter(
             if (scaling := checkpoint.source.rope_scaling) is not None:
                 (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             write_generation_config(checkpoint.source, directory)
-            write_tokenizer(checkpoint.source, tokenizer, directory)
+            write_beside_adapter(checkpoint.source, tokenizer, directory)
+            told = write_card(card, directory, out)
     if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
-        return []
+        return told
     return [
+        *told,
         f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that much "
-        f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})"
+        f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})",
     ]
 
 

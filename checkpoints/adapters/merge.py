@@ -14,6 +14,7 @@ from ..files.tensors import DiskTensor
 from ..hf.class_names import ClassNames, class_names
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
+from ..model_card import merged_card
 from ..opening import open_any
 from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope, rows_of_embedding
 from .peft_format import LoraPair
@@ -62,7 +63,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     for alias, parameter in opened.names.aliases.items():
         if {alias, parameter} & (changed.beside.keys() | (set() if changed.ties else changed.whole.keys())):
             checkpoint = _untied(checkpoint, there, alias, parameter)
-    write_hf(checkpoint, out, how)
+    write_hf(checkpoint, out, replace(how, card=merged_card(adapter)))
     return len(changed.beside) + len(changed.whole) + len(changed.token_rows)
 
 

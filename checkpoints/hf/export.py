@@ -23,6 +23,7 @@ from ..files.dtypes import Array, as_array, as_bytes, torch_dtype
 from ..files.encodings import error_lines
 from ..files.file_layout import INDEX_NAME, OutputFile, hf_index, plan_hf_files
 from ..files.tensors import overlap
+from ..model_card import write_card
 from .requantized import hf_outputs
 from .side_files import export_side_files
 from .source import Checkpoint
@@ -40,6 +41,7 @@ def export_model(
     max_shard_size: int = 5 * 10**9,
     tokenizer: Any = None,
     patient: Ranks | None = None,
+    card: str = "",
 ) -> list[str]:
     """Write `out`, a directory that `transformers` loads. All ranks call it together.
 
@@ -52,6 +54,7 @@ def export_model(
         tokenizer: saved in place of the checkpoint's own.
         patient: these ranks, where rank 0 may take longer to write what is carried over, or to delete what was there,
             of which the others have no part, than a collective's time limit.
+        card: of the model, written where `out` has none of somebody else's (see `write_card`).
 
     Returns:
         On rank 0, what in config.json is no longer claimed and, where tensors are quantized as their source has them,
@@ -63,7 +66,7 @@ def export_model(
     with replacing(out, patient) as partial:
         with raise_together(patient), write_errors(out):
             if partial is not None:
-                told = export_side_files(checkpoint, partial, tokenizer)
+                told = export_side_files(checkpoint, partial, tokenizer) + write_card(card, partial, out)
         with raise_together(patient), write_errors(out):
             files = plan_hf_files(hf_outputs(checkpoint), max_shard_size)
             write_sharded(files, sharded_parameters(model, topology), partial)

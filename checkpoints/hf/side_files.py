@@ -10,7 +10,7 @@ from typing import Any
 from ...moe.util.errors import ExpertMeshError
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
-from .source import GENERATION_CONFIG, SIDE_FILES, Checkpoint, ModelSource, read_json
+from .source import GENERATION_CONFIG, LICENCES, SIDE_FILES, Checkpoint, ModelSource, read_json
 from .untrained_parts import Unfilled, describes_language_model, language_model_alone, unfilled, without_predictors
 
 CONFIG = "config.json"
@@ -152,20 +152,21 @@ def copy_side_files(
         save_tokenizer(tokenizer, out)
 
 
-def write_tokenizer(source: ModelSource, tokenizer: Any, directory: Path) -> None:
-    """Write a tokenizer of transformers with its chat template or, where it is None, copy the source's own.
+def write_beside_adapter(source: ModelSource, tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer of transformers with its chat template or, where it is None, copy the source's own; and copy
+    its licence.
 
     Raises:
         ExpertMeshError: a file cannot be taken along (see `side_files`).
         OSError: one cannot be written.
     """
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, directory)
-        return
+    along = LICENCES if tokenizer is not None else (*LICENCES, *TOKENIZER_FILES)
     for name in side_files(source.path):
-        if _matches(name, TOKENIZER_FILES):
+        if _matches(name, along):
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source.path / name, directory / name)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, directory)
 
 
 def write_generation_config(source: ModelSource, directory: Path) -> None:

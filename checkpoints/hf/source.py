@@ -26,6 +26,7 @@ from ..files.encodings import check_quantization, decoded, encodings_in, quantiz
 from ..files.file_layout import INDEX_NAME, SINGLE_NAME
 from ..files.paths import check_regular, named_file
 from ..files.tensors import DiskTensor, StoredTensor
+from ..model_card import CARD
 from .reader import ParameterReader, SafetensorsReader
 from .untrained_tensors import summary
 
@@ -35,12 +36,14 @@ if TYPE_CHECKING:
     from .names import Names
 
 GENERATION_CONFIG = "generation_config.json"
+LICENCES = ("LICENSE*", "NOTICE*")
 SIDE_FILES = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*"),
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", *LICENCES),
     "additional_chat_templates/*.jinja",
 )
 """What goes along with the weights: all that config.json and its like name, code included, which is only copied; and
-what must come with every copy. Not a model card: it describes the weights that the model came from."""
+what must come with every copy. Not a model card: it describes the weights that the model came from, and of it an
+export's own takes the licence (`checkpoints.model_card`)."""
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
 _MOST_JSON_BYTES = 64 * 2**20
 
@@ -403,7 +406,7 @@ def _download(model: str, weights: bool) -> Path:
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
-    path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
+    path = Path(snapshot_download(model, allow_patterns=[*SIDE_FILES, CARD]))
     if not weights:
         return path
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}

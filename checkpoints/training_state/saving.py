@@ -30,6 +30,7 @@ from ..files.directories import finish_replacement, replace_directory, temporary
 from ..files.kept import file_entry
 from ..hf.side_files import copy_side_files
 from ..hf.source import Checkpoint
+from ..model_card import write_card
 from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_checkpoints
 from .state_table import brief
 
@@ -67,6 +68,7 @@ class Saver:
         limit: how many complete ones to keep; None keeps all.
         base: what to say of the model beside which adapters alone are saved; None where all of it is.
         facts: what the run has read, to be compared on resume: digests by name, of its model and of its data.
+        card: makes the card of the model as it is.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Saver:
         limit: int | None,
         base: dict[str, str] | None,
         facts: dict[str, dict[str, str]],
+        card: Callable[[], str] = str,
     ) -> None:
         self.directory = directory
         self.origin = origin
@@ -84,6 +87,7 @@ class Saver:
         self.limit = limit
         self.base = base
         self.facts = facts
+        self.card = card
         self.carried: dict[str, Any] | None = None
         self.transposed: list[str] = []
         with raise_together():
@@ -204,6 +208,7 @@ class Saver:
                 made[0] = str(partial)
                 (partial / "model").mkdir()
                 copy_side_files(self.origin.source, partial / "model", self.tokenizer)
+                write_card(self.card(), *[partial / "model"] * 2)
             except (OSError, ExpertMeshError) as error:
                 if made[0] is not None:
                     shutil.rmtree(made[0], ignore_errors=True)

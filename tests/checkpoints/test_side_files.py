@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from expertmesh.checkpoints.hf.side_files import copy_side_files, side_files, write_tokenizer
+from expertmesh.checkpoints.hf.side_files import copy_side_files, side_files, write_beside_adapter
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config
@@ -56,11 +56,11 @@ def test_a_copy_has_the_same_bytes(model: Path, tmp_path: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(out).to_diff_dict() == tiny_config("mixtral").to_diff_dict()
 
 
-def test_a_tokenizers_files_alone(model: Path, tmp_path: Path) -> None:
+def test_beside_an_adapter(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    write_tokenizer(open_source(model), None, out)
-    assert files_of(out) == OF_TOKENIZER
+    write_beside_adapter(open_source(model), None, out)
+    assert files_of(out) == OF_TOKENIZER | {"LICENSE.txt"}
 
 
 def test_what_is_not_copied_is_refused_by_name(model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...checkpoints.files.directories import write_errors
+from ...checkpoints.model_card import CARD, is_kept
 from ...checkpoints.training_state.marker import check_resumable
 from ...moe.experts.model_layers import moe_layers, moe_shape
 from ...moe.experts.router_stats import Routing
@@ -531,6 +532,7 @@ class TrainerMixin(_Base):
             logs["num_tokens"] = self.engine.tokens
         if "loss" in logs:
             loss = float(self._losses[0]) / max(self._steps, 1)
+            self.engine.has_loss("loss", loss)
             if self._skipped and self.args.logging_nan_inf_filter:
                 # the mean of the others; transformers makes up for a step by less than such a mean
                 logs["loss"] = loss if self._steps else math.nan
@@ -756,6 +758,8 @@ def _move_into(made: Path, out: Path) -> None:
     for pattern in ("model*.safetensors", "model.safetensors.index.json", "adapter_model*"):
         for stale in out.glob(pattern):
             stale.unlink()
+    if is_kept(out):
+        (made / CARD).unlink()
     for path in made.iterdir():
         if path.is_dir() and (out / path.name).is_dir():
             rmtree(out / path.name)

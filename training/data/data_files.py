@@ -98,7 +98,7 @@ def open_files(flag: str, name: str, config: str, split: str, sample_by: SampleB
     if path.is_dir() and not _is_saved(path):
         _, files, _ = split_files(flag, path, config, split, KINDS)
         return [_files(flag, str(file), [file], sample_by) for file in files]
-    if path.exists() or not _is_hub_id(name):
+    if path.exists() or not is_hub_id(name):
         return [open_rows(flag, name, config, split, sample_by)]
     loaded = _load_hub(flag, name, partial(datasets.load_dataset, name, config or None, split=split, streaming=True))
     parts = [loaded.shard(loaded.num_shards, number) for number in range(loaded.num_shards)]
@@ -137,7 +137,7 @@ def _check_cached(flag: str, name: str) -> None:
 
 def _check_exists(flag: str, name: str) -> None:
     """Refuse what is neither a path nor may be a hub id."""
-    if not os.path.exists(name) and not _is_hub_id(name):
+    if not os.path.exists(name) and not is_hub_id(name):
         raise ExpertMeshError(f"{flag} {name}: no such file or directory")
 
 
@@ -157,7 +157,8 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
     return _hub(flag, name, config, split)
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no path can be one on the hub."""
     return Path(name).suffix not in KINDS and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 

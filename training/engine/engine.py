@@ -21,6 +21,7 @@ from ...checkpoints.files.directories import write_errors
 from ...checkpoints.hf.export import export_model
 from ...checkpoints.hf.side_files import side_files
 from ...checkpoints.hf.source import Checkpoint, ModelSource
+from ...checkpoints.model_card import model_card
 from ...checkpoints.training_state.marker import check_carried
 from ...checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ...checkpoints.training_state.saving import Progress, Saver, checkpoint_name
@@ -60,6 +61,7 @@ from ..steps.evaluate import Evaluation, label_logprobs, mean_loss
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .assembly import assemble, compute_dtype, place
+from .model_card import training_of
 
 MicroBatch = Batch | Mapping[str, Any] | None
 """What a step takes: a `Batch`, what a data collator of transformers or trl makes, or None for a rank that has nothing
@@ -89,7 +91,7 @@ class Engine:
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
         facts: of what the run has read, to be recorded by checkpoints and compared on resume.
-        step_number, tokens: optimizer steps so far, and the tokens in them.
+        step_number, tokens: optimizer steps so far, and the tokens in them. results: more rows of the model card.
         is_resumed: whether model and optimizer are as a training checkpoint had them, and no step was taken since.
         mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
         encoding: of the export, in words, from `place` on; None where --export-encoding asks for nothing.
@@ -133,6 +135,7 @@ class Engine:
         self.step_number, self.tokens, self.is_resumed = 0, 0, False
         self._grad_norm = 0.0
         self._are_ends_given = False
+        self.results: dict[str, str] = {}
 
     def __repr__(self) -> str:
         parameters, topology = f"{self.counts.total / 1e6:,.1f} M parameters", self.topology
@@ -370,6 +373,11 @@ class Engine:
         self.step_number += 1
         self.tokens += result.tokens
         self.is_resumed = False
+        self.has_loss("loss", result.loss)
+
+    def has_loss(self, name: str, loss: float) -> None:
+        """Have the model card tell a loss of the weights as they are."""
+        self.results[name] = f"{loss:.4f} at step {self.step_number:,}"
 
     def _wait_for_copies(self) -> None:
         """Before weights change: until those of a checkpoint under way have been copied."""
@@ -502,6 +510,7 @@ class Engine:
         if found.targets == 0 or math.isnan(found.loss):
             why = "it, or what count gave, is no number or 0" if found.targets else NO_TARGETS
             self.tell(f"warning: the loss of an evaluation is NaN: {why}")
+        self.has_loss("evaluation loss", found.loss)
         return found
 
     def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
@@ -616,7 +625,7 @@ class Engine:
         self.find_ends(tokenizer)
         base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
         limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
-        self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts)
+        self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts, self.card)
 
     def save(
         self, directory: str | Path, order: Mapping[str, int] | None = None, best: Mapping[str, Any] | None = None
@@ -694,6 +703,7 @@ class Engine:
         progress = load_training_state(path, self.model, self.optimizer)
         outdate_working_weights(self.model)
         self.step_number, self.tokens, self.is_resumed = progress.step, progress.tokens, True
+        self.results = {}
         if self.scheduler is not None:
             resume_scheduler(self.optimizer, self.scheduler, self.config, progress)
         return progress
@@ -723,10 +733,10 @@ class Engine:
         tokenizer = self._saved(tokenizer)
         config, told = self.config, self.find_ends(tokenizer)
         if config.adapter == "none":
-            how = (config.shard_bytes, tokenizer, self.ranks)
+            how = (config.shard_bytes, tokenizer, self.ranks, self.card())
             told += export_model(self.model, self.checkpoint, self.topology, out, *how)
         else:
-            written = (lora_of(config), config.model, config.adapter_format, tokenizer)
+            written = (lora_of(config), config.model, config.adapter_format, tokenizer, self.card())
             told += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
         return told if self.ranks.rank == 0 else []
 
@@ -758,6 +768,10 @@ class Engine:
             if self.ranks.rank == 0:
                 merge_adapter(self.source.path, Path(adapter), Path(directory), how)
         return told
+
+    def card(self) -> str:
+        """The model card of what is exported."""
+        return model_card(training_of(self), self.source.path, self.config.adapter != "none")
 
     def _saved(self, tokenizer: Any) -> Any:
         """What is saved with the model; None: the source's own."""

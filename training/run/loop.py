@@ -478,6 +478,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
         assert inputs_of is not None
         inputs_of = of_evaluation(run.model, rows, per_device, run.engine.mesh, run.padding, inputs_of)
     evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding, objective, inputs_of)
+    run.engine.has_loss("evaluation loss", evaluation.loss)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
@@ -530,6 +531,7 @@ def _load_best(run: Run, best: Best) -> bool:
             f"warning: the best evaluation (step {best.step}) has no checkpoint; the run keeps the last weights"
         )
     else:
+        run.engine.results = {"weights": f"of step {best.step:,}, whose evaluation loss is the lowest: {best.loss:.4f}"}
         run.log.line(f"loaded the best weights from {path}, eval loss {best.loss:.4f}")
     return path is not None
 
