@@ -66,7 +66,7 @@ def test_an_adapters_is_as_pefts(tmp_path: Path) -> None:
     model = tiny_mixtral()
     model.name_or_path = model.config._name_or_path = BASE
     theirs = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(str(tmp_path))
     expected, found = (
         card.data.to_dict()
         for card in (ModelCard.load(tmp_path / CARD), loaded(model_card(TRAINING, tmp_path / "none", is_adapter=True)))
