@@ -18,6 +18,7 @@ from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.run.loop import data_order
 from expertmesh.training.start.inputs import read_inputs
+from expertmesh.training.tasks.registry import task_of
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import FIXED_PRODUCTS, Ended, Runs, assert_same_bits, read
 from tests.families.configs import tiny_model
@@ -95,7 +96,7 @@ def collated(rows: list[Row]) -> dict[str, torch.Tensor]:
 
 def read_data(engine: expertmesh.Engine) -> tuple[list[list[list[list[Row]]]], list[Row]]:
     """The rows that train_ep.py would read, by step, micro-batch and rank; and those to evaluate on."""
-    inputs = read_inputs(engine.config, engine.source, engine.ranks)
+    inputs = read_inputs(engine.config, engine.source, engine.ranks, task_of(engine.config).check)
     rows, held = inputs.training, inputs.evaluation
     assert rows is not None
     assert held is not None

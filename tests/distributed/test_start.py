@@ -15,6 +15,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime import agreement
 from expertmesh.training.planning import rank_memory
 from expertmesh.training.start import inputs
+from expertmesh.training.tasks.registry import task_of
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs
 
@@ -67,7 +68,7 @@ def turn_of_this_rank(model: Path, ranks_per_node: int) -> int:
         return ranks.store.add("reads", 1)
 
     with mock.patch.object(inputs, "_read", read), mock.patch.object(inputs, "read_environment", return_value=place):
-        turn: Any = inputs.read_inputs(engine.config, engine.source, ranks)
+        turn: Any = inputs.read_inputs(engine.config, engine.source, ranks, task_of(engine.config).check)
     return int(turn)
 
 

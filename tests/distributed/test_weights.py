@@ -15,10 +15,11 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import Columns
 from expertmesh.training.data.samples import DataOptions, Samples, load_samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.loss.objective import WEIGHTED
 from expertmesh.training.run.loop import _collated
 from expertmesh.training.steps.evaluate import evaluate
 from expertmesh.training.steps.step import compute_gradients
+from expertmesh.training.tasks.sft import WEIGHTED
+from expertmesh.training.tasks.task import TaskInputs
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full, in_our_layout
 from tests.distributed.whole_runs import Runs
@@ -86,7 +87,7 @@ def ours(path: Path, settings: dict[str, Any]) -> Any:
         order=order,
         engine=engine,
         padding=engine.padding,
-        own_loss=None,
+        task_inputs=TaskInputs(),
     )
     before = evaluate(engine.model, rows, 2, engine.mesh, engine.padding, WEIGHTED)
     result = compute_gradients(engine.model, _collated(run, 0), engine.balance.weights, WEIGHTED)

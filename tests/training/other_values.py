@@ -22,7 +22,8 @@ VALUES: dict[str, Any] = {
     "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
     "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "max_steps": 5, "shampoo_start": 2,
     "pipeline_chunks": 2, "adam_beta1": 0.5, "adam_beta2": 0.5, "router_warn_load": 3.0, "router_aux_loss_coef": 0.5,
-    "global_batch_size": 64, "ranks_per_node": 2, "optim": "muon", "dataset_num_proc": 2, "save_total_limit": 2,
+    "global_batch_size": 64, "ranks_per_node": 2, "optim": "muon", "task": "dpo",
+    "dataset_num_proc": 2, "save_total_limit": 2,
     "gradient_accumulation_steps": 2, "teacher_weight": 0.5, "template_date": "2026-01-02",
 }  # fmt: skip
 """Of what does not take any text, number or switch."""

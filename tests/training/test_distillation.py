@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.training.loss.distillation import TEACHER, distillation_objective, with_rest
+from expertmesh.training.tasks.distillation import distillation_objective, with_rest
+from expertmesh.training.tasks.teacher import TEACHER
 from tests.rounding import assert_near
 
 N, V = 5, 9

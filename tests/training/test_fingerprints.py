@@ -43,7 +43,7 @@ WITH: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Any] = {
     "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
     "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
-    "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "optim": "muon",
+    "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "optim": "muon", "task": "dpo",
     "template_date": "2026-01-02", "base_dtype": "nf4",
 }  # fmt: skip
 """Of settings whose text has a form."""

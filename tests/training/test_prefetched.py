@@ -14,6 +14,7 @@ from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.run import loop
 from expertmesh.training.run.loop import made_ahead
+from expertmesh.training.tasks.task import TaskInputs
 from tests.parity.case import random_samples
 from tests.training.test_batches import assert_same
 
@@ -42,7 +43,8 @@ def test_all_of_a_batch_is_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch)
 
 def loops_run(device: str) -> Any:
     return SimpleNamespace(
-        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4), own_loss=None,
+        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4),
+        task_inputs=TaskInputs(),
         inputs=SimpleNamespace(
             training=SimpleNamespace(
                 sequences=lambda row: [ROWS[row]], samples=SimpleNamespace(is_weighted=False)

@@ -1,9 +1,10 @@
 """Log-probabilities by the reference: whose they are, where they are kept, and when they are not taken."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.loss.preference import DESIRABLE, REFERENCE, SFT, TARGETS
-from expertmesh.training.tasks import reference_logprobs
-from expertmesh.training.tasks.reference_logprobs import FILE, RECORD, LabelledInputs, PairInputs, ReferencePass
+from expertmesh.training.tasks.dpo import SFT, TARGETS, PairInputs
+from expertmesh.training.tasks.kto import DESIRABLE, LabelledInputs
+from expertmesh.training.tasks.reference_logprobs import FILE, RECORD, REFERENCE, kept_or_computed
 from tests.distributed.whole_runs import flip_a_bit
 
 REFERENCE_P2 = torch.arange(8, dtype=torch.float64).view(4, 2)
@@ -28,7 +29,9 @@ def test_pairs_of_a_batch_in_their_order() -> None:
     """In entries of two pairs and of one; a step of three pairs has 6 chosen targets, so each counts half in a mean
     over pairs."""
     inputs = PairInputs(torch.tensor([[2, 5], [1, 1], [9, 9], [3, 4]]), REFERENCE_P2)
-    found = inputs.within(rows([3, 0], [2], [1]), together=[0, 2])([2, 0]).by_sample
+    given = inputs.within(rows([3, 0], [2], [1]), together=[0, 2])([2, 0])
+    assert given is not None
+    found = given.by_sample
     assert found[REFERENCE].tolist() == [2, 3, 6, 7, 0, 1]
     assert found[TARGETS].tolist() == [1, 1, 3, 4, 2, 5]
     assert found[SFT].tolist() == [0.5, 0] * 3
@@ -38,6 +41,7 @@ def test_pairs_of_a_batch_in_their_order() -> None:
 def test_labelled_answers_of_a_batch(estimates: bool) -> None:
     inputs = LabelledInputs(torch.tensor([1.0, 0.0, 0.0, 1.0]), REFERENCE_P2, estimates)
     found = inputs.within(rows([3], [0, 2], [1]), together=[0, 1, 2])([1, 0])
+    assert found is not None
     assert found.by_sample[REFERENCE].tolist() == [0, 4, 6]
     assert found.by_sample[DESIRABLE].tolist() == [1, 0, 1]
     assert (found.mismatched is not None) == estimates
@@ -45,53 +49,59 @@ def test_labelled_answers_of_a_batch(estimates: bool) -> None:
         assert found.mismatched.by_sample[REFERENCE].tolist() == [1, 5, 7]
 
 
+Parts = dict[str, torch.Tensor]
+
+
+@dataclass
+class Passes:
+    """computed: the data of which something was computed, by the only rank."""
+
+    directory: Path
+    computed: list[Any] = field(default_factory=list)
+
+    def __call__(
+        self, key: str, held_out: Any = None, can_compute: bool = True, told: list[str] | None = None
+    ) -> tuple[Parts, bool]:
+        ranks: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", store=dist.HashStore(), watchdog=None)
+        parts = {"training": DATA} | ({} if held_out is None else {"evaluation": held_out})
+        tell = ([] if told is None else told).append
+        return kept_or_computed(self.directory, parts, key, can_compute, self.compute, ranks, tell)
+
+    def compute(self, part: Any) -> torch.Tensor:
+        self.computed.append(part)
+        return REFERENCE_P2[: len(part.samples)] + len(self.computed)
+
+
+DATA: Any = SimpleNamespace(samples=[0] * 4)
+
+
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The data of which something was computed, by the only rank."""
-    calls: list[Any] = []
-
-    def compute(self: Any, part: Any, estimates: bool) -> torch.Tensor:
-        calls.append(part)
-        return REFERENCE_P2[: len(part.samples)] + len(calls)
-
-    monkeypatch.setattr(ReferencePass, "_of_both", compute)
-    monkeypatch.setattr(reference_logprobs, "_inputs", lambda samples, reference_P2, estimates: reference_P2)
+def passes(tmp_path: Path) -> Iterator[Passes]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield calls
+    yield Passes(tmp_path)
     dist.destroy_process_group()
 
 
-def reference_pass(key: str, told: list[str] | None = None) -> ReferencePass:
-    ranks: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", store=dist.HashStore(), watchdog=None)
-    padding: Any = None
-    told = [] if told is None else told
-    return ReferencePass(None, None, ranks, 1, padding, key, told.append)
-
-
-def test_what_is_kept_is_taken_by_the_same_model_and_data_alone(computed: list[Any], tmp_path: Path) -> None:
-    data: Any = SimpleNamespace(samples=[0] * 4)
+def test_what_is_kept_is_taken_by_the_same_model_and_data_alone(passes: Passes, tmp_path: Path) -> None:
     held_out: Any = SimpleNamespace(samples=[0] * 3)
-    first, was_kept = reference_pass("a").run(tmp_path, data, held_out, can_compute=True)
-    assert (was_kept, computed) == (False, [data, held_out])
+    first, was_kept = passes("a", held_out)
+    assert (was_kept, passes.computed) == (False, [DATA, held_out])
     kept = load_file(tmp_path / FILE)
     assert torch.equal(kept["training"], REFERENCE_P2 + 1)
     assert torch.equal(kept["evaluation"], REFERENCE_P2[:3] + 2)
     # a resumed run, which has not read the reference's weights, computes nothing
-    again, was_kept = reference_pass("a").run(tmp_path, data, held_out, can_compute=False)
-    assert (was_kept, len(computed)) == (True, 2)
-    for name in ("training", "evaluation"):
-        mine, theirs = (getattr(found, name) for found in (again, first))
-        assert torch.equal(mine, theirs)
+    again, was_kept = passes("a", held_out, can_compute=False)
+    assert (was_kept, len(passes.computed)) == (True, 2)
+    assert all(torch.equal(again[name], first[name]) for name in ("training", "evaluation"))
     with pytest.raises(ExpertMeshError, match=r"reference\.safetensors: is of another model or other data"):
-        reference_pass("b").run(tmp_path, data, held_out, can_compute=False)
-    _, was_kept = reference_pass("b").run(tmp_path, data, held_out, can_compute=True)
-    assert (was_kept, len(computed)) == (False, 4)
+        passes("b", held_out, can_compute=False)
+    _, was_kept = passes("b", held_out)
+    assert (was_kept, len(passes.computed)) == (False, 4)
 
 
-def test_a_damaged_one_is_computed_anew(computed: list[Any], tmp_path: Path) -> None:
+def test_a_damaged_one_is_computed_anew(passes: Passes, tmp_path: Path) -> None:
     """With a note, as it may be the disk; also a file without its record, as earlier releases left it."""
-    data: Any = SimpleNamespace(samples=[0] * 4)
-    reference_pass("a").run(tmp_path, data, None, can_compute=True)
+    passes("a")
     content, anew = (tmp_path / FILE).read_bytes(), "; the reference's log-probabilities are computed anew"
     cut = f"{tmp_path / FILE}: is damaged: its checksum is not the one in {RECORD}"
     for times, (file, change, said) in enumerate(
@@ -105,24 +115,23 @@ def test_a_damaged_one_is_computed_anew(computed: list[Any], tmp_path: Path) -> 
     ):
         change()
         with pytest.raises(ExpertMeshError, match=rf"--resume: .*{file}: is damaged.* begin anew"):
-            reference_pass("a").run(tmp_path, data, None, can_compute=False)
+            passes("a", can_compute=False)
         told: list[str] = []
-        found, was_kept = reference_pass("a", told).run(tmp_path, data, None, can_compute=True)
+        found, was_kept = passes("a", told=told)
         assert not was_kept
         assert told == [f"note: {said}{anew}"]
-        assert torch.equal(cast(torch.Tensor, found.training), REFERENCE_P2 + times)
-        assert reference_pass("a").run(tmp_path, data, None, can_compute=False)[1]
+        assert torch.equal(found["training"], REFERENCE_P2 + times)
+        assert passes("a", can_compute=False)[1]
 
 
 @pytest.mark.parametrize(
     ("content", "said"), [(None, f"{FILE}: is not there"), (b"x", f"{RECORD}: is damaged, or not there")]
 )
 def test_a_resumed_run_without_them_is_refused(
-    computed: list[Any], tmp_path: Path, content: bytes | None, said: str
+    passes: Passes, tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     if content is not None:
         (tmp_path / FILE).write_bytes(content)
-    data: Any = SimpleNamespace(samples=[0] * 4)
     with pytest.raises(ExpertMeshError, match=rf"--resume: .*{said}.*bring the file back, or begin anew"):
-        reference_pass("a").run(tmp_path, data, None, can_compute=False)
-    assert not computed
+        passes("a", can_compute=False)
+    assert not passes.computed

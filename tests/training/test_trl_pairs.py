@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.batch import IGNORED
-from expertmesh.training.loss.preference import REFERENCE, SFT, TARGETS
+from expertmesh.training.tasks.dpo import SFT, TARGETS
+from expertmesh.training.tasks.reference_logprobs import REFERENCE
 from expertmesh.training.tasks.trl_pairs import COLUMNS, pairs_in_turn, with_reference
 
 preference = pytest.importorskip("trl.trainer.dpo_trainer")

@@ -40,13 +40,13 @@ from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch
 from ..data.chat import answer_ends
 from ..engine.engine import Engine
-from ..loss.objective import Objective
-from ..loss.preference import preference_objective
+from ..loss.objective import CROSS_ENTROPY, Objective
 from ..monitoring.meter import Meter
 from ..monitoring.nonfinite import NonFiniteGuard
 from ..steps.evaluate import inference, token_accuracy
-from ..steps.micro_batch import StepCounts, count_step
+from ..steps.micro_batch import LossValues, StepCounts, count_step, no_losses
 from ..steps.step import Gradients, add_gradients, step_result
+from ..tasks.dpo import pair_objective
 from ..tasks.trl_pairs import pairs_in_turn, with_reference
 from .trainer_arguments import heeded_arguments, overruled_settings
 
@@ -148,13 +148,12 @@ class TrainerMixin(_Base):
             )
         self._check_columns(args, given)
         self._balance(args)
-        self._objective: Objective | None = None
+        self._objective: Objective = CROSS_ENTROPY
         if self._learns_pairs:
             if given.get("compute_metrics") is not None:
                 raise ExpertMeshError("compute_metrics: not possible for DPOTrainer on an engine; leave it out")
             args.precompute_ref_log_probs = True
-            asked = {"preference_beta": args.beta, "preference_loss": args.loss_type[0], "preference_sft_weight": 0.0}
-            self._objective = preference_objective(replace(model.config, task="dpo", **asked))
+            self._objective = pair_objective(args.beta, args.loss_type[0] == "ipo")
             # of which trl takes a hash, to name what it keeps
             vars(model.model)["state_dict"] = dict
         self._check_best(args, given)
@@ -198,8 +197,7 @@ class TrainerMixin(_Base):
         self._meter = Meter(self.engine.counts, config, top_k, device, self.engine.config.bf16)
 
     def _no_losses(self) -> Tensor:
-        more = 0 if self._objective is None else len(self._objective.figures)
-        return torch.zeros(3 + more, dtype=torch.float64, device=self.engine.ranks.device)
+        return no_losses(self._objective.figures, self.engine.ranks.device)
 
     def _tell(self, *lines: str) -> None:
         """Warn, once for all ranks."""
@@ -472,7 +470,7 @@ class TrainerMixin(_Base):
     ) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and its target tokens over all ranks."""
         taken = list(islice(epoch_iterator, num_batches))
-        batches = self.engine.batches(self._taken(taken), self._objective is not None)
+        batches = self.engine.batches(self._taken(taken), self._objective.by_token)
         self.engine.release()
         self._counts, self._routing = count_step(self.model, batches, self._objective), None
         self._step_losses = self._no_losses()
@@ -490,7 +488,8 @@ class TrainerMixin(_Base):
         self._routing = routing if self._routing is None else self._routing + routing
         self._step_losses += mine
         # the mean over no target is left out of what Trainer logs
-        return mine[0] * self.engine.ranks.world_size if self._counts.targets else mine[0] * math.nan
+        loss = LossValues.of(mine).loss
+        return loss * (self.engine.ranks.world_size if self._counts.targets else math.nan)
 
     @in_place_of_trainers
     def _clip_grad_norm(self, model: Any) -> float:
@@ -505,8 +504,7 @@ class TrainerMixin(_Base):
         --on-nonfinite has it."""
         assert self._counts is not None
         assert self._routing is not None
-        names = () if self._objective is None else self._objective.figures
-        gradients = Gradients(self._step_losses, self._routing, self._counts, names)
+        gradients = Gradients(self._step_losses, self._routing, self._counts, self._objective.figures)
         figures = replace(step_result(gradients), grad_norm=norm)
         self._guard.check(self.state.global_step + 1, figures)
         self._is_skipped = not figures.is_finite
@@ -523,7 +521,7 @@ class TrainerMixin(_Base):
 
     def _taken(self, batches: list[Any]) -> list[Any]:
         """Batches of the data collator, as the engine takes them."""
-        return batches if self._objective is None else list(map(pairs_in_turn, batches))
+        return [*map(pairs_in_turn, batches)] if self._learns_pairs else batches
 
     @in_place_of_trainers
     def log(self, logs: dict[str, float], *more: Any, **others: Any) -> None:
@@ -531,7 +529,7 @@ class TrainerMixin(_Base):
         if "loss" in logs and _is_of_trl(type(self)):
             logs["num_tokens"] = self.engine.tokens
         if "loss" in logs:
-            loss = float(self._losses[0]) / max(self._steps, 1)
+            loss = float(LossValues.of(self._losses).loss) / max(self._steps, 1)
             self.engine.has_loss("loss", loss)
             if self._skipped and self.args.logging_nan_inf_filter:
                 # the mean of the others; transformers makes up for a step by less than such a mean
@@ -548,7 +546,8 @@ class TrainerMixin(_Base):
         if "train_loss" in logs and (self.args.logging_nan_inf_filter or not self._all_skipped + self._skipped):
             # transformers' has rank 0's part alone of what was not logged before
             steps = self._all_steps + self._steps
-            logs["train_loss"] = float((self._all_losses + self._losses)[0]) / steps if steps else math.nan
+            total = LossValues.of(self._all_losses + self._losses).loss
+            logs["train_loss"] = float(total) / steps if steps else math.nan
         model = self.engine.model
         was_training = model.training
         # by this trl tells whose figures go along; after an evaluation transformers' model is not
@@ -593,8 +592,7 @@ class TrainerMixin(_Base):
         for inputs in self._own_part(dataloader):
             batches.append(inputs)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        own = () if self._objective is None else (self._objective.loss, self._objective.count, self._objective.figures)
-        found = self.engine.evaluate(self._taken(batches), *own)
+        found = self.engine._evaluated(self._taken(batches), self._objective)
         number = torch.tensor(sum(len(inputs["input_ids"]) for inputs in batches), device=self.engine.ranks.device)
         dist.all_reduce(number)
         figures = {"loss": found.loss, **found.figures}

@@ -42,7 +42,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
-    if config.task != "sft":
+    if config.task_entry.records != "conversations":
         raise ExpertMeshError(
             f"task={config.task!r}: only train_ep.py trains on preferences, whose reference it computes from its data; "
             "use it, put TrainerMixin before trl's DPOTrainer, or give engine.step a loss of your own"

@@ -22,7 +22,6 @@ from .settings import (
     OnNonfinite,
     OnSaveError,
     PreferenceLoss,
-    Task,
 )
 
 
@@ -71,7 +70,7 @@ class LoadSettings(TypedDict, total=False):
     prepare_only: bool
 
     # What is learned from the data.
-    task: Task
+    task: str
     preference_loss: PreferenceLoss
     preference_beta: float
     preference_sft_weight: float

@@ -25,10 +25,10 @@ from ..data.templates import BUILT_IN
 from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 from .other_tools import Others
+from .tasks import SFT, TASKS, tasks_in_words
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
-Task = Literal["sft", "dpo", "kto"]
 PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
 QuantizedBase = Literal["fp8", "nf4", "mxfp4"]
@@ -152,7 +152,7 @@ _LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
 _EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
 _COMPUTES_LOSSES = Needs(
     "--eval-dataset, --eval-ratio, --teacher, or --task dpo or kto",
-    lambda config: config.evaluates or config.teacher or config.task != "sft",
+    lambda config: config.evaluates or config.teacher or config.task_entry.has_reference,
 )
 _STREAMS = Needs("--streaming", lambda config: config.streaming)
 _GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
@@ -169,9 +169,6 @@ _EXPORTS_MODEL = Needs(
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
 _TEACHER = Needs("--teacher", lambda config: bool(config.teacher))
-_DPO = Needs("--task dpo", lambda config: config.task == "dpo")
-_KTO = Needs("--task kto", lambda config: config.task == "kto")
-_PREFERS = Needs("--task dpo or kto", lambda config: config.task != "sft")
 _NODES = Needs(
     lambda: (
         f"--tp-size 2 or more, or --ep-size 2 or more with --dispatch {_dispatchers_that('by_nodes', 'or', 'auto')}"
@@ -190,6 +187,26 @@ def _heeded_as(name: str) -> Needs:
     """An optimizer that reads this setting."""
     heeding = [entry.name for entry in OPTIMIZERS.entries() if name in entry.heeds]
     return Needs(f"--optim {' or '.join(heeding)}", lambda config: name in config.optimizer_entry.heeds)
+
+
+def _heeded_by_task(name: str) -> Needs:
+    """A task that reads this setting."""
+    heeding = [entry.name for entry in TASKS.entries() if name in entry.heeds]
+    return Needs(f"--task {' or '.join(heeding)}", lambda config: name in config.task_entry.heeds)
+
+
+def _of_tasks(loss: str) -> Excludes:
+    """A value of --preference-loss that some tasks know."""
+    knowing = [entry.name for entry in TASKS.entries() if loss in entry.losses]
+
+    def is_of_others(config: Any) -> bool:
+        losses = config.task_entry.losses  # none: it reads no --preference-loss
+        return config.preference_loss == loss and bool(losses) and loss not in losses
+
+    return (
+        is_of_others,
+        f"--preference-loss {loss}: is a loss of --task {' or '.join(knowing)}; leave it out",
+    )
 
 
 def _dispatchers_that(can: str, conjunction: str, *before: str) -> str:
@@ -492,10 +509,10 @@ class PreferenceSettings:
         "undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     }
 
-    task: Task = _flag(
-        "sft",
-        "sft: supervised fine-tuning; dpo: direct preference optimization, on pairs of answers; kto: Kahneman-Tversky "
-        "optimization, on answers labelled as desirable or not",
+    task: str = _flag(
+        SFT.name,
+        tasks_in_words,
+        choices=TASKS.names,
         is_firm=True,
         excludes=[
             ("train_on", "--train-on {train_on}: --task {task} trains on answers only; leave it out"),
@@ -512,25 +529,25 @@ class PreferenceSettings:
     preference_loss: PreferenceLoss = _flag(
         "sigmoid",
         "Loss: sigmoid (that of DPO, or of KTO); ipo, of a pair; or apo_zero_unpaired, of KTO",
-        _PREFERS,
-        excludes=[
-            (
-                lambda config: (config.task, config.preference_loss) == ("kto", "ipo"),
-                "--preference-loss ipo: is a loss of --task dpo; leave it out",
-            ),
-            (
-                lambda config: (config.task, config.preference_loss) == ("dpo", "apo_zero_unpaired"),
-                "--preference-loss apo_zero_unpaired: is a loss of --task kto; leave it out",
-            ),
-        ],
+        _heeded_by_task("preference_loss"),
+        excludes=[_of_tasks("ipo"), _of_tasks("apo_zero_unpaired")],
         of=_DATA,
     )
-    preference_beta: float = _flag(0.1, "Weight of the distance from the reference model", _PREFERS, above=0)
-    preference_sft_weight: float = _flag(
-        0.0, "Weight of the chosen answers' mean cross-entropy beside it", _DPO, least=0
+    preference_beta: float = _flag(
+        0.1, "Weight of the distance from the reference model", _heeded_by_task("preference_beta"), above=0
     )
-    desirable_weight: float = _flag(1.0, "Weight of desirable answers' losses", _KTO, least=0)
-    undesirable_weight: float = _flag(1.0, "Weight of undesirable answers' losses", _KTO, least=0)
+    preference_sft_weight: float = _flag(
+        0.0,
+        "Weight of the chosen answers' mean cross-entropy beside it",
+        _heeded_by_task("preference_sft_weight"),
+        least=0,
+    )
+    desirable_weight: float = _flag(
+        1.0, "Weight of desirable answers' losses", _heeded_by_task("desirable_weight"), least=0
+    )
+    undesirable_weight: float = _flag(
+        1.0, "Weight of undesirable answers' losses", _heeded_by_task("undesirable_weight"), least=0
+    )
 
 
 @dataclass

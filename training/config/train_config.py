@@ -45,6 +45,7 @@ from .settings import (
     RoutingSettings,
     ScheduleSettings,
 )
+from .tasks import TASKS, TaskEntry
 
 
 @dataclass
@@ -164,12 +165,17 @@ class TrainConfig(
     @property
     def sequences_per_row(self) -> int:
         """Sequences of --max-seq-length that one entry of a batch takes at most: two of a preference pair."""
-        return 2 if self.task == "dpo" else 1
+        return self.task_entry.sequences
 
     @property
     def estimates_divergence(self) -> bool:
-        """Whether the loss needs it (see `training.divergence`)."""
-        return self.task == "kto" and self.preference_loss != "apo_zero_unpaired"
+        """Whether the loss needs an estimate of it."""
+        return self.preference_loss in self.task_entry.with_divergence
+
+    @property
+    def task_entry(self) -> TaskEntry:
+        """What is said of the task."""
+        return TASKS.get(self.task)
 
     @property
     def in_fp8(self) -> bool:

@@ -164,8 +164,8 @@ class Batch:
     num_tokens, num_targets: how many of each.
     spans: of each sample, the positions of its tokens that are here.
     split: what is to be known of the full sequences, where this is a part of each.
-    for_loss: what a loss of one's own gets of it; None: the loss is the cross-entropy.
-    mismatched: of labelled answers, the same prompts before answers to others (see `training.divergence`).
+    for_loss: what a loss gets of it that is a function of each target's log-probability; None: it was not made for one.
+    mismatched: of labelled answers, the same prompts before answers to others (see `training.tasks.kto`).
     ahead: for a layer for multi-token prediction; None where there is none.
     """
 
@@ -182,6 +182,17 @@ class Batch:
     for_loss: LossBatch | None = None
     mismatched: "Batch | None" = None
     ahead: Ahead | None = None
+
+    @property
+    def of_loss(self) -> LossBatch:
+        """What a loss of log-probabilities gets of it."""
+        assert self.for_loss is not None, "it was made for a loss that needs none"
+        return self.for_loss
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether its losses have weights."""
+        return self.for_loss is not None and WEIGHT in self.for_loss.inputs
 
     def to(self, device: torch.device) -> "Batch":
         """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
@@ -220,7 +231,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss of one's own is to get of a batch of full sequences.
+    """What a loss of log-probabilities is to get of a batch of full sequences.
 
     by_sample: (samples,) tensors by name, samples in the order of the sequences. by_target_BS: values at each position
         with a target. place_BS: where a position's label was given, flat. mismatched: of mismatched answers, if
@@ -247,8 +258,8 @@ def collate(
     Args:
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become.
-        loss_inputs: for a loss of one's own.
-        is_weighted: whether it gets the samples' weights, and nothing else.
+        loss_inputs: for a loss of log-probabilities.
+        is_weighted: whether it gets the samples' weights beside them.
     """
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths), default=1)
@@ -272,7 +283,7 @@ def collate(
                 weights_BS[index, start : max(end - 1, start)] = torch.tensor(sample.weights[1:])
             start = end
     if is_weighted:
-        loss_inputs = LossInputs(by_target_BS={WEIGHT: weights_BS})
+        loss_inputs = replace(loss_inputs or LossInputs(), by_target_BS={WEIGHT: weights_BS})
     return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs, padding.looks_ahead)
 
 

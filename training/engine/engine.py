@@ -48,7 +48,7 @@ from ..data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collat
 from ..data.chat import answer_ends
 from ..data.samples import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
-from ..loss.objective import LossFunction, Objective
+from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
 from ..model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from ..model_setup.lora_targets import lora_of
 from ..optim.optimizer import build_optimizer
@@ -260,7 +260,8 @@ class Engine:
         objective = self._own(loss, count, figures)
         self.release()
         self.model.train()
-        result = self.train_step(self.batches(batches, objective is not None, figures), objective=objective)
+        made = self.batches(batches, objective.by_token, objective.figures)
+        result = self.train_step(made, objective=objective)
         self._advance()
         return self._told_targets(result)
 
@@ -269,14 +270,14 @@ class Engine:
         batches: Sequence[Batch],
         at: Callable[[str], object] = lambda doing: None,
         is_stopping: Callable[[], bool] = lambda: False,
-        objective: Objective | None = None,
+        objective: Objective = CROSS_ENTROPY,
     ) -> StepResult:
         """As `step`, of batches on this rank's device, equally many on each; the learning rate stays.
 
         Args:
             at: is told what comes next, beside the layers.
             is_stopping: whether this rank was asked to stop, of which the result tells all.
-            objective: a loss of one's own, in place of the cross-entropy.
+            objective: what is minimised.
         """
         result = train_step(
             *(self.model, self.optimizer, batches, self.mesh, self.balance.weights),
@@ -311,7 +312,7 @@ class Engine:
         self.model.train()
         self._grad_norm = 0.0
         objective = self._own(loss, count, figures)
-        made = self.batches(batches, objective is not None, figures)
+        made = self.batches(batches, objective.by_token, objective.figures)
         return self._told_targets(compute_gradients(self.model, made, self.balance.weights, objective))
 
     def clip(self, max_norm: float | None = None) -> float:
@@ -357,7 +358,7 @@ class Engine:
         the next update of their shards, and be taken for what this rank holds."""
         free_gathered(self.model)
 
-    def _own(self, loss: LossFunction | None, count: Any, figures: Sequence[str]) -> Objective | None:
+    def _own(self, loss: LossFunction | None, count: Any, figures: Sequence[str]) -> Objective:
         if loss is not None and self.config.train_mtp > 0:
             raise ExpertMeshError("train_mtp: goes with the cross-entropy alone, not with a loss of your own")
         return _objective(loss, count, figures)
@@ -403,7 +404,7 @@ class Engine:
         """This rank's micro-batches of a step, on its device.
 
         Args:
-            for_loss: whether the loss is one's own. figures: those that it gives.
+            for_loss: whether the loss is a function of each target's log-probability. figures: those that it gives.
 
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
@@ -461,6 +462,9 @@ class Engine:
     def batch(self, given: MicroBatch, for_loss: bool = False) -> Batch:
         """A micro-batch on this rank's device, which takes no collective.
 
+        Args:
+            for_loss: whether the loss is a function of each target's log-probability.
+
         Raises:
             ExpertMeshError: it is not what it should be (see `training.data.batch_of`).
         """
@@ -504,8 +508,11 @@ class Engine:
         Raises:
             ExpertMeshError: on all ranks, when a batch is not what it should be.
         """
-        objective = _objective(loss, count, figures)
-        made, _ = self._all_made(batches, objective is not None, figures)
+        return self._evaluated(batches, _objective(loss, count, figures))
+
+    def _evaluated(self, batches: Iterable[MicroBatch], objective: Objective) -> Evaluation:
+        """As `evaluate`, of an objective."""
+        made, _ = self._all_made(batches, objective.by_token, objective.figures)
         found = mean_loss(self.model, made, self.ranks.device, objective)
         if found.targets == 0 or math.isnan(found.loss):
             why = "it, or what count gave, is no number or 0" if found.targets else NO_TARGETS
@@ -815,7 +822,7 @@ def _slower(missing: Mapping[str, Sequence[str]]) -> str:
 
 def _objective(
     loss: LossFunction | None, count: Callable[[LossBatch], float] | None, figures: Sequence[str]
-) -> Objective | None:
+) -> Objective:
     """
     Raises:
         ExpertMeshError: what is for a loss of one's own is given without one, or is none.
@@ -823,7 +830,7 @@ def _objective(
     if loss is None:
         if count is not None or figures:
             raise ExpertMeshError("count and figures are for a loss of your own; give it as loss")
-        return None
+        return CROSS_ENTROPY
     for name, function in (("loss", loss), ("count", count)):
         if function is not None and not callable(function):
             raise ExpertMeshError(f"{name} is a {type(function).__name__}; it must be a function")

@@ -75,7 +75,7 @@ def not_modelled(config: TrainConfig) -> list[str]:
         if getattr(config, name) != getattr(default, name)
     ]
     if config.estimates_divergence:
-        lines.append("--task kto: the forward pass of mismatched answers before each step is not modelled")
+        lines.append(f"--task {config.task}: the forward pass of mismatched answers before each step is not modelled")
     if config.offload:
         lines.append(
             "--offload: copies to and from host memory are not modelled, and the optimizer step is taken to run on the "

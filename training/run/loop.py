@@ -26,10 +26,9 @@ from ...sharding.runtime.watchdog import Watchdog
 from ...sharding.torchrun import node_name
 from ..config.train_config import TrainConfig
 from ..data.batch import Batch, Padding, collate, collate_rows
-from ..data.sequences import DataOrder, LabelledRows, Rows, share_out
+from ..data.sequences import DataOrder, Rows, share_out
 from ..data.stream import Stream, place_in
 from ..engine.engine import Engine
-from ..loss.objective import WEIGHTED, Objective
 from ..metrics import told_of
 from ..model_setup.compiling import Compilation, compilation
 from ..monitoring.alarms import Alarms
@@ -39,14 +38,12 @@ from ..monitoring.meter import Meter, measured
 from ..monitoring.nonfinite import NonFiniteGuard
 from ..monitoring.profiling import StepProfiler
 from ..optim.schedule import Schedule, follows_eval_loss, step_scheduler
-from ..start.inputs import Inputs, Prompts, check_weighted
+from ..start.inputs import Inputs, Prompts
 from ..start.resume import check_order
-from ..steps.divergence import of_evaluation
 from ..steps.evaluate import Best, evaluate
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS
-from ..tasks.reference_logprobs import LabelledInputs, References
-from ..tasks.teacher import Taught
+from ..tasks.task import Task, TaskInputs
 
 T = TypeVar("T")
 
@@ -59,8 +56,8 @@ _QUEUE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs. `prompts` is None where none are asked for, `own_loss` where the loss is the
-    cross-entropy."""
+    """Everything that training needs. `prompts` is None where none are asked for. `task_inputs`: what the loss of a
+    batch needs beside its tokens."""
 
     engine: Engine
     inputs: Inputs
@@ -68,7 +65,8 @@ class Run:
     prompts: Prompts | None
     log: RunLog
     watchdog: Watchdog
-    own_loss: "OwnLoss | None" = None
+    task: Task
+    task_inputs: TaskInputs
 
     @property
     def config(self) -> TrainConfig:
@@ -76,10 +74,7 @@ class Run:
 
     @property
     def padding(self) -> Padding:
-        """How long the sequences of a batch become: those of our data are no longer than --max-seq-length, or, of
-        packed pairs, twice as much."""
-        config = self.config
-        return self.engine.padding.within(config.max_seq_length * (config.sequences_per_row if config.packing else 1))
+        return padding_of_data(self.engine)
 
     @property
     def model(self) -> Any:
@@ -100,24 +95,17 @@ class Run:
         stream = self.inputs.stream
         return {} if stream is None else stream.place(step).state()
 
-    def objective(self, rows: Rows | None) -> Objective | None:
-        """What is minimised of these data in place of the plain cross-entropy, if anything."""
-        if self.own_loss is not None:
-            return self.own_loss.objective
-        return WEIGHTED if rows is not None and rows.samples.is_weighted else None
-
     @property
     def saver(self) -> Saver | None:
         """What saves training checkpoints; None where none are saved."""
         return self.engine.saver
 
 
-@dataclass(frozen=True)
-class OwnLoss:
-    """What is minimised in place of the cross-entropy, and what that needs of each batch."""
-
-    objective: Objective
-    inputs: References | Taught
+def padding_of_data(engine: Engine) -> Padding:
+    """How long the sequences of a batch become: those of our data are no longer than --max-seq-length, or, of packed
+    pairs, twice as much."""
+    config = engine.config
+    return engine.padding.within(config.max_seq_length * (config.sequences_per_row if config.packing else 1))
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
@@ -189,7 +177,6 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best, owed = (Best(), []) if resume_from is None else _resume(run, resume_from)
-    objective = run.objective(run.inputs.training)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step, owed)
@@ -208,8 +195,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             learning_rate = scheduler.get_last_lr()[0]
             with meter.waiting():
                 batches = next(following)
-            if run.inputs.stream is not None:
-                objective = WEIGHTED if batches[0].for_loss is not None else None
+            # of a stream, each batch may have weights, or none
+            objective = run.task.objective(config, batches[0].is_weighted)
             with profiler.step(done):
                 result = engine.train_step(batches, watchdog.at, stop.is_asked, objective)
             guard.check(done, result)
@@ -365,11 +352,9 @@ def _collated(run: Run, step: int) -> list[Batch]:
     if run.inputs.stream is not None:
         return _streamed(run, run.inputs.stream, step)
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
-    data, padding, own_loss = run.inputs.training, run.padding, run.own_loss
-    if own_loss is None:
-        return [collate_rows(data, forward, cp_group, padding) for forward in rows]
-    inputs = own_loss.inputs.training.within(data, run.order.global_batch(step))
-    return [collate_rows(data, forward, cp_group, padding, inputs(forward)) for forward in rows]
+    data, padding = run.inputs.training, run.padding
+    inputs_of = run.task_inputs.training.within(data, run.order.global_batch(step))
+    return [collate_rows(data, forward, cp_group, padding, inputs_of(forward)) for forward in rows]
 
 
 def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
@@ -378,7 +363,7 @@ def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
     # alike on all ranks, which have all entries
     is_weighted = any(rows.samples.is_weighted for rows, _ in entries)
     if is_weighted:
-        check_weighted(run.config)
+        run.task.check_weighted(run.config)
     mine = share_out(entries, order.num_readers, order.per_device, run.engine.data_rank)
     sequences = [[sequence for rows, number in part for sequence in rows.sequences(number)] for part in mine]
     return [collate(part, cp_group, run.padding, is_weighted=is_weighted) for part in sequences]
@@ -467,23 +452,17 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
-    objective, inputs_of, inputs = run.objective(rows), None, None
-    if run.own_loss is not None:
-        inputs = run.own_loss.inputs.evaluation
-        assert inputs is not None
-        inputs_of = inputs.within(rows, range(len(rows)))
-    per_device = config.per_device_eval_batch_size
-    if isinstance(inputs, LabelledInputs) and inputs.estimates:
-        assert isinstance(rows, LabelledRows)
-        assert inputs_of is not None
-        inputs_of = of_evaluation(run.model, rows, per_device, run.engine.mesh, run.padding, inputs_of)
-    evaluation = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding, objective, inputs_of)
+    assert run.task_inputs.evaluation is not None
+    objective = run.task.objective(config, rows.samples.is_weighted)
+    inputs_of = run.task_inputs.evaluation.within(rows, range(len(rows)))
+    how = config.per_device_eval_batch_size, run.engine.mesh, run.padding
+    evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
     run.engine.has_loss("evaluation loss", evaluation.loss)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
     found = str(evaluation)
-    if run.own_loss is not None:
+    if evaluation.figures:
         found = ", ".join([f"eval loss {evaluation.loss:.4f}", *told_of(figures, verbose=True)])
     run.log.event(figures, f"step {done}: {found}; {compared}")
     if not math.isfinite(evaluation.loss):

@@ -20,23 +20,20 @@ from ...sharding.torchrun import STOPPED
 from ..config.train_config import TrainConfig
 from ..data.preview import print_preview
 from ..data.samples import cache_directory
+from ..data.sequences import DataOrder
 from ..engine.engine import Engine, start_engine
-from ..loss.distillation import distillation_objective
-from ..loss.preference import preference_objective
 from ..monitoring.log import NOTABLE, RunLog
 from ..monitoring.profiling import check_profile
 from ..optim.schedule import check_schedule
 from ..planning.rank_memory import Forecast, NoForecast, beside, forecast
-from ..start.consistency import compare_data, compare_teachers, start_facts
-from ..start.fingerprints import reference_key
-from ..start.inputs import make_prompts, open_model, read_inputs
+from ..start.consistency import compare_data, start_facts
+from ..start.inputs import Inputs, make_prompts, open_model, read_inputs
 from ..start.resume import find_resume, how_it_goes_on
-from ..tasks.reference_logprobs import FILE as REFERENCE_FILE
-from ..tasks.reference_logprobs import ReferencePass, References
-from ..tasks.teacher import Taught, be_taught, open_teacher
+from ..tasks.registry import task_of
+from ..tasks.task import Preparation, Task, TaskInputs
 from .banner import data_line, data_sets, detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .finished import Finished, complete_report, find_finished, held_line, recorded_date
-from .loop import OwnLoss, Run, Trained, data_order, number_of_steps, order_facts, train
+from .loop import Run, Trained, data_order, number_of_steps, order_facts, padding_of_data, train
 from .output import clear_output, output_directory
 
 
@@ -72,14 +69,14 @@ def run(config: TrainConfig) -> int:
 
 
 def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing: ExitStack) -> bool:
-    """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step.
+    """Check everything that was asked for, and do it. False: stopped by a signal before the last step.
 
     What is held for as long as the run takes is given to `closing`.
     """
     told = [*config.without_effect, *config.without_effect_on(ranks.device.type)]
     if ranks.rank == 0 and told:
         print(folded(f"note: {'; '.join(told)}"), flush=True)
-    if (config.ends_after_data) and ranks.world_size == 1:
+    if config.ends_after_data and ranks.world_size == 1:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()
         if without and config.preview:
@@ -91,52 +88,58 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     if config.prepare_only:
         prepare(config, ranks, watchdog)
         return True
+    if config.preview:
+        preview(config, ranks, watchdog)
+        return True
+    return load_and_train(config, ranks, watchdog, closing)
+
+
+def preview(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
+    """Print what would be trained on, and how, without training."""
     engine, products = start_engine(config, ranks, tell)
-    config, source = engine.config, engine.source
-    if config.offload and ranks.device.type == "cuda":
+    inputs, order = read_data(engine, task_of(config), watchdog, "")
+    check_steps(engine.config, number_of_steps(engine.config, order), ranks)
+    memory = forecast_memory(engine, inputs, watchdog)
+    if ranks.rank == 0:
+        lines = [*first_lines(engine, inputs, order, memory), *detail_lines(engine, inputs, order, memory)]
+        print(folded("\n".join([*lines, *([] if products is None else [products.line])])), flush=True)
+        if inputs.training is not None:
+            if inputs.stream is not None:
+                print(f"note: --streaming: of the first {config.shuffle_buffer:,} records")
+            print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
+
+
+def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing: ExitStack) -> bool:
+    """Load, train, export; as `run_training`."""
+    task = task_of(config)
+    engine, products = start_engine(config, ranks, tell)
+    if engine.config.offload and ranks.device.type == "cuda":
         use_own_cores()
-    if not config.preview:
-        output_dir = closing.enter_context(output_directory(config, ranks))
-        watchdog.directory, watchdog.goes_on = output_dir / STUCK, partial(how_it_goes_on, output_dir)
-    watchdog.at("reading the data", limited=False)
-    inputs = read_inputs(config, source, ranks, recorded_date(config) if ranks.rank == 0 else "")
-    config = engine.config = replace(config, template_date=inputs.template_date)
-    order = data_order(config, inputs.training, ranks.world_size)
-    num_steps = number_of_steps(config, order)
-    prompts = None if config.preview else make_prompts(config, inputs)
-    if not config.preview:
-        watchdog.at("comparing the data", limited=False)
-        engine.facts |= compare_data(inputs, prompts, num_steps, ranks)
-    if config.teacher and inputs.training is not None and not config.preview:
-        with raise_together(patient=ranks):
-            teacher = open_teacher(config, inputs.tokenizer, source)
-        engine.facts["teacher"] = compare_teachers(teacher.path, ranks)
-    if config.resume == "auto" and inputs.training is not None and not config.preview:
+    output_dir = closing.enter_context(output_directory(engine.config, ranks))
+    watchdog.directory, watchdog.goes_on = output_dir / STUCK, partial(how_it_goes_on, output_dir)
+    began = recorded_date(engine.config) if ranks.rank == 0 else ""
+    inputs, order = read_data(engine, task, watchdog, began)
+    config = engine.config
+    num_steps, prompts = number_of_steps(config, order), make_prompts(config, inputs)
+    watchdog.at("comparing the data", limited=False)
+    engine.facts |= compare_data(inputs, prompts, num_steps, ranks)
+    if inputs.training is not None:
+        engine.facts |= task.open(config, engine.source, inputs, ranks)
+    if config.resume == "auto" and inputs.training is not None:
         compared = (num_steps, engine.facts, order_facts(config, inputs.training, order))
         if done := find_finished(config, output_dir, *compared, ranks, engine.tell):
             engine.tell(done)
             if ranks.rank == 0:
                 complete_report(output_dir, engine.tell)
             return True
-    check_schedule(config, num_steps, config.evaluates)
-    check_profile(config, num_steps, ranks.world_size)
-    watchdog.at("forecasting the memory", limited=False)
-    memory = forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
+    check_steps(config, num_steps, ranks)
+    memory = forecast_memory(engine, inputs, watchdog)
     chosen = memory.chosen(config)
-    config = engine.config = replace(config, **chosen)
+    config = engine.config
     if ranks.rank == 0:
-        lines = first_lines(engine, inputs, order, memory)
         details = [*detail_lines(engine, inputs, order, memory), *([] if products is None else [products.line])]
-        is_told = config.verbose or config.preview
-        lines += [line for line in details if is_told or line.startswith(NOTABLE)]
-        print(folded("\n".join(lines)), flush=True)
-    if config.preview:
-        if ranks.rank == 0 and inputs.training is not None:
-            if inputs.stream is not None:
-                print(f"note: --streaming: of the first {config.shuffle_buffer:,} records")
-            print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
-        return True
-
+        lines = [line for line in details if config.verbose or line.startswith(NOTABLE)]
+        print(folded("\n".join([*first_lines(engine, inputs, order, memory), *lines])), flush=True)
     # only training needs gradients and optimizer state
     if inputs.training is not None and not config.force:
         with raise_together():
@@ -144,16 +147,13 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
     log = RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
     resume_from: Path | None = None
     if config.resume:
-        directory = output_dir / "checkpoints"
-        resume_from = find_resume(config.resume, directory, engine.tell, ranks)
-    taught: Taught | None = None
-    if config.teacher and num_steps > 0 and inputs.training is not None:
-        watchdog.at("the teacher's predictions", limited=False)
-        may_replace = resume_from is None or bool(config.allow_changed)
-        taught = be_taught(config, teacher, engine.facts, inputs, ranks, output_dir, may_replace, engine.tell)
-        how = "read from" if taught.was_kept else "computed, and kept in"
-        log.detail(f"the teacher's predictions of {len(taught.training.lines):,} target tokens: {how} teacher/")
-    watchdog.at("loading the model", limited=False)
+        resume_from = find_resume(config.resume, output_dir / "checkpoints", engine.tell, ranks)
+    at = partial(watchdog.at, limited=False)
+    padding = padding_of_data(engine)
+    preparation = Preparation(engine, padding, inputs, output_dir, resume_from, num_steps, at, log.detail)
+    if inputs.training is not None:
+        task.before_loading(preparation)
+    at("loading the model")
     engine.place(resume_from, watchdog.limit)
     for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
         log.detail(line)
@@ -165,15 +165,41 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
             clear_output(config, output_dir)
     if config.save_steps:
         engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer)
-    run = Run(engine, inputs, order, prompts, log, watchdog)
-    if (objective := preference_objective(config)) is not None and inputs.training is not None:
-        watchdog.at("the reference's log-probabilities", limited=False)
-        run = replace(run, own_loss=OwnLoss(objective, references(run, output_dir, resume_from)))
-    if taught is not None and (objective := distillation_objective(config)) is not None:
-        run = replace(run, own_loss=OwnLoss(objective, taught))
+    task_inputs = TaskInputs() if inputs.training is None else task.inputs(preparation)
+    run = Run(engine, inputs, order, prompts, log, watchdog, task, task_inputs)
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         return train_and_export(run, memory, resume_from, output_dir)
+
+
+def read_data(engine: Engine, task: Task, watchdog: Watchdog, began: str) -> tuple[Inputs, DataOrder]:
+    """The data, which the task can learn from, and the order in which steps see them.
+
+    Args:
+        began: see `read_inputs`.
+    """
+    watchdog.at("reading the data", limited=False)
+    inputs = read_inputs(engine.config, engine.source, engine.ranks, task.check, began)
+    engine.config = replace(engine.config, template_date=inputs.template_date)
+    return inputs, data_order(engine.config, inputs.training, engine.ranks.world_size)
+
+
+def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
+    """
+    Raises:
+        ExpertMeshError: something is asked for that so many steps cannot do.
+    """
+    check_schedule(config, num_steps, config.evaluates)
+    check_profile(config, num_steps, ranks.world_size)
+
+
+def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forecast | NoForecast:
+    """What a rank will hold, with what is chosen by it put into the engine's settings."""
+    watchdog.at("forecasting the memory", limited=False)
+    known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
+    memory = forecast(*known)
+    engine.config = replace(engine.config, **memory.chosen(engine.config))
+    return memory
 
 
 def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
@@ -182,32 +208,13 @@ def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     with raise_together(patient=ranks):
         source = open_model(config, weights=False)
     watchdog.at("reading the data", limited=False)
-    inputs = read_inputs(config, source, ranks)
+    inputs = read_inputs(config, source, ranks, task_of(config).check)
     order = data_order(config, inputs.training, ranks.world_size)
     if ranks.rank == 0:
         lines = [f"data    {data_line(inputs, order)}", *data_sets(inputs, config)]
         date = f" and --template-date {inputs.template_date}" if inputs.template_date else ""
         lines.append(f"prepared: a run with the same data flags{date} finds these samples in {cache_directory()}")
         print(folded("\n".join(lines)), flush=True)
-
-
-def references(run: Run, output_dir: Path, resume_from: Path | None) -> References:
-    """The reference's log-probabilities of all pairs, from an earlier start of the run or computed now."""
-    engine, config, inputs = run.engine, run.config, run.inputs
-    assert inputs.training is not None
-    key = reference_key(config, engine.facts)
-    each = config.per_device_eval_batch_size
-    found = ReferencePass(engine.model, engine.mesh, run.ranks, each, run.padding, key, engine.tell)
-    # an adapter that has not been trained changes nothing
-    can_compute = resume_from is None or (config.adapter != "none" and not config.init_adapter)
-    estimates = config.estimates_divergence
-    kept, was_kept = found.run(output_dir, inputs.training, inputs.evaluation, can_compute, estimates)
-    how = "read from" if was_kept else "computed, and kept in"
-    run.log.detail(
-        f"the reference's log-probabilities of {len(inputs.training.samples):,} "
-        f"{'pairs' if config.task == 'dpo' else 'labelled answers'}: {how} {REFERENCE_FILE}"
-    )
-    return kept
 
 
 def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path | None, output_dir: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..config.train_config import SETTINGS, TrainConfig, as_flag
 from ..data.chat import set_chat_template
 from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
-from ..data.samples import DataOptions, Labelled, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
+from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
 from ..data.templates import at_date, reads_clock
@@ -47,11 +47,16 @@ class Inputs:
     template_date: str = ""
 
 
-def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, began: str = "") -> Inputs:
+Check = Callable[[TrainConfig, Samples, Samples | None], object]
+"""Raises where the samples to train on, or to evaluate on, are none that a task can learn from."""
+
+
+def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, check: Check, began: str = "") -> Inputs:
     """Rank 0 goes first and fills the cache that the others then read, however long it takes; then the first rank of
     each further node, whose cache may be another. All ranks call it together.
 
     Args:
+        check: by the task.
         began: on rank 0, the date that chat templates wrote when the run began; empty: it begins today.
     """
     import datasets
@@ -65,11 +70,11 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, began: s
     for turn in range(3):
         with raise_together(patient=ranks):
             if turn == mine:
-                inputs = _read(config, source, date[0], tells=ranks.rank == 0, checks=mine < 2)
+                inputs = _read(config, source, check, date[0], tells=ranks.rank == 0, checks=mine < 2)
     return inputs
 
 
-def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool, checks: bool) -> Inputs:
+def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tells: bool, checks: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
@@ -80,8 +85,7 @@ def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool, chec
         saved = tokenizer if config.has_own_tokenizer else None
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
     training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks)
-    if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
-        check_weighted(config)
+    check(config, training, evaluation)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template, date = "none", own_template, ""
     if tells and (unused := _without_effect(config, training, date)):
@@ -89,29 +93,9 @@ def _read(config: TrainConfig, source: ModelSource, date: str, tells: bool, chec
     if tells and (unseen := _unseen(config, tokenizer, training, evaluation)):
         print(folded(f"warning: {unseen}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
-    if config.estimates_divergence:
-        _check_prompts(training, evaluation)
     rows = stream.first.rows if stream else make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
     return Inputs(tokenizer, saved, template, rows, held_out, stream, date)
-
-
-def check_weighted(config: TrainConfig) -> None:
-    """
-    Raises:
-        ExpertMeshError: the loss is computed by what knows no weights.
-    """
-    if config.train_mtp > 0:
-        raise ExpertMeshError(
-            "--train-mtp: does not work with data that have weights: drafts are of other tokens; leave out one of them"
-        )
-    if config.cross_entropy == "liger":
-        raise ExpertMeshError(
-            "--cross-entropy liger: gives no loss for each token, which the weights of the data need; give auto or "
-            "chunked"
-        )
-    if config.teacher:
-        raise ExpertMeshError("--teacher: all its target tokens count alike; leave out the weights of the data")
 
 
 def data_options(config: TrainConfig) -> DataOptions:
@@ -134,8 +118,8 @@ def data_options(config: TrainConfig) -> DataOptions:
         config.dataset_num_proc,
         config.sample_by,
         config.template_date,
-        pairs=config.task == "dpo",
-        labelled=config.task == "kto",
+        pairs=config.task_entry.records == "pairs",
+        labelled=config.task_entry.records == "labelled",
         split_turns=config.split_turns,
     )
 
@@ -172,20 +156,6 @@ def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream
         files += open_files("--dataset", spec.name, options.hub_config, options.split, options.sample_by)
     size, seed = config.shuffle_buffer, config.seed
     return Stream("--dataset", files, tokenizer, options, config.packing, size, seed)
-
-
-def _check_prompts(*parts: Samples | None) -> None:
-    """
-    Raises:
-        ExpertMeshError: labelled answers are all to one prompt.
-    """
-    for part in parts:
-        if isinstance(part, Labelled) and part.shift == len(part):
-            raise ExpertMeshError(
-                f"--task kto sets answers behind other prompts, but all {len(part)} samples "
-                f"{'to train on' if part is parts[0] else 'held out'} have one; add others, or give --preference-loss "
-                "apo_zero_unpaired"
-            )
 
 
 def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:

@@ -18,7 +18,7 @@ from ...sharding.pipeline.pipeline import pipeline_of
 from ...sharding.runtime.preemption import boundary
 from ..data.batch import Batch, LossInputs, Padding, collate_rows
 from ..data.sequences import Rows, share_out
-from ..loss.objective import Objective
+from ..loss.objective import CROSS_ENTROPY, Objective
 from .micro_batch import forward_of, token_loss_sum
 from .pipelined import pipelined_heads
 
@@ -61,8 +61,8 @@ def evaluate(
     per_device: int,
     mesh: Mesh,
     padding: Padding,
-    objective: Objective | None = None,
-    inputs_of: Callable[[list[int]], LossInputs] | None = None,
+    objective: Objective = CROSS_ENTROPY,
+    inputs_of: Callable[[list[int]], LossInputs | None] = lambda numbers: None,
 ) -> Evaluation:
     """The loss over all sequences; all ranks call it together, and get the same.
 
@@ -70,16 +70,16 @@ def evaluate(
     micro-batches nor on how long they are. Sequences of like length share a micro-batch.
 
     Args:
-        objective: a loss of one's own, in place of the cross-entropy.
+        objective: what is computed.
         inputs_of: what it gets of a micro-batch's rows.
     """
 
     def batch(numbers: list[int]) -> Batch:
-        inputs = None if inputs_of is None else inputs_of(numbers)
-        return collate_rows(rows, numbers, mesh.cp_group, padding, inputs)
+        return collate_rows(rows, numbers, mesh.cp_group, padding, inputs_of(numbers))
 
     device, mine = torch.device(mesh.grid.device_type), by_length(rows, per_device, mesh)
-    return mean_loss(model, map(batch, mine), device, objective)
+    complete = objective.complete(model, map(batch, mine), device)
+    return mean_loss(model, (complete(batch(numbers)) for numbers in mine), device, objective)
 
 
 def by_length(rows: Rows, per_device: int, mesh: Mesh) -> list[list[int]]:
@@ -90,39 +90,34 @@ def by_length(rows: Rows, per_device: int, mesh: Mesh) -> list[list[int]]:
 
 
 def mean_loss(
-    model: Any, batches: Iterable[Batch], device: torch.device, objective: Objective | None = None
+    model: Any, batches: Iterable[Batch], device: torch.device, objective: Objective = CROSS_ENTROPY
 ) -> Evaluation:
-    """The loss over all ranks' batches, equally many on each. All ranks call it together, and get the same.
-
-    Args:
-        objective: a loss of one's own, in place of the cross-entropy.
-    """
+    """The loss over all ranks' batches, equally many on each. All ranks call it together, and get the same."""
     begin = time.perf_counter()
-    names = () if objective is None else objective.figures
-    # the loss, what it is divided by, targets, figures
-    sums = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
+    # the loss and the figures; what they are divided by, and targets
+    sums = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=torch.float64)
     pipeline = pipeline_of(model)
     # every pp index has all batches
     counts_here = pipeline is None or pipeline.groups.index == 0
     with inference(model):
-        for several, heads in head_outputs(model, batches, device, by_token=objective is not None):
+        for several, heads in head_outputs(model, batches, device, objective.by_token):
             loss_sum = torch.zeros((), device=device)
             for batch, gave in zip(several, heads, strict=False):
-                if objective is None:
-                    loss_sum += gave
-                else:
-                    own_loss, own_figures = objective.sums(gave, batch)
-                    loss_sum += own_loss
-                    sums[3:] += own_figures
+                loss, figures = objective.sums(gave, batch)
+                loss_sum += loss
+                for place, figure in enumerate(figures, 1):
+                    sums[place] += figure
             sums[0] += loss_sum
             if counts_here:
-                num_targets = sum(batch.num_targets for batch in several)
-                sums[1] += num_targets if objective is None else objective.counted(several)
-                sums[2] += num_targets
+                counts[0] += objective.counted(several)
+                counts[1] += sum(batch.num_targets for batch in several)
+    sums = torch.cat([sums, counts.to(device)])
     dist.all_reduce(sums)
-    total, counted, targets, *others = sums.tolist()
-    loss, *figures = (value / counted if counted else math.nan for value in (total, *others))
-    return Evaluation(loss, int(targets), time.perf_counter() - begin, dict(zip(names, figures, strict=True)))
+    *totals, counted, targets = sums.tolist()
+    mean, *means = (total / counted if counted else math.nan for total in totals)
+    named = dict(zip(objective.figures, means, strict=True))
+    return Evaluation(mean, int(targets), time.perf_counter() - begin, named)
 
 
 def token_accuracy(model: Any, batches: Sequence[Batch], device: torch.device) -> float:
@@ -178,8 +173,7 @@ def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, s
     with inference(model):
         for several, heads in head_outputs(model, batches, device, by_token=True):
             for number, batch in enumerate(several):
-                told = batch.for_loss
-                assert told is not None
+                told = batch.of_loss
                 labels = torch.zeros(next(following), device=device)
                 if number < len(heads):
                     labels[told.place_N] = heads[number]

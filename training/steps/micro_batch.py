@@ -6,9 +6,9 @@ Shape suffixes: M micro-batches of a step, L MoE layers, E experts, G groups of 
 L.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from ..attention.packed_attention import run_model
 from ..data.batch import CANDIDATES, Batch
 from ..loss.balance import LossWeights
 from ..loss.head import loss_head
-from ..loss.objective import Objective
+from ..loss.objective import CROSS_ENTROPY, Objective
 
 register_step_part(__name__, "the step")
+
+V = TypeVar("V")
 
 MTP_LOSS = "mtp_loss"
 """Name of the figure that is the loss of multi-token prediction."""
@@ -38,7 +40,7 @@ MTP_LOSS = "mtp_loss"
 class Denominators:
     """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
 
-    targets: of the step, or what a loss of one's own counts. tokens_in_forward: of this micro-batch. tokens: of the
+    targets: of the step, or what the objective counts. tokens_in_forward: of this micro-batch. tokens: of the
     step. forwards: micro-batches of the step. drafts: targets of multi-token prediction in the step.
     """
 
@@ -54,7 +56,7 @@ class StepCounts:
     """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
 
     targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
-    counted: what the loss is divided by: the targets, or what a loss of one's own counts; may be 0. drafts: targets of
+    counted: what the loss is divided by: the targets, or what the objective counts; may be 0. drafts: targets of
     multi-token prediction.
     """
 
@@ -71,7 +73,7 @@ class StepCounts:
         return Denominators(self.counted or 1, max(tokens, 1), self.tokens, len(self.tokens_M), max(self.drafts, 1))
 
 
-def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None = None) -> StepCounts:
+def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROSS_ENTROPY) -> StepCounts:
     """The counts of a step's micro-batches, summed over ranks in one all-reduce. All ranks call it together.
 
     They are known on the host and summed between hosts: a GPU that is still at work on the step before is not waited
@@ -79,7 +81,7 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None
 
     Args:
         batches: this rank's, equally many on every rank.
-        objective: a loss of one's own.
+        objective: what is minimised.
     """
     attention = facts_of(model).attention
     figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans), *_drafts(b)) for b in batches]
@@ -91,7 +93,7 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective | None
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     drafts = others.pop() if _drafts(batches[0]) else 0
     tokens, *pairs = (max(n, 1) for n in others)
-    divisor = targets if objective is None else _counted(model, batches, objective)
+    divisor = targets if objective.count is None else _counted(model, batches, objective)
     return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts)
 
 
@@ -101,7 +103,7 @@ def _drafts(batch: Batch) -> tuple[int, ...]:
 
 
 def _counted(model: Any, batches: Sequence[Batch], objective: Objective) -> float:
-    """What a loss of one's own counts in a step, over all ranks."""
+    """What an objective counts in a step, over all ranks."""
     with computing_values():
         counted = torch.tensor(objective.counted(batches), dtype=torch.float64)
         dist.all_reduce(counted)
@@ -117,14 +119,14 @@ def _pp_size(model: Any) -> int:
 class MicroLosses:
     """This rank's part of one micro-batch's losses, unweighted fp32 scalars with their graph, and of its routing.
 
-    figures: what a loss of one's own tells beside it, without a graph. mtp: the loss of multi-token prediction.
+    figures: what the objective tells beside it, without a graph. mtp: the loss of multi-token prediction.
     """
 
     cross_entropy: Tensor
     balance: Tensor
     z: Tensor
     routing: Routing
-    figures: Tensor | None = None
+    figures: tuple[Tensor, ...] = ()
     mtp: Tensor | None = None
 
     def total(self, weights: LossWeights) -> Tensor:
@@ -133,27 +135,47 @@ class MicroLosses:
         return total if self.mtp is None else total + weights.mtp * self.mtp
 
     def values(self) -> Tensor:
-        """(3,) cross-entropy, balancing loss and z-loss, and the figures (see `figure_names`), without graph."""
-        values = torch.stack([self.cross_entropy, self.balance, self.z]).detach()
-        if self.mtp is not None:
-            return torch.cat([values, self.mtp.detach().unsqueeze(0)])
-        return values if self.figures is None else torch.cat([values, self.figures])
+        """As `LossValues.of` takes them, without graph."""
+        figures = self.figures if self.mtp is None else (self.mtp,)
+        return torch.stack([self.cross_entropy, self.balance, self.z, *figures]).detach()
 
 
-def figure_names(weights: LossWeights, objective: Objective | None) -> tuple[str, ...]:
+class LossValues(NamedTuple, Generic[V]):
+    """A step's losses, or a rank's or micro-batch's part of them, which one tensor has: its scalars, or numbers.
+
+    figures: see `figure_names`.
+    """
+
+    loss: V
+    balance_loss: V
+    z_loss: V
+    figures: tuple[V, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[V]) -> "LossValues[V]":
+        loss, balance_loss, z_loss, *figures = values
+        return cls(loss, balance_loss, z_loss, tuple(figures))
+
+
+def no_losses(names: Sequence[str], device: torch.device) -> Tensor:
+    """What those of micro-batches are added to, fp64: as `LossValues.of` takes them, with figures of these names."""
+    return torch.zeros(len(LossValues._fields) - 1 + len(names), dtype=torch.float64, device=device)
+
+
+def figure_names(weights: LossWeights, objective: Objective) -> tuple[str, ...]:
     """Of what a step tells beside its losses."""
     if weights.mtp > 0:
-        assert objective is None, "--train-mtp goes with the cross-entropy alone"
+        assert not objective.by_token, "--train-mtp goes with the cross-entropy alone"
         return (MTP_LOSS,)
-    return () if objective is None else objective.figures
+    return objective.figures
 
 
 def losses_of(
-    model: Any, batch: Batch, weights: LossWeights, over: Denominators, objective: Objective | None = None
+    model: Any, batch: Batch, weights: LossWeights, over: Denominators, objective: Objective = CROSS_ENTROPY
 ) -> MicroLosses:
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
-    forward = forward_of(batch, weights.of_routers, by_token=objective is not None, drafts=True)
+    forward = forward_of(batch, weights.of_routers, objective.by_token, drafts=True)
     assert forward.targets is not None
     output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
@@ -165,19 +187,19 @@ def losses_of(
 
 @dataclass(frozen=True)
 class LossSums:
-    """Losses before they are divided: the loss; what else a loss of one's own tells; that of multi-token prediction."""
+    """Losses before they are divided: the loss; what else the objective tells; that of multi-token prediction."""
 
     loss: Tensor
-    figures: Tensor | None = None
+    figures: tuple[Tensor, ...] = ()
     mtp: Tensor | None = None
 
 
-def loss_sums(model: Any, logits: Tensor, batch: Batch, targets: Targets, objective: Objective | None) -> LossSums:
+def loss_sums(model: Any, logits: Tensor, batch: Batch, targets: Targets, objective: Objective) -> LossSums:
     """Of what a forward of a model with a `LossHead` has given as logits, with these targets."""
     gave = loss_head(model).loss_of(logits, targets)
     if batch.ahead is not None:
         return LossSums(gave[0], mtp=gave[1])
-    return LossSums(gave) if objective is None else LossSums(*objective.sums(gave, batch))
+    return LossSums(*objective.sums(gave, batch))
 
 
 class PooledCounts:
@@ -218,7 +240,7 @@ def weigh_losses(
         routing: what is told of it.
     """
     cross_entropy = sums.loss / over.targets
-    figures = None if sums.figures is None else sums.figures / over.targets
+    figures = tuple(figure / over.targets for figure in sums.figures)
     mtp = None if sums.mtp is None else sums.mtp / over.drafts
     # a loss that nobody asked for would keep its graph, and with it the inputs of checkpointed layers, beyond backward
     balance = z = torch.zeros((), device=cross_entropy.device)

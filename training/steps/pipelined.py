@@ -42,8 +42,8 @@ from ..attention.packed_attention import run_model
 from ..data.batch import Batch, SplitSequences
 from ..loss.balance import LossWeights
 from ..loss.head import loss_head
-from ..loss.objective import Objective
-from .micro_batch import PooledCounts, StepCounts, figure_names, forward_of, loss_sums, weigh_losses
+from ..loss.objective import CROSS_ENTROPY, Objective
+from .micro_batch import PooledCounts, StepCounts, figure_names, forward_of, loss_sums, no_losses, weigh_losses
 
 register_step_part(__name__, "pipeline")
 
@@ -54,7 +54,7 @@ def pipelined_gradients(
     counts: StepCounts,
     weights: LossWeights,
     at: Callable[[str], object],
-    objective: Objective | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[Tensor, Routing]:
     """Forward and backward over the micro-batches of a step, as the pipeline's schedule has it; gradients are added to
     what the parameters hold. All ranks call it together.
@@ -306,8 +306,7 @@ class PipelinedStep(_Run):
     """One rank's forwards and backwards.
 
     Attributes:
-        losses: fp64: cross-entropy, balancing loss, z-loss, and figures of a loss of one's own; 0 where the last stage
-            is elsewhere.
+        losses: fp64 (see `LossValues.of`); 0 where the last stage is elsewhere.
         has_gradients: whether there was a backward: none where nothing is trained up to the end of a stage.
         routing: of the forwards here, with 0 for layers of other stages.
     """
@@ -319,12 +318,11 @@ class PipelinedStep(_Run):
         at: Callable[[str], object],
         counts: StepCounts,
         weights: LossWeights,
-        objective: Objective | None = None,
+        objective: Objective = CROSS_ENTROPY,
     ):
         super().__init__(model, batches, at)
         self.counts, self.weights, self.objective = counts, weights, objective
-        num_figures = len(figure_names(weights, objective))
-        self.losses = torch.zeros(3 + num_figures, dtype=torch.float64, device=self.device)
+        self.losses = no_losses(figure_names(weights, objective), self.device)
         self.done: dict[tuple[int, int], _Done] = {}
         self.has_gradients = False
         self.num_experts = moe_shape(model).num_experts
@@ -377,7 +375,7 @@ class PipelinedStep(_Run):
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
         num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
-        forward = forward_of(batch, self.has_router_losses, by_token=self.objective is not None, drafts=True)
+        forward = forward_of(batch, self.has_router_losses, self.objective.by_token, drafts=True)
         forward.weight_gradients = self.pipeline.later
         forward.stage = StageForward(
             self.stages,

@@ -7,11 +7,11 @@ told on the device what to scale gradients by, and to leave a step out, it is re
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from ...sharding.parallelize.unreached import agree_on_gradients
 from ...sharding.pipeline.pipeline import pipeline_of
 from ..data.batch import Batch
 from ..loss.balance import BiasUpdate, LossWeights
-from ..loss.objective import Objective
-from .divergence import with_divergence
-from .micro_batch import StepCounts, count_step, figure_names, losses_of
+from ..loss.objective import CROSS_ENTROPY, Objective
+from .micro_batch import LossValues, StepCounts, count_step, figure_names, losses_of, no_losses
 from .pipelined import pipelined_gradients
+
+V = TypeVar("V")
 
 register_step_part(__name__, "the step")
 
@@ -96,18 +97,17 @@ def add_gradients(
     number: int,
     counts: StepCounts,
     weights: LossWeights,
-    objective: Objective | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[Tensor, Routing]:
     """Forward and backward over one micro-batch of a step; gradients are added to what the parameters hold.
 
     Args:
         number: of the micro-batch in its step, from 0 on.
         weights: of the auxiliary losses (see `compute_gradients`).
-        objective: a loss of one's own, in place of the cross-entropy.
+        objective: what is minimised.
 
     Returns:
-        This rank's part of the step's mean cross-entropy, balancing loss, z-loss and figures, (3 + figures,) fp32, and
-        its routing.
+        This rank's part of the step's losses, fp32 (see `LossValues.of`), and its routing.
     """
     found = losses_of(model, batch, weights, counts.over(number), objective)
     found.total(weights).backward()
@@ -118,8 +118,8 @@ def add_gradients(
 class Gradients:
     """What a step's forwards and backwards leave beside gradients.
 
-    losses: this rank's parts of the step's mean cross-entropy, balancing loss, z-loss, and of the figures of a loss of
-    one's own, fp64, on the device. routing: this rank's. counts: over all ranks. names: of the figures.
+    losses: this rank's parts of the step's, fp64, on the device (see `LossValues.of`). routing: this rank's. counts:
+    over all ranks. names: of the figures.
     """
 
     losses: Tensor
@@ -127,14 +127,21 @@ class Gradients:
     counts: StepCounts
     names: tuple[str, ...] = ()
 
-    def result(self, losses: Sequence[float], grad_norm: float = 0.0, is_stopping: bool = False) -> StepResult:
+    def result(self, losses: LossValues[float], grad_norm: float = 0.0, is_stopping: bool = False) -> StepResult:
         """The figures of the step, of which the losses are now known over all ranks."""
-        loss, balance_loss, z_loss, *others = losses
         counts = self.counts
-        loss = loss if counts.counted else math.nan  # a mean of nothing, and not the best there is
-        totals, figures = (counts.tokens, counts.targets, counts.pairs), dict(zip(self.names, others, strict=True))
         return StepResult(
-            loss, balance_loss, z_loss, grad_norm, *totals, self.routing, is_stopping, figures, counts.counted
+            loss=losses.loss if counts.counted else math.nan,  # a mean of nothing, and not the best there is
+            balance_loss=losses.balance_loss,
+            z_loss=losses.z_loss,
+            grad_norm=grad_norm,
+            tokens=counts.tokens,
+            targets=counts.targets,
+            pairs=counts.pairs,
+            routing=self.routing,
+            is_stopping=is_stopping,
+            figures=dict(zip(self.names, losses.figures, strict=True)),
+            counted=counts.counted,
         )
 
 
@@ -143,7 +150,7 @@ def step_gradients(
     batches: Sequence[Batch],
     weights: LossWeights,
     at: Callable[[str], object] = lambda doing: None,
-    objective: Objective | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
 
@@ -153,12 +160,12 @@ def step_gradients(
         weights: of the auxiliary losses. The balancing loss is taken over one micro-batch of all ranks, as HF does,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
         at: is told what comes next in a pipeline.
-        objective: a loss of one's own, in place of the cross-entropy.
+        objective: what is minimised.
     """
     counts, names = count_step(model, batches, objective), figure_names(weights, objective)
     if pipeline_of(model) is not None:
         return Gradients(*pipelined_gradients(model, batches, counts, weights, at, objective), counts, names)
-    losses = torch.zeros(3 + len(names), dtype=torch.float64, device=batches[0].tokens_BS.device)
+    losses = no_losses(names, batches[0].tokens_BS.device)
     routings = []
     for number, batch in enumerate(batches):
         mine, routing = add_gradients(model, batch, number, counts, weights, objective)
@@ -168,7 +175,7 @@ def step_gradients(
 
 
 def compute_gradients(
-    model: Any, batches: Sequence[Batch], weights: LossWeights, objective: Objective | None = None
+    model: Any, batches: Sequence[Batch], weights: LossWeights, objective: Objective = CROSS_ENTROPY
 ) -> StepResult:
     """`step_gradients`, and the figures of the step, with a grad_norm of 0. All ranks call it together."""
     return step_result(step_gradients(model, batches, weights, objective=objective))
@@ -178,7 +185,32 @@ def step_result(gradients: Gradients) -> StepResult:
     """The figures of a step, with a grad_norm of 0; its losses are summed over ranks in place. All ranks call it
     together."""
     dist.all_reduce(gradients.losses)
-    return gradients.result(gradients.losses.tolist())
+    return gradients.result(LossValues.of(gradients.losses.tolist()))
+
+
+class StepSums(NamedTuple, Generic[V]):
+    """What a step sums over ranks in one tensor: its scalars, or, once they are read, numbers.
+
+    losses: of the step. squared_norm: of its gradients. lacking, stopping: less than 0 where a rank lacks gradients
+    (see `squares_and_lacking`), or was asked to stop: every number that a dry run reads from the device is 1.
+    """
+
+    losses: LossValues[V]
+    squared_norm: V
+    lacking: V
+    stopping: V
+
+    @classmethod
+    def of(cls, values: Iterable[V]) -> "StepSums[V]":
+        """As `packed` has put them."""
+        *losses, squared_norm, lacking, stopping = values
+        return cls(LossValues.of(losses), squared_norm, lacking, stopping)
+
+    @staticmethod
+    def packed(losses: Tensor, squares_and_lacking: Tensor, is_stopping: bool) -> Tensor:
+        """This rank's part."""
+        stopping = losses.new_full((1,), -1.0 if is_stopping else 0.0)
+        return torch.cat([losses, squares_and_lacking, stopping])
 
 
 @runtime_checkable
@@ -219,7 +251,7 @@ def train_step(
     at: Callable[[str], object] = lambda doing: None,
     before_update: Callable[[], object] = lambda: None,
     is_stopping: Callable[[], bool] = lambda: False,
-    objective: Objective | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
@@ -230,26 +262,24 @@ def train_step(
         at: is told what comes next, beside the layers.
         before_update: is called before weights and the optimizer's state change.
         is_stopping: whether this rank was asked to stop, of which the result tells all.
-        objective: a loss of one's own, in place of the cross-entropy.
+        objective: what is minimised.
     """
     optimizer.zero_grad()
     at("the step's beginning")
-    batches = with_divergence(model, batches)
+    batches = [*map(objective.complete(model, batches, batches[0].tokens_BS.device), batches)]
     gradients = step_gradients(model, batches, weights, at, objective)
     at("the gradient norm")
-    # less than 0 where a rank was asked to stop: every number that a dry run reads from the device is 1
-    asked = gradients.losses.new_full((1,), -1.0 if is_stopping() else 0.0)
-    sums = torch.cat([gradients.losses, squares_and_lacking(model, mesh), asked])
-    dist.all_reduce(sums)
+    packed = StepSums.packed(gradients.losses, squares_and_lacking(model, mesh), is_stopping())
+    dist.all_reduce(packed)
     at("the optimizer step")
     before_update()
-    is_queued = gradients.counts.counted > 0 and _queue_step(optimizer, sums, max_grad_norm)
-    *losses, square, lacking, stopping = sums.tolist()
-    result = gradients.result(losses, math.sqrt(square), stopping < 0)
-    if lacking < 0:
+    is_queued = gradients.counts.counted > 0 and _queue_step(optimizer, packed, max_grad_norm)
+    sums = StepSums.of(packed.tolist())
+    result = gradients.result(sums.losses, math.sqrt(sums.squared_norm), sums.stopping < 0)
+    if sums.lacking < 0:
         agree_on_gradients(model, mesh)
     if result.is_finite:
-        if not is_queued or lacking < 0:
+        if not is_queued or sums.lacking < 0:
             scale_gradients(model, result.grad_norm, max_grad_norm)
             optimizer.step()
         after_update(model, result.routing, bias_update)
@@ -257,19 +287,20 @@ def train_step(
     return result
 
 
-def _queue_step(optimizer: torch.optim.Optimizer, sums: Tensor, max_grad_norm: float) -> bool:
+def _queue_step(optimizer: torch.optim.Optimizer, packed: Tensor, max_grad_norm: float) -> bool:
     """Queue an optimizer's step on a GPU, where that is possible; returns whether it was.
 
     Args:
-        sums: over all ranks: three losses, perhaps figures, the squared gradient norm, lacking gradients, stop
-            requests. No step is taken where the host will call it not finite (see `StepResult.is_finite`, which does
-            not read figures), or gradients are lacking.
+        packed: sums over all ranks (see `StepSums`). No step is taken where the host will call it not finite (see
+            `StepResult.is_finite`, which does not read figures), or gradients are lacking.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # a rank may have none: where all that its stages of a pipeline hold is frozen
     if not isinstance(optimizer, QueuesStep) or not parameters or computes_on_cpu(parameters[0]):
         return False
-    *_, square, lacking, _ = sums.unbind()
-    is_skipped = ~(sums[:3].sum() + square).isfinite() | (lacking < 0)
-    optimizer.queue_step(clip_divisor(square, max_grad_norm), is_skipped.float())
+    sums = StepSums.of(packed.unbind())
+    losses = sums.losses
+    total = losses.loss + losses.balance_loss + losses.z_loss + sums.squared_norm
+    is_skipped = ~total.isfinite() | (sums.lacking < 0)
+    optimizer.queue_step(clip_divisor(sums.squared_norm, max_grad_norm), is_skipped.float())
     return True

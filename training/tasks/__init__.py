@@ -1,1 +1,1 @@
-"""What is learned beside next tokens: preferences, and a teacher's predictions."""
+"""What is learned: next tokens, preferences, a teacher's predictions."""

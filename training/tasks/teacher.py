@@ -9,7 +9,7 @@ Shape suffixes: N target tokens, K of the teacher's most likely tokens at each o
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpoints.files.directories import write_errors
-from ...checkpoints.files.kept import damage, record_kept, recorded_key
 from ...checkpoints.hf.source import ModelSource, open_source, resolve_model
 from ...moe.util.atomic_write import PARTIAL
 from ...moe.util.errors import ExpertMeshError
@@ -30,12 +29,15 @@ from ..config.train_config import TrainConfig, read_by
 from ..data.batch import CANDIDATES, LossInputs, collate_rows
 from ..data.sequences import Rows
 from ..engine.engine import Engine
-from ..loss.distillation import TEACHER
-from ..start.fingerprints import Facts, teacher_key
-from ..start.inputs import Inputs, load_tokenizer
+from ..start.fingerprints import teacher_key
+from ..start.inputs import load_tokenizer
 from ..steps.evaluate import by_length, head_outputs, inference
+from .kept import KeptPass
+from .task import InputsOf, Preparation, TaskInputs
 
 DIRECTORY = "teacher"
+TEACHER = "teacher"
+"""Input by target, (N, K) fp32: the teacher's log-probabilities of the candidates."""
 _FACTS = "facts.json"
 _LINE = "line"
 """Among what is known of a target: its number in the data, which is that of its line in the file."""
@@ -52,7 +54,7 @@ class TeacherInputs:
     lines: NDArray[Any]
     firsts: Tensor
 
-    def within(self, rows: Rows, together: Sequence[int]) -> Callable[[list[int]], LossInputs]:
+    def within(self, rows: Rows, together: Sequence[int]) -> InputsOf:
         """What makes the inputs of a batch from the numbers of its entries of `rows`."""
 
         def inputs(numbers: list[int]) -> LossInputs:
@@ -72,15 +74,6 @@ def _lines_of(rows: Rows, firsts: Tensor, numbers: Sequence[int]) -> Tensor:
     samples = [sample for number in numbers for sample in rows.numbers(number)]
     runs = [torch.arange(int(firsts[sample]), int(firsts[sample + 1])) for sample in samples]
     return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Taught:
-    """Of the data to train on and of those to evaluate on. was_kept: whether they were computed by an earlier start."""
-
-    training: TeacherInputs
-    evaluation: TeacherInputs | None
-    was_kept: bool
 
 
 def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> ModelSource:
@@ -109,58 +102,42 @@ def open_teacher(config: TrainConfig, tokenizer: Any, student: ModelSource) -> M
     return source
 
 
-def be_taught(
-    config: TrainConfig,
-    source: ModelSource,
-    facts: Facts,
-    inputs: Inputs,
-    ranks: Ranks,
-    output_dir: Path,
-    may_replace: bool,
-    tell: Callable[[str], object],
-) -> Taught:
+def be_taught(run: Preparation, source: ModelSource) -> TaskInputs:
     """The teacher's predictions for all data, of an earlier start of the run or computed now. All ranks call it
     together.
 
     Args:
         source: from `open_teacher`.
-        facts: of the teacher's files and of the data, on rank 0.
-        may_replace: whether those of another teacher or of other data may be replaced.
-        tell: is told of damaged ones, on rank 0.
 
     Raises:
         ExpertMeshError: on all ranks, where the teacher cannot be loaded, or its predictions cannot be written.
     """
-    assert inputs.training is not None
-    rows = {"training": inputs.training} | ({} if inputs.evaluation is None else {"evaluation": inputs.evaluation})
-    directory = output_dir / DIRECTORY
-    record, files = directory / _FACTS, [directory / f"{name}.npy" for name in rows]
-    key = teacher_key(config, facts)
-    is_kept = [False]
-    with raise_together(patient=ranks):
-        if ranks.rank == 0 and (kept := recorded_key(record)):
-            is_damaged = kept == key and damage(record, files)
-            is_kept = [kept == key and not is_damaged]
-            if is_damaged:
-                tell(f"note: {is_damaged}; the teacher's predictions are computed anew")
-            elif not is_kept[0] and not may_replace:
-                raise ExpertMeshError(
-                    f"--teacher {config.teacher}: {directory} has the predictions of another teacher, with another "
-                    "--teacher-top-k or dtype, or for other data; resume with what the run began with, or begin anew"
-                )
-    dist.broadcast_object_list(is_kept, src=0)
-    if not is_kept[0]:
+    config, rows, ranks = run.config, run.rows, run.ranks
+    directory, what = run.output_dir / DIRECTORY, "the teacher's predictions"
+    files = [directory / f"{name}.npy" for name in rows]
+    key = teacher_key(config, run.engine.facts)
+    may_replace = run.resume_from is None or bool(config.allow_changed)
+
+    def refuse(wrong: str, is_other: bool) -> None:
+        if is_other and not may_replace:
+            raise ExpertMeshError(
+                f"--teacher {config.teacher}: {directory} has the predictions of another teacher, with another "
+                "--teacher-top-k or dtype, or for other data; resume with what the run began with, or begin anew"
+            )
+
+    def make() -> None:
         _compute(config, source, rows, ranks, directory)
         # the teacher's modules refer to one another
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        with raise_together(), write_errors(directory):
-            if ranks.rank == 0:
-                record_kept(record, key, files)
+
+    was_kept = KeptPass(directory / _FACTS, files, key, what, ranks, run.engine.tell).get(make, refuse)
     with raise_together():
         found = {name: TeacherInputs(_read(directory, name), _firsts(part)) for name, part in rows.items()}
-    return Taught(found["training"], found.get("evaluation"), is_kept[0])
+    how = "read from" if was_kept else "computed, and kept in"
+    run.note(f"{what} of {len(found['training'].lines):,} target tokens: {how} teacher/")
+    return TaskInputs(found["training"], found.get("evaluation"))
 
 
 def _read(directory: Path, name: str) -> NDArray[Any]:
@@ -227,7 +204,7 @@ def _compute_part(engine: Engine, config: TrainConfig, rows: Rows, path: Path) -
 
 
 def _numbers(batch: Any) -> NDArray[Any]:
-    lines: NDArray[Any] = batch.for_loss[_LINE].cpu().numpy().astype(np.int64)
+    lines: NDArray[Any] = batch.of_loss[_LINE].cpu().numpy().astype(np.int64)
     return lines
 
 

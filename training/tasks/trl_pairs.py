@@ -10,7 +10,8 @@ from torch import Tensor
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import IGNORED
 from ..engine.engine import Engine
-from ..loss.preference import REFERENCE, SFT, TARGETS
+from .dpo import SFT, TARGETS
+from .reference_logprobs import REFERENCE
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """In which trl has the reference's log-probabilities."""

@@ -50,17 +50,17 @@ from ....sharding.pipeline.schedule import Action, make_schedule
 from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
-from ...data.batch import CANDIDATES, Batch, LossBatch, SplitSequences
+from ...data.batch import Batch, LossBatch, SplitSequences
 from ...engine.assembly import compute_dtype
 from ...loss.balance import BiasUpdate, LossWeights, choose_balance
-from ...loss.distillation import TEACHER, distillation_objective
-from ...loss.preference import DESIRABLE, KL, REFERENCE, SFT, TARGETS, preference_objective
+from ...loss.objective import as_they_are
 from ...monitoring.attribution import Parts
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...steps import step
 from ...steps.micro_batch import StepCounts, figure_names
 from ...steps.step import Gradients, train_step
+from ...tasks.registry import task_of
 from ..imbalance import EVEN, GivenRouting
 from ..planner.account import KINDS, Moment
 from .building import DeviceType, build_rehearsed
@@ -206,7 +206,8 @@ def _rehearse(
         micro_batches = config.micro_batches(world_size)
         batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
-        objective = preference_objective(config) or distillation_objective(config)
+        # forwards of mismatched answers are not modelled
+        objective = replace(task_of(config).objective(config), complete=as_they_are)
         of_step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
         recorder = Recorder(Parts(model))
         given = _Given(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, device)
@@ -436,15 +437,10 @@ def batch_of(
         whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
         shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
     for_loss: LossBatch | None = None
-    if config is not None and config.task != "sft":
+    if config is not None and (task := task_of(config)).objective(config).by_token:
         number = rows * (cp_group is None or cp_group.index == 0)
-        names = (REFERENCE, TARGETS, SFT) if config.task == "dpo" else (REFERENCE, DESIRABLE, KL)
-        inputs = {name: torch.ones(number, dtype=torch.float64) for name in names}
+        inputs = task.example_inputs(config, number, targets)
         for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
-    if config is not None and config.teacher:
-        top_k = config.teacher_top_k
-        taught = {CANDIDATES: torch.zeros(targets, top_k, dtype=torch.int64), TEACHER: torch.zeros(targets, top_k)}
-        for_loss = LossBatch(index_N, index_N, rows, taught, index_N, rows, cp_group)
     return Batch(
         *(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared), for_loss
     )

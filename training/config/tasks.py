@@ -1,0 +1,72 @@
+"""The tasks of `--task`: what is said of each beside the code of `training.tasks`. Nothing here imports torch, as flags
+are read before it is loaded."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...moe.util.registry import Registry
+
+RecordKind = Literal["conversations", "pairs", "labelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """A value of `--task`.
+
+    Attributes:
+        name, help: of the flag.
+        records: what a record of its data is: a conversation, or plain text; a preference pair; or an answer with a
+            label.
+        has_reference: whether its loss compares with the model as it began.
+        heeds: the settings of preferences that it reads.
+        losses: the values of --preference-loss that it knows; with_divergence: those of them that need an estimate of
+            the divergence from the reference.
+    """
+
+    name: str
+    help: str
+    records: RecordKind
+    has_reference: bool
+    heeds: tuple[str, ...]
+    losses: tuple[str, ...]
+    with_divergence: tuple[str, ...]
+
+    @property
+    def sequences(self) -> int:
+        """That a record becomes."""
+        return 2 if self.records == "pairs" else 1
+
+
+SFT = TaskEntry(
+    name="sft",
+    help="supervised fine-tuning",
+    records="conversations",
+    has_reference=False,
+    heeds=(),
+    losses=(),
+    with_divergence=(),
+)
+DPO = TaskEntry(
+    name="dpo",
+    help="direct preference optimization, on pairs of answers",
+    records="pairs",
+    has_reference=True,
+    heeds=("preference_loss", "preference_beta", "preference_sft_weight"),
+    losses=("sigmoid", "ipo"),
+    with_divergence=(),
+)
+KTO = TaskEntry(
+    name="kto",
+    help="Kahneman-Tversky optimization, on answers labelled as desirable or not",
+    records="labelled",
+    has_reference=True,
+    heeds=("preference_loss", "preference_beta", "desirable_weight", "undesirable_weight"),
+    losses=("sigmoid", "apo_zero_unpaired"),
+    with_divergence=("sigmoid",),
+)
+TASKS = Registry("--task", ours=(SFT, DPO, KTO))
+
+
+def tasks_in_words() -> str:
+    """For `--help`."""
+    return "; ".join(f"{entry.name}: {entry.help}" for entry in TASKS.entries())

@@ -1,0 +1,29 @@
+"""The task of a run, chosen by its settings.
+
+One of your own is one call of `register_task`; docs/how-to/extend.md has an example.
+"""
+
+from ..config.tasks import DPO, KTO, SFT, TASKS, TaskEntry
+from ..config.train_config import TrainConfig
+from .distillation import Distillation
+from .dpo import PreferencePairs
+from .kto import LabelledAnswers
+from .sft import NextTokens
+from .task import Task
+
+_TASKS: dict[str, type[Task]] = {SFT.name: NextTokens, DPO.name: PreferencePairs, KTO.name: LabelledAnswers}
+
+
+def task_of(config: TrainConfig) -> Task:
+    """What a run with these settings learns."""
+    return Distillation() if config.teacher else _TASKS[config.task]()
+
+
+def register_task(entry: TaskEntry, task: type[Task]) -> None:
+    """Add a value of `--task`.
+
+    Raises:
+        ValueError: its name is taken, or something of it is missing.
+    """
+    TASKS.register(entry)
+    _TASKS[entry.name] = task
