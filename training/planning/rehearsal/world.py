@@ -58,7 +58,7 @@ from ...monitoring.attribution import Parts
 from ...optim.low_bit import dynamic_map
 from ...optim.optimizer import build_optimizer, occasional
 from ...steps import step
-from ...steps.micro_batch import StepCounts, figure_names
+from ...steps.micro_batch import StepCounts, figure_names, no_losses
 from ...steps.step import Gradients, train_step
 from ...tasks.registry import task_of
 from ..imbalance import EVEN, GivenRouting
@@ -287,7 +287,7 @@ def _no_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights, at
     names, layers = figure_names(weights, objective), moe_layers(model)
     counts_LE = torch.zeros(len(layers), moe_shape(model).num_experts, dtype=torch.int64)
     routing = replace(NO_ROUTING, counts_LE=counts_LE)
-    losses = torch.zeros(3 + len(names), dtype=torch.float64)
+    losses = no_losses(names, torch.device("cpu"))
     return Gradients(losses, routing, StepCounts(1, 1, (1,), (1,), 1), names)
 
 
