@@ -26,8 +26,6 @@ An error of expertmesh is one line that names the flag, file or tensor, and what
 
 What pages say of each. `python -m tests.pages` makes this index.
 
-| message or symptom | page |
-| --- | --- |
 """
 WRONG = re.compile(r"^## What goes wrong\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -40,8 +38,8 @@ def page() -> str:
             title = text.splitlines()[0].removeprefix("# ")
             told = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
             link = f"[{title}](../{file.relative_to(DOCS)}#what-goes-wrong)"
-            rows += [f"| {message} | {link} |\n" for message in told if message != "---" and message not in HEADS]
-    return HEAD + "".join(sorted(rows, key=lambda row: row.strip("|` ").lower()))
+            rows += [f"- {message}: {link}\n" for message in told if message != "---" and message not in HEADS]
+    return HEAD + "".join(sorted(rows, key=lambda row: row.strip("-` ").lower()))
 
 
 HEADS = ("message", "symptom", "message or symptom", "case")

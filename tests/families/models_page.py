@@ -4,6 +4,8 @@ Each family is tried with the tiny config that shows every kind of its layers, a
 """
 
 import json
+import re
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +24,7 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
 # Models
 
-One row per causal MoE family of transformers {version}, also those that take images or sound. `python -m
+All causal MoE families of transformers {version}, also those that take images or sound. `python -m
 tests.families.models_page` makes this page, and a test compares it with the code. For your installed transformers, or
 for one model (a directory, a config.json or a hub id), run
 
@@ -106,27 +108,34 @@ def reasons() -> str:
 
 
 def row_of(family: str) -> str:
-    """A family's line of the page."""
+    """A family's line of the page; nothing where all that it would say is that gradients were compared."""
     tested = "training" if family in REPRESENTATIVES else "none" if family in UNSUPPORTED else "gradients"
     refused = [method for method, error in support(family).items() if error]
+    if not refused and not published_in(family) and tested == "gradients":
+        return ""
     told = "all" if len(refused) == len(METHODS) else ", ".join(refused) or "-"
     return row(f"`{family}`", ", ".join(published_in(family)) or "-", told, tested)
 
 
+OTHERS = "Families without a row are supported with every method, and tested by gradients: "
+
+
 def page() -> str:
     """What docs/reference/models.md holds."""
+    families = causal_families()
     header = row("family", "models", "refused", "tested") + f"|{' --- |' * 4}\n"
-    rows = "".join(map(row_of, causal_families()))
-    refused = "".join(map(refusals, causal_families()))
-    return introduction(transformers.__version__) + header + rows + refused + reasons()
+    others = textwrap.fill(f"{OTHERS}{', '.join(f'`{name}`' for name in families if not row_of(name))}.", 120)
+    parts = (header, *map(row_of, families), f"\n{others}\n", *map(refusals, families), reasons())
+    return introduction(transformers.__version__) + "".join(parts)
 
 
 def rows_in(text: str) -> dict[str, tuple[str, ...]]:
     """The methods with which a page says that a family is refused, by family."""
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    told = {line[0].strip("`"): line[2] for line in lines}
     every = {"all": METHODS, "-": ()}
-    return {name: every.get(what, tuple(what.split(", "))) for name, what in told.items()}
+    told = {line[0].strip("`"): every.get(line[2], tuple(line[2].split(", "))) for line in lines}
+    others = " ".join(text.split()).split(OTHERS)[1].split(".")[0]
+    return told | dict.fromkeys(re.findall(r"`(\w+)`", others), ())
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ EVERY_OPTIMIZER = f"--optim {' or '.join(entry.name for entry in OUR_OPTIMIZERS)
 HEAD = """# Flags of train_ep.py
 
 A flag may also be a key of `--config`'s YAML file (with underscores) and an argument of `expertmesh.load`. Names are
-those of `transformers.TrainingArguments`, with `-` or `_`. A switch takes no value, or `true` or `false`; a list takes
-its values after one flag: `--dataset a b`.
+those of `transformers.TrainingArguments`, with `-` or `_`. A switch is off unless it says on, and takes no value, or
+`true` or `false`; a list takes its values after one flag: `--dataset a b`.
 
 - Flags win over the file; a note names a key that a flag replaces. These keys say which kind of run it is, and a flag
   that contradicts one is refused: FIRM.
@@ -56,7 +56,7 @@ def default_of(action: Action) -> str:
     """In a cell of a table."""
     default: Any = action.default
     if isinstance(default, bool):
-        return f"on; `--no-{action.option_strings[0][2:]}`" if default else "off"
+        return f"on; `--no-{action.option_strings[0][2:]}`" if default else ""
     if default is None or default in ("", []):
         return ""
     return f"`{' '.join(map(str, default)) if isinstance(default, list) else default}`"

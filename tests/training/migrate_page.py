@@ -49,10 +49,9 @@ Not here: PPO, GRPO, reward models, ORPO, SimPO, DoRA, images, audio and video.
 
 ## Keys
 
-The commonest keys of all these tools that have another name here. `python -m tests.pages` makes the table.
+The commonest keys of all these tools that have another name here, and that name. `python -m tests.pages` makes the
+list.
 
-| here | there |
-| --- | --- |
 """
 LEAVE_OUT = """
 Leave these out; the error says why, or what happens in their place:
@@ -153,7 +152,7 @@ def page() -> str:
                     there = here.setdefault(cell, []) if cell.startswith("`--") else nothing
                     if key not in there and cell != "done anyway":
                         there.append(key)
-    rows = [f"| {cell} | {', '.join(there)} |\n" for cell, there in sorted(here.items())]
+    rows = sorted(f"- {', '.join(there)}: {cell}\n" for cell, there in here.items())
     left_out = textwrap.fill(f"{', '.join(nothing)}.", 120, break_long_words=False, break_on_hyphens=False)
     return f"{HEAD}{''.join(rows)}{LEAVE_OUT}{left_out}\n"
 
