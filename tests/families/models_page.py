@@ -103,7 +103,7 @@ def reasons() -> str:
     without_row = ", ".join(f"`{family}`" for family in families_passed_over())
     return (
         "".join(f"\nNot supported: {', '.join(names)}: {reason}.\n" for reason, names in by_reason.items())
-        + f"\nWithout a row: {without_row}. They have mixture-of-experts layers,\nbut {NOT_MARKED}.\n"
+        + f"\nNot supported: {without_row}: they have mixture-of-experts layers, but {NOT_MARKED}.\n"
     )
 
 
