@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..experts.model_layers import moe_layers
 from ..linear.linear import Linear
-from ..util.gpu import computing_values
 from .probe import leaving_no_trace
 
 _LARGE = 2**16
@@ -28,7 +27,6 @@ _LARGE = 2**16
 def standing_in_for_weights(model: Any) -> Iterator[None]:
     """Within it, a model on the meta device computes on the CPU, in fp32, with stand-ins for its weights."""
     with (
-        computing_values(),
         _on_one_thread(),
         torch.device("cpu"),
         torch.no_grad(),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...moe.util.gpu import computing_values
 from .liger_norm import Norm, may_be_norm, use_liger_norm
 from .liger_rotary import use_liger_rotary
 
@@ -35,13 +34,12 @@ def use_liger(model: Any, dtype: torch.dtype) -> str:
     compiled = {p for module in modules.values() if module._compiled_call_impl is not None for p in module.modules()}
     known: dict[Hashable, Norm | None] = {}
     verdicts: dict[str, bool] = {}
-    with computing_values():
-        for module in modules.values():
-            if module not in compiled and may_be_norm(module):
-                kind = type(module).__name__
-                verdicts[kind] = use_liger_norm(module, dtype, device, known) and verdicts.get(kind, True)
-        for name in sorted({type(module).__module__ for module in modules.values()}):
-            verdicts |= use_liger_rotary(name, dtype, device)
+    for module in modules.values():
+        if module not in compiled and may_be_norm(module):
+            kind = type(module).__name__
+            verdicts[kind] = use_liger_norm(module, dtype, device, known) and verdicts.get(kind, True)
+    for name in sorted({type(module).__module__ for module in modules.values()}):
+        verdicts |= use_liger_rotary(name, dtype, device)
     taken, left = ([name for name, is_taken in verdicts.items() if is_taken is each] for each in (True, False))
     line = f"norms and rotary positions by liger-kernel: {', '.join(taken) or 'none'}"
     return f"{line}; by transformers, because liger's differ or do not run: {', '.join(left)}" if left else line

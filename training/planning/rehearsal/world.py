@@ -151,13 +151,11 @@ def rehearse(
     """
     if device == "cuda":
         import_kernels()
-    with _on(device):
-        model = build_rehearsed(config, model_config, device, keep)
+    model = build_rehearsed(config, model_config, device, keep)
     check_sizes(config.topology(world_size), moe_shape(model).num_experts)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with _on(device):
-            return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep, is_update_alone)
+        return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep, is_update_alone)
     finally:
         dist.destroy_process_group()
 
@@ -193,13 +191,13 @@ def _rehearse(
         store_frozen(model, kind)
     routing = routing.among(moe_shape(model).num_experts, config.ep_size)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
-    with sharing_empty_chunks():
+    with _on(device), sharing_empty_chunks():
         parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
-    with FakeTensors() as fake:
+    with _on(device), FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
         batch = _batch(config, mesh.cp_group, routing, fake)
