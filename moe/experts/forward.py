@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.weight_gradients import WeightGradients
 from ..torch_private import _current_autograd_node
+from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 from .router_stats import RouterStats
 
@@ -182,6 +183,7 @@ def forward_of_experts() -> Forward:
 def give_forwards(model: nn.Module) -> None:
     """Have each call of a model take from its own arguments which positions are tokens, and have a `Forward` of its own
     where none is current, in place."""
+    begin_change(model, "experts")
     model.register_forward_pre_hook(_before_model, with_kwargs=True)
     model.register_forward_hook(_after_model, always_call=True)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..linear.linear import Linear, is_linear, only_multiplies, quantize_weight
 from ..linear.low_rank import LowRank
 from ..linear.quantized import Kind, store
+from ..util.change_order import begin_change
 from ..util.step_parts import register_step_part
 from .expert_mlp import ExpertMLP
 from .layer import DMoE
@@ -70,6 +71,7 @@ def add_adapters(
             linear layer.
         experts: whether all experts have them, at each of their matrices.
     """
+    begin_change(model, "adapters")
     model.requires_grad_(False)
     for path in linear:
         _adapt_linear(model.get_submodule(path), lora)

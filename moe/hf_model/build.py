@@ -25,6 +25,7 @@ from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ..kernels.kernel_registry import ExpertKernel, Needs
 from ..linear.linear import hold_transposed, use_linear
+from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import keep, key_of, recall
@@ -64,6 +65,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     _check_alike(model)
     give_facts(model, facts, key)
     give_forwards(model)
+    begin_change(model, "linear layers")
     for region in regions_of(model):
         for path in region.rowwise:
             hold_transposed(model.get_submodule(path))
@@ -199,6 +201,7 @@ def _run_on_text(model: Any) -> None:
     text = model.config.get_text_config()
     for path, part in model.named_children():
         if hasattr(part, "config") and part.config.get_text_config() is text and _predicts_tokens(part):
+            begin_change(model, "text")
             model.forward = MethodType(partial(_forward_of, path), model)
             return
     raise ExpertMeshError(
@@ -339,6 +342,7 @@ def _with_models(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module
 def _forget_earlier_rows(model: Any) -> None:
     """Have rotary embeddings of type `dynamic` depend on the current batch alone, in place: by default they depend on
     the longest sequence so far, so a step would depend on the steps before it, and on evaluations between them."""
+    begin_change(model, "rotary positions")
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind, rope_type in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
@@ -361,6 +365,7 @@ def swap_experts(model: nn.Module, seen: Mapping[str, SeenExperts]) -> None:
     Args:
         seen: by the experts' paths.
     """
+    begin_change(model, "experts")
     for path, experts in list(expert_modules(model)):
         if path not in seen:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")

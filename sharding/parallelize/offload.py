@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.torch_private import FSDPParam, FSDPParamGroup
 from ...moe.transformers_private import wrap_checkpointing
+from ...moe.util.change_order import begin_change
 from ..stages import experts_here
 
 
@@ -27,6 +28,7 @@ def offload_inputs(model: Any, device_type: str) -> None:
     Raises:
         ExpertMeshError: transformers has changed how layers are checkpointed.
     """
+    begin_change(model, "offloaded inputs")
     store = InputStore(copies_of(device_type))
     wrap_checkpointing(model, store.around)
 

@@ -21,6 +21,7 @@ from ...moe.experts.lora import first_values
 from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
 from ...moe.linear.quantized import SCALES, view_codes
+from ...moe.util.change_order import begin_change
 from ...moe.util.gpu import is_gpu
 from ...moe.util.step_parts import register_step_part
 from ..collectives.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
@@ -120,6 +121,7 @@ def shard_dense(
     Args:
         from_host: whether frozen experts are in host memory.
     """
+    begin_change(model, "sharding")
     if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy) or from_host:
         copies = copies_of(mesh.grid.device_type) if from_host else None
         for layer in experts_here(model):
@@ -171,6 +173,7 @@ def divided_here(model: Any) -> Mapping[str, str]:
 def place_divided(model: Any, mesh: Mesh) -> None:
     """Give each tp rank its part of what tensor parallelism divides, cut along dim 0 and then sharded by FSDP over the
     ranks with the same tp index, in place; and the modules that are divided their group."""
+    begin_change(model, "divided parameters")
     names = divided_here(model)
     if not getattr(model, "divided", None):
         return

@@ -17,6 +17,7 @@ from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.kernels.kernel_entries import kernels_that
 from ...moe.transformers_private import calls, replacing_attention
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.recompute_cache import KEEPER, Keeper
 from .choices import Checkpointing
@@ -45,6 +46,7 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
     ep rank, without an all-to-all, 2·D. Without checkpointing it is 27·D, or more where experts are wider than
     Mixtral's 3.5·D.
     """
+    begin_change(model, "checkpointing")
     if mode == "none":
         return
     # the random state is set back so that jitter and dropout repeat, and with them the routing; which takes time

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
+from ...moe.util.change_order import begin_change
 from ..dataflow import Size
 from ..stages import Stages
 
@@ -104,6 +105,7 @@ def cut(model: Any, stages: Stages) -> None:
         model: sharded, so that what ends a forward lies outside of FSDP's hooks on the layers.
         stages: this rank's.
     """
+    begin_change(model, "stages")
     layers = decoder_layers(model)
     for number, layer in enumerate(layers):
         _change_class(layer, _Layer)

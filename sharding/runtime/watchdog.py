@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.torch_private import FLIGHT_RECORDERS, _current_graph_task_id, _distributed_c10d
+from ...moe.util.change_order import begin_change
 from ...moe.util.command import INTERRUPTED, end_at_once
 from ...moe.util.errors import ExpertMeshError
 from ..collectives.groups import group_name
@@ -121,6 +122,7 @@ class Watchdog:
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:
         """Within it, the layers of a sharded Hugging Face model tell where they are."""
+        begin_change(model, "watching")
         hooks, layers, stages = [], decoder_layers(model), stages_of(model)
         self.is_cut = stages is not None
         for index in range(len(layers)) if stages is None else stages.layers_here():

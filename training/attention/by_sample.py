@@ -24,6 +24,7 @@ from ...moe.experts.model_facts import key_of_facts
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.facts_cache import keep_trial, recall_trial
 from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
@@ -181,6 +182,7 @@ def apply_packing(model: Any) -> None:
     Raises:
         ExpertMeshError: samples would still see one another, or the model does not run with packed ones.
     """
+    begin_change(model, "packing")
     vocabulary = model.config.get_text_config().vocab_size
     packed = collate([[_sample(length, place, vocabulary) for length in row] for place, row in enumerate(_TRIED)])
     alone = collate([[_sample(length, place, vocabulary)] for place, row in enumerate(_TRIED) for length in row])

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import without_computing
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.context_parallel import CPGroup
 from ...sharding.collectives.tensor_parallel import TPGroup
@@ -57,6 +58,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
         ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens by what is neither attention
             that goes through transformers' interface nor a module that takes a cache.
     """
+    begin_change(model, "context parallelism")
     inner = model.config._attn_implementation
     for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True):
         is_by_sample = any(isinstance(part.forward, BySample) for part in layer.modules())

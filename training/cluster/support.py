@@ -9,7 +9,6 @@ from typing import Any
 from ...moe.experts.lora import store_frozen
 from ...moe.hf_model.family_exceptions import UNSUPPORTED
 from ...moe.util.errors import ExpertMeshError
-from ..attention.context_parallel_attention import apply_context_parallel
 from ..config.train_config import TrainConfig
 from ..planning.rehearsal.building import build_rehearsed
 
@@ -30,11 +29,11 @@ def support_of(config: Any) -> dict[str, str]:
         return dict.fromkeys(METHODS, UNSUPPORTED[config.model_type])
     found = dict.fromkeys(METHODS, "")
     try:
-        model = _build(config)
+        _build(config)
     except ExpertMeshError as error:
         return dict.fromkeys(METHODS, str(error))
     try:
-        apply_context_parallel(model, _SIZE, packing=False)
+        _build(config, cp_size=_SIZE)
     except ExpertMeshError as error:
         found["CP"] = str(error)
     try:

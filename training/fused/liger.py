@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...moe.util.change_order import begin_change
 from .liger_norm import Norm, may_be_norm, use_liger_norm
 from .liger_rotary import use_liger_rotary
 
@@ -26,6 +27,7 @@ def use_liger(model: Any, dtype: torch.dtype) -> str:
     Returns:
         A line for a run's first ones: what is taken, and what is not.
     """
+    begin_change(model, "liger")
     if not is_installed():
         return "norms and rotary positions: transformers' own; faster ones: pip install 'expertmesh[gpu]'"
     # a dry run has no GPU

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from ...moe.cpu.matmul import add_product, matmul, pad_rows
 from ...moe.experts.forward import Targets, current_forward
 from ...moe.experts.model_facts import facts_of
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import computes_on_cpu, takes_triton
 from ...moe.util.step_parts import register_step_part
@@ -157,6 +158,7 @@ def attach_loss_head(model: Any, kind: str) -> None:
         model: from `build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
         kind: from `choose_cross_entropy`.
     """
+    begin_change(model, "loss head")
     model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, facts_of(model).head_is_last))
 
 

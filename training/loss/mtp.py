@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.mtp import final_norm
+from ...moe.util.change_order import begin_change
 from ...moe.util.step_parts import register_step_part
 from .head import loss_head
 
@@ -35,6 +36,7 @@ def use_mtp(model: Any, detach: bool) -> None:
         detach: whether the loss has no gradients but those of the layer itself: none of the model below it, nor of the
             embedding and the head, which it shares.
     """
+    begin_change(model, "drafts")
     *_, layer = decoder_layers(model)
     layer.forward = Drafting(layer, model.get_input_embeddings(), final_norm(model), detach)
     loss_head(model).detaches_drafts = detach

@@ -9,6 +9,7 @@ from typing import Any
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.torch_private import calculate_time_spent, counters
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ..attention.by_sample import BySample
 from ..attention.complete_sequences import CompleteSequences
@@ -32,6 +33,7 @@ def compile_layers(model: Any) -> str:
     Raises:
         ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.
     """
+    begin_change(model, "compiling")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ExpertMeshError(

@@ -7,6 +7,7 @@ import torch
 from ...moe.experts.lora import layers_linear, unquantized
 from ...moe.linear.fp8 import suits_fp8
 from ...moe.linear.linear import use_fp8
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 
 
@@ -21,6 +22,7 @@ def multiply_in_fp8(model: Any, device_type: str) -> str:
     Raises:
         ExpertMeshError: the GPU cannot, or no layer could.
     """
+    begin_change(model, "fp8")
     has_gpu = device_type == "cuda" and torch.cuda.is_available()  # a dry run has none
     if has_gpu and (found := torch.cuda.get_device_capability())[0] < 9:
         raise ExpertMeshError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.experts.lora import TOKENS
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.state import computing_with
 
@@ -29,6 +30,7 @@ def train_new_tokens(model: Any, ids: tuple[int, ...]) -> str:
     Raises:
         ExpertMeshError: embedding or head is trained whole, or is one that PEFT has no such layer for.
     """
+    begin_change(model, "new tokens")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.requires_grad or head.weight.requires_grad:
         raise ExpertMeshError("--train-new-tokens: --modules-to-save trains all rows already; give one of the two")

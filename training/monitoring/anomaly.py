@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...moe.experts.forward import current_forward
+from ...moe.util.change_order import begin_change
 from ...sharding.state import local_tensor
 
 
@@ -38,6 +39,7 @@ class AnomalyDetector:
     def __init__(self, model: nn.Module):
         self.model = model
         self.tests: list[_Test] = []
+        begin_change(model, "watching")
         for name, module in model.named_modules():
             module.register_forward_hook(partial(self._after_forward, name or "the model"))
 

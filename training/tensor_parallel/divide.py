@@ -26,6 +26,7 @@ from ...moe.hf_model.tensor_plan import Region, regions_of
 from ...moe.kernels.fp8_casts import MULTIPLE
 from ...moe.linear.division import Division
 from ...moe.linear.linear import Linear, is_fp8
+from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import computing_with, local_tensor
@@ -48,6 +49,7 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
     Raises:
         ExpertMeshError: the plan has nothing for the family's attention, or its heads or widths cannot be divided.
     """
+    begin_change(model, "tensor parallelism")
     mixing = {mixer for layer in decoder_layers(model) for mixer in mixers_of(layer)}
     mixers = {path for path, part in model.named_modules() if part in mixing}
     plans = regions_of(model)
