@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import expertmesh.checkpoints.ep_shards.manifest as manifest_module
-import expertmesh.checkpoints.hf.source as source_module
+import expertmesh.checkpoints.hf.headers as headers_module
 from benchmarks.load_memory import make_checkpoint
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.files.dtype_names import DTYPE_BYTES
@@ -162,7 +162,7 @@ def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
 def count_reads(directory: Path, ep_size: int) -> int:
     """On each rank: load the shards as train_ep.py does, counting all rows, heads and manifests that are read."""
     read = 0
-    fill, read_header = SafetensorsReader._fill, source_module.read_header
+    fill, read_header = SafetensorsReader._fill, headers_module.read_header
 
     def counting_fill(self: SafetensorsReader, file: Path, buffer: memoryview, offset: int) -> None:
         nonlocal read
@@ -176,7 +176,7 @@ def count_reads(directory: Path, ep_size: int) -> int:
         return read_header(file)
 
     SafetensorsReader._fill = counting_fill  # type: ignore[method-assign]
-    source_module.read_header = manifest_module.read_header = counting_header
+    headers_module.read_header = manifest_module.read_header = counting_header
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     topology = Topology(ranks.world_size, ep_size)
     source = open_source(directory / "shards")

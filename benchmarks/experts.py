@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.load_memory import MB, resident, restart_peak
+from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.cpu.matmul import matmul
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
@@ -55,7 +56,6 @@ from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel, Needs
-from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader

@@ -12,7 +12,7 @@ from .ep_shards.manifest import MANIFEST, check_all_bytes
 from .files.directories import finish_replacement_of_missing, write_errors
 from .files.dtype_names import FLOATS
 from .files.paths import read_ahead
-from .hf.source import resolve_model
+from .hf.hub import resolve_model
 from .inspection import describe, describe_model, read_heads, with_claims_checked
 from .opening import is_training, open_any, with_mtp
 from .training_state.marker import MARKER, check_file, read_marker
@@ -89,7 +89,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
         raise ExpertMeshError(f"--rtol {arguments.rtol}: must be 0 or more")
     paths = [_resolve(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
-        from .adapters.adapter_files import compare_adapters
+        from .adapters.inspection import compare_adapters
 
         comparison = compare_adapters(paths[0], paths[1], arguments.rtol, arguments.ignore_config)
     elif any(map(_is_adapter, paths)):
@@ -121,7 +121,7 @@ def inspect_command(arguments: argparse.Namespace) -> int:
             raise ExpertMeshError(
                 f"--check: {path} is an adapter, which has no checksums; `merge` checks it against its model"
             )
-        from .adapters.adapter_files import describe_adapter
+        from .adapters.inspection import describe_adapter
 
         for line in describe_adapter(path, arguments.tensors):
             print(folded(line))

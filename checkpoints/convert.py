@@ -34,10 +34,10 @@ from .files.directories import (
 from .files.dtypes import as_bytes, cast
 from .files.encodings import Errors, error_lines
 from .files.file_layout import INDEX_NAME, SINGLE_NAME, FileRecord, OutputFile, hf_index, plan_hf_files
+from .hf.checkpoint import Checkpoint
 from .hf.reader import ParameterReader, check_tied_copies, kept_encodings
 from .hf.requantized import hf_outputs
 from .hf.side_files import copy_side_files, export_side_files, side_files
-from .hf.source import Checkpoint
 from .model_card import read_card, write_card
 from .opening import is_training, open_any, open_origin
 

@@ -14,8 +14,9 @@ from typing import Any
 import xxhash
 
 from .ep_shards.manifest import MANIFEST, is_shards
+from .hf.headers import weight_files
+from .hf.json_files import read_json
 from .hf.side_files import CONFIG
-from .hf.source import read_json, weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MOST_HEADER_BYTES = 100 * 2**20

@@ -13,8 +13,11 @@ from .ep_shards.manifest import MANIFEST, is_shards, listed_tensors, read_manife
 from .files.dtype_names import ALL_NAMES, DTYPE_CODES
 from .files.encodings import decoded
 from .files.tensors import DiskTensor, StoredTensor
+from .hf.checkpoint import Checkpoint
+from .hf.headers import read_header, read_headers
+from .hf.json_files import read_json
 from .hf.reader import tied_copies_that_differ
-from .hf.source import Checkpoint, open_source, read_header, read_headers, read_json
+from .hf.source import open_source
 from .hf.untrained_parts import unfilled
 from .training_state.marker import MARKER, read_marker
 

@@ -19,9 +19,10 @@ from .files.checksums import add_sums, row_sum, to_granule_end
 from .files.codes import EXPONENTS
 from .files.dtypes import as_tensor
 from .files.tensors import DiskTensor, overlap
+from .hf.checkpoint import Checkpoint
 from .hf.names import Names
 from .hf.reader import SafetensorsReader, differing_copy
-from .hf.source import Checkpoint, ModelSource
+from .hf.source import ModelSource
 from .hf.untrained_tensors import check_carried_bytes
 
 

@@ -18,7 +18,7 @@ from ..sharding.state import new_tokens_of, sharded_parameters, token_rows_of
 from ..sharding.topology import Topology, rows_of
 from .files.dtypes import as_tensor
 from .files.tensors import overlap
-from .hf.source import Checkpoint
+from .hf.checkpoint import Checkpoint
 
 _SPREAD = 1e-9
 _ROWS_AT_ONCE = 4096

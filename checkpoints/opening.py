@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..moe.util.errors import ExpertMeshError
 from .ep_shards.manifest import open_checkpoint
-from .hf.source import Checkpoint, open_source
+from .hf.checkpoint import Checkpoint
+from .hf.source import open_source
 from .training_state.marker import MARKER
 
 if TYPE_CHECKING:

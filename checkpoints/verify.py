@@ -10,8 +10,8 @@ from ..sharding.topology import rows_of
 from .files.dtype_names import ALL_NAMES
 from .files.dtypes import Array, as_double, cast, same_bits
 from .files.tensors import DiskTensor, Region, overlap
+from .hf.checkpoint import Checkpoint
 from .hf.reader import tied_copies_that_differ
-from .hf.source import Checkpoint
 from .hf.untrained_tensors import carried_values
 
 _NOT_COMPUTED = {

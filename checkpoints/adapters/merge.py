@@ -11,12 +11,13 @@ from ..convert import HowToWrite, write_hf
 from ..ep_shards.manifest import check_all_bytes
 from ..files.dtypes import Array, as_array, as_tensor
 from ..files.tensors import DiskTensor
+from ..hf.checkpoint import Checkpoint
 from ..hf.class_names import ClassNames, class_names
 from ..hf.reader import ParameterReader
-from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
+from ..hf.source import GENERATION_CONFIG, read_ends
 from ..model_card import merged_card
 from ..opening import open_any
-from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope, rows_of_embedding
+from .adapter import CONFIG, WEIGHTS, Adapter, read_rope, rows_of_embedding
 from .peft_format import LoraPair
 
 _ROWS_AT_ONCE = 256

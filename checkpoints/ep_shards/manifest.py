@@ -28,8 +28,11 @@ from ..files.encodings import WIDE, decoded
 from ..files.file_layout import FileRecord, OutputFile, OutputTensor, plain_output, plan_files
 from ..files.paths import named_file
 from ..files.tensors import DiskTensor, Encoding, Region, StoredTensor, uncovered
+from ..hf.checkpoint import Checkpoint, open_hf
+from ..hf.headers import read_header
+from ..hf.json_files import check_table, read_json, well_formed
 from ..hf.requantized import Originals, kept_outputs
-from ..hf.source import Checkpoint, ModelSource, check_fields, open_hf, read_header, read_json, well_formed
+from ..hf.source import ModelSource
 from ..hf.untrained_tensors import carried_as_stored, carried_output
 
 if TYPE_CHECKING:
@@ -243,7 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"is unknown; this release reads {FORMAT!r} version {VERSION}: convert the model again"
         )
     check_seal(manifest, file)
-    check_fields(manifest, _FIELDS, file)
+    check_table(manifest, _FIELDS, file)
     return manifest
 
 
@@ -333,7 +336,7 @@ def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, Store
     headers = {}
     for name, entry in files.items():
         file = named_file(path, name, MANIFEST, depth=2)
-        check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MANIFEST)
+        check_table(entry, {"bytes": int, "xxh3_128": str}, path / MANIFEST)
         if file.stat().st_size != entry["bytes"]:
             raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MANIFEST} says {entry['bytes']}")
         of_header = entry.get("header_xxh3_128")

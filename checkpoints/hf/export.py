@@ -24,9 +24,9 @@ from ..files.encodings import error_lines
 from ..files.file_layout import INDEX_NAME, OutputFile, hf_index, plan_hf_files
 from ..files.tensors import overlap
 from ..model_card import write_card
+from .checkpoint import Checkpoint
 from .requantized import hf_outputs
 from .side_files import export_side_files
-from .source import Checkpoint
 
 _PIECE_BYTES = 16 * 2**20
 """The most that a rank sends at once."""

@@ -19,7 +19,7 @@ from ..files.paths import fill_from
 from ..files.tensors import DiskTensor, Encoding, Region, overlap
 
 if TYPE_CHECKING:
-    from .source import Checkpoint
+    from .checkpoint import Checkpoint
 
 
 _ROWS_AT_ONCE = 1024

@@ -29,7 +29,7 @@ from .untrained_tensors import carried_as_stored, carried_output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .source import Checkpoint
+    from .checkpoint import Checkpoint
 
 _RUN_ELEMENTS = 2**20
 

@@ -10,7 +10,10 @@ from typing import Any
 from ...moe.util.errors import ExpertMeshError
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
-from .source import GENERATION_CONFIG, LICENCES, SIDE_FILES, Checkpoint, ModelSource, read_json
+from .checkpoint import Checkpoint
+from .hub import LICENCES, SIDE_FILES
+from .json_files import read_json
+from .source import GENERATION_CONFIG, ModelSource
 from .untrained_parts import Unfilled, describes_language_model, language_model_alone, unfilled, without_predictors
 
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .untrained_tensors import by_module
 
 if TYPE_CHECKING:
-    from .source import Checkpoint
+    from .checkpoint import Checkpoint
 
 _PREDICTORS = re.compile(r"(\w+_)?(nextn|mtp)(_\w+)?_(layers|modules|heads)|use_mtp")
 """Settings that say how many layers for multi-token prediction there are, or whether."""

@@ -14,7 +14,9 @@ from ..files.checksums import check_seal, file_checksum
 from ..files.directories import is_there
 from ..files.paths import named_file
 from ..files.tensors import DiskTensor
-from ..hf.source import Checkpoint, check_fields, open_source, read_json
+from ..hf.checkpoint import Checkpoint
+from ..hf.json_files import check_table, read_json
+from ..hf.source import open_source
 from ..hf.untrained_tensors import sample
 
 MARKER = "checkpoint.json"
@@ -101,7 +103,7 @@ def read_marker(path: Path) -> dict[str, Any]:
     if marker.get("format") != FORMAT or marker.get("version") != VERSION:
         raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
     check_seal(marker, path / MARKER)
-    check_fields(marker, _FIELDS, path / MARKER)
+    check_table(marker, _FIELDS, path / MARKER)
     tables = marker["facts"].values()
     if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
         raise ExpertMeshError(f"{path / MARKER}: facts must be a table of tables of strings")
@@ -118,7 +120,7 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
         ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
     """
     file = named_file(path, name, MARKER, depth=3)
-    check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
+    check_table(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
     if file.stat().st_size != entry["bytes"]:
         raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
     if file_checksum(file) != entry["xxh3_128"]:
@@ -190,7 +192,7 @@ def with_carried(
         ExpertMeshError: they are gone, or others; or the marker is not as this version writes it.
     """
     recorded: Any = marker.get("carried")
-    check_fields(recorded, {"path": str, "dropped": bool, "tensors": dict}, path / MARKER)
+    check_table(recorded, {"path": str, "dropped": bool, "tensors": dict}, path / MARKER)
     if recorded["dropped"]:
         return checkpoint.dropping_untrained()
     if not recorded["tensors"]:
@@ -223,7 +225,7 @@ def _find(
 
 def _problem(recorded: dict[str, Any], opened: Checkpoint, path: Path) -> str | None:
     """The first tensor that is not as it was recorded."""
-    check_fields(recorded, {"tensors": dict}, path / MARKER)
+    check_table(recorded, {"tensors": dict}, path / MARKER)
     carried = {tensor.name: tensor for tensor in opened.carried}
     for name, described in recorded["tensors"].items():
         if name not in carried:

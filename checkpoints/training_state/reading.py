@@ -12,7 +12,9 @@ from ..ep_shards.manifest import exported_from
 from ..files.dtype_names import DTYPE_CODES
 from ..files.dtypes import Array, as_array, torch_dtype
 from ..files.tensors import DiskTensor, Region
-from ..hf.source import Checkpoint, open_source, well_formed
+from ..hf.checkpoint import Checkpoint
+from ..hf.json_files import well_formed
+from ..hf.source import open_source
 from .marker import MARKER, check_file, read_marker, with_carried
 from .state_table import StateReader, load_state
 

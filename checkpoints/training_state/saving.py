@@ -28,8 +28,8 @@ from ..ep_shards.manifest import export_table
 from ..files.checksums import seal
 from ..files.directories import finish_replacement, replace_directory, temporary_beside
 from ..files.kept import file_entry
+from ..hf.checkpoint import Checkpoint
 from ..hf.side_files import copy_side_files
-from ..hf.source import Checkpoint
 from ..model_card import write_card
 from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_checkpoints
 from .state_table import brief

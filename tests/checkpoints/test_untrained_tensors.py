@@ -20,7 +20,8 @@ from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint
 from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import decoded
 from expertmesh.checkpoints.files.tensors import DiskTensor
-from expertmesh.checkpoints.hf.source import open_source, read_header
+from expertmesh.checkpoints.hf.headers import read_header
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.hf.untrained_tensors import carried_values
 from expertmesh.checkpoints.training_state import marker
 from expertmesh.checkpoints.training_state.marker import carried_record, check_carried

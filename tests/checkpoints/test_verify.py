@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from expertmesh.checkpoints.files.checksums import file_checksum
 from expertmesh.checkpoints.files.tensors import DiskTensor, Region
+from expertmesh.checkpoints.hf.checkpoint import Checkpoint
+from expertmesh.checkpoints.hf.headers import read_header
 from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
-from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
+from expertmesh.checkpoints.hf.source import ModelSource
 from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed, _difference
 from tests.checkpoints.commands import Tensors, change_manifest, change_tensors, lines, run
 from tests.tiny import save_model, tiny_config, tiny_mixtral

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
+from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.dispatch.alltoall import AllToAllDispatcher
 from expertmesh.moe.experts.forward import Forward
-from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.ep_shards.manifest import read_manifest
-from expertmesh.checkpoints.hf.source import read_header
+from expertmesh.checkpoints.hf.headers import read_header
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import load_error, round_trip

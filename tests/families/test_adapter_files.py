@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.adapters import adapter_files
-from expertmesh.checkpoints.adapters.adapter_files import load_adapter, read_adapter
+from expertmesh.checkpoints.adapters import adapter as adapter_module
+from expertmesh.checkpoints.adapters import initial
+from expertmesh.checkpoints.adapters.initial import load_adapter, read_adapter
 from expertmesh.checkpoints.training_state.state_table import StateReader
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
@@ -392,7 +393,7 @@ def _reads_of_adapter(model: Path, adapter: Path) -> list[str]:
             return tensor
 
     begun: dict[str, Any] = {"adapter": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(adapter)}
-    with mock.patch.object(adapter_files, "safe_open", Counted):
+    with mock.patch.object(adapter_module, "safe_open", Counted), mock.patch.object(initial, "safe_open", Counted):
         expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **begun)
     return sorted(names)
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.adapters.adapter_files import CONFIG, WEIGHTS, Adapter
+from expertmesh.checkpoints.adapters.adapter import CONFIG, WEIGHTS, Adapter
 from expertmesh.checkpoints.adapters.peft_format import adapter_config, lora_names
 from expertmesh.checkpoints.ep_shards.manifest import check_all_bytes
 from expertmesh.checkpoints.files.dtypes import as_tensor

@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.files.checksums import seal
-from expertmesh.checkpoints.hf.source import resolve_model
+from expertmesh.checkpoints.hf.hub import resolve_model
 from expertmesh.checkpoints.training_state.marker import MARKER
 from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from expertmesh.training.data.chat import set_chat_template

@@ -36,9 +36,8 @@ def changing(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                named = isinstance(target, ast.Attribute) and target.attr in ("forward", "__class__")
-                of_self = named and isinstance(target.value, ast.Name) and target.value.id == "self"
-                if (named and not of_self) or ast.unparse(target).endswith(")['forward']"):
+                name = ast.unparse(target)
+                if name.endswith((".forward", ".__class__", ")['forward']")) and name != "self.forward":
                     yield node
         elif isinstance(node, ast.Call) and "register_forward_" in ast.unparse(node.func).rpartition(".")[2]:
             yield node

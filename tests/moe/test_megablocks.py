@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.kernels import megablocks_ops
 from expertmesh.moe.kernels.megablocks import MEGABLOCKS_SPARSE, _topology, load_megablocks
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
-from expertmesh.moe.megablocks.original import original_dmoe
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.kernel_contract import check_kernel

@@ -36,9 +36,9 @@ def _fresh_compiler() -> Any:
 
 def built(attention: str, compiled: bool) -> Any:
     model: Any = loaded(build_model(tiny_config(), attention), tiny_mixtral())
-    attach_loss_head(model, "chunked")
     if compiled:
         compile_layers(model)
+    attach_loss_head(model, "chunked")
     return model.train()
 
 

@@ -419,8 +419,9 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("resume"):
             return settings  # a run that is resumed reads it no more
         raise ExpertMeshError(f"--init-adapter {directory}: no such directory")
-    from ...checkpoints.adapters.adapter_files import rank_and_alpha  # needs torch, which flags do without
-    from ...checkpoints.hf.source import read_header, read_json
+    from ...checkpoints.adapters.initial import rank_and_alpha  # needs torch, which flags do without
+    from ...checkpoints.hf.headers import read_header
+    from ...checkpoints.hf.json_files import read_json
 
     config = read_json(directory / "adapter_config.json")
     for name, (key, kind) in _FROM_CONFIG.items():

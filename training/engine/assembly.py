@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...checkpoints.adapters.adapter_files import load_adapter, load_whole, read_adapter
+from ...checkpoints.adapters.initial import load_adapter, load_whole, read_adapter
 from ...checkpoints.files.encodings import quantization_of
-from ...checkpoints.hf.source import Checkpoint, ModelSource
+from ...checkpoints.hf.checkpoint import Checkpoint
+from ...checkpoints.hf.source import ModelSource
 from ...checkpoints.load import load_model, shard_and_load
 from ...checkpoints.new_rows import fill_new_rows, fill_token_rows
 from ...moe.experts.lora import store_frozen, to_quantize

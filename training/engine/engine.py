@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...checkpoints.adapters.adapter_files import export_adapter
+from ...checkpoints.adapters.export import export_adapter
 from ...checkpoints.adapters.merge import merge_adapter
 from ...checkpoints.convert import HowToWrite, encoded_as_source
 from ...checkpoints.files.directories import write_errors
+from ...checkpoints.hf.checkpoint import Checkpoint
 from ...checkpoints.hf.export import export_model
 from ...checkpoints.hf.side_files import side_files
-from ...checkpoints.hf.source import Checkpoint, ModelSource
+from ...checkpoints.hf.source import ModelSource
 from ...checkpoints.model_card import model_card
 from ...checkpoints.training_state.marker import check_carried
 from ...checkpoints.training_state.resuming import ResumableOptimizer, load_training_state

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.hf.source import check_model
+from ...checkpoints.hf.hub import check_model
 from ...checkpoints.model_card import Training
 from ...moe.util.versions import installed_version
 from ..config.train_config import DEFAULTS, TrainConfig, flags_of_config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.hf.source import well_formed
+from ...checkpoints.hf.json_files import well_formed
 from ...moe.util.errors import ExpertMeshError
 from ..config.moves import Moves
 from ..config.train_config import DEFAULTS, MOVES, NEEDS, SETTINGS, TrainConfig, read_by

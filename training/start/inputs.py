@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoints.hf.source import ModelSource, open_source, resolve_model
+from ...checkpoints.hf.hub import resolve_model
+from ...checkpoints.hf.source import ModelSource, open_source
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.terminal import folded
 from ...sharding.runtime.process import Ranks, raise_together

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...checkpoints.fingerprint import explain_model
-from ...checkpoints.hf.source import well_formed
+from ...checkpoints.hf.json_files import well_formed
 from ...checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
 from ...checkpoints.training_state.resuming import find_checkpoint
 from ...moe.util.errors import ExpertMeshError

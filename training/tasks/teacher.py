@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpoints.files.directories import write_errors
-from ...checkpoints.hf.source import ModelSource, open_source, resolve_model
+from ...checkpoints.hf.hub import resolve_model
+from ...checkpoints.hf.source import ModelSource, open_source
 from ...moe.util.atomic_write import PARTIAL
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together

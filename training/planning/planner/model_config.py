@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.hf.source import found_instead
+from ....checkpoints.hf.json_files import found_instead
 from ....moe.hf_model.config import check_config, load_config
 from ....moe.util.errors import ExpertMeshError
 

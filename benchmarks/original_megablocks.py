@@ -1,5 +1,5 @@
-"""MegaBlocks' own layer, `megablocks.layers.dmoe.dMoE`, on our weights: for code that is built on MegaBlocks already,
-and as a reference for ours.
+"""MegaBlocks' own layer, `megablocks.layers.dmoe.dMoE`, on our weights: a reference for
+ours, in benchmarks and tests.
 
 Shape suffixes: E experts, e experts on this rank, D model width, F expert width, P rows with each expert's padded to
 full blocks.
@@ -13,8 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..experts.shape import MoEShape
-from ..kernels.megablocks import check_megablocks_sparse, check_offsets, load_megablocks, with_int32_indices
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.kernels.megablocks import (
+    check_megablocks_sparse,
+    check_offsets,
+    load_megablocks,
+    with_int32_indices,
+)
 
 
 def original_dmoe(

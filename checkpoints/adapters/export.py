@@ -1,0 +1,216 @@
+"""The adapters of a sharded model, written as a directory that PEFT loads."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...moe.experts.layer import DMoE
+from ...moe.experts.lora import TOKENS, A, B, Lora
+from ...moe.util.atomic_write import whole
+from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import raise_together
+from ...sharding.state import adapters_of, new_tokens_of, sharded_parameters, token_rows_of, whole_beside_adapters
+from ...sharding.topology import Topology
+from ..files.directories import write_errors
+from ..files.dtype_names import DTYPE_CODES
+from ..files.dtypes import Array, as_array, as_tensor
+from ..files.file_layout import OutputFile, OutputTensor, Strip, at_once, plain_output
+from ..files.tensors import DiskTensor, Region, StoredTensor
+from ..hf.checkpoint import Checkpoint
+from ..hf.class_names import class_names
+from ..hf.export import replacing, write_sharded
+from ..hf.side_files import write_beside_adapter, write_generation_config
+from ..model_card import write_card
+from .adapter import CONFIG, DELTA, ROPE, WEIGHTS
+from .peft_format import (
+    PREFIX,
+    LoraPair,
+    adapter_config,
+    lora_names,
+    pack_experts,
+    packed_paths,
+    reads_by_expert,
+)
+
+Form = Literal["auto", "per-expert", "packed"]
+
+
+def export_adapter(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    topology: Topology,
+    out: Path,
+    lora: Lora,
+    base_model: str,
+    form: Form = "auto",
+    tokenizer: Any = None,
+    card: str = "",
+) -> list[str]:
+    """Write the adapters of a sharded model as a directory that PEFT loads. All ranks call it together.
+
+    Args:
+        checkpoint: of the model beside them.
+        out: is replaced if it exists, once the new one is complete.
+        base_model: what PEFT is to load it onto: a name on the hub or a path.
+        form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
+            PEFT reads such adapters.
+        tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
+        card: as of `export_model`.
+
+    Returns:
+        What servers must be told, in lines.
+
+    Raises:
+        ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
+    """
+    with raise_together():
+        plan = _Plan(model, checkpoint, form)
+    linear = {path: isinstance(model.get_submodule(path), nn.Linear) for path in plan.modules}
+    there = plan.class_names.there
+    config = adapter_config(
+        base_model=base_model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        use_rslora=lora.use_rslora,
+        modules=[there(path) for path in plan.modules if linear[path]],
+        weights=[there(path) for path in plan.modules if not linear[path]],
+        experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
+        others=_not_adapted(plan.class_names.model or model, plan),
+        modules_to_save=dict.fromkeys(there(name).rpartition(".")[0] for name in plan.whole),
+        token_indices={there(path): new_tokens_of(model, path) for path in plan.token_rows},
+        is_tied=not checkpoint.names.aliases.keys().isdisjoint(plan.whole),
+        model_class=None if plan.class_names.model is None else type(plan.class_names.model),
+    )
+    shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
+    told: list[str] = []
+    with replacing(out) as directory, raise_together(), write_errors(out):
+        write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
+        if directory is not None:
+            with whole(directory / CONFIG) as file:
+                file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if (scaling := checkpoint.source.rope_scaling) is not None:
+                (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
+            write_generation_config(checkpoint.source, directory)
+            write_beside_adapter(checkpoint.source, tokenizer, directory)
+            told = write_card(card, directory, out)
+    if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
+        return told
+    return [
+        *told,
+        f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that much "
+        f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})",
+    ]
+
+
+def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
+    adapted = set(map(plan.class_names.there, (*plan.modules, *plan.experts)))
+    return {path for path, _ in model.named_modules() if path not in adapted} | {
+        name for name, _ in model.named_parameters() if not name.endswith((A, B))
+    }
+
+
+class _Plan:
+    """What is written.
+
+    Attributes:
+        modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+        token_rows: paths of modules with rows of new tokens.
+        whole: by the names of what is trained whole, also those that are tied to it: our parameter.
+        class_names: of the class that PEFT is to load.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, form: Form):
+        self.state = adapters_of(model)
+        self.modules = [name.removesuffix(f".{A}") for name in self.state if name.endswith(f".{A}")]
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, DMoE)}
+        self.experts = {path: layer for path, layer in layers.items() if layer.mlp.layout.adapters}
+        self.class_names = class_names(model, checkpoint.source.config)
+        self.by_expert = _tensors_of_experts(checkpoint)
+        whole, aliases = whole_beside_adapters(model), checkpoint.names.aliases
+        self.state |= whole
+        self.token_rows = [name.removesuffix(f".{TOKENS}") for name in token_rows_of(model)]
+        self.whole = {name: name for name in whole} | {alias: own for alias, own in aliases.items() if own in whole}
+        matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
+        missing = next((name for name in matrices if name not in self.by_expert), None)
+        if form == "per-expert" and missing is not None:
+            raise ExpertMeshError(
+                f"--adapter-format per-expert: {checkpoint.source.path} stores all experts' {missing} in "
+                "one tensor, without names per expert; use packed"
+            )
+        loaded, there = self.class_names.model or model, self.class_names.there
+        first = [(there(path), layer.mlp.layout) for path, layer in self.experts.items()][:1]
+        is_read = missing is None and all(reads_by_expert(loaded, path, layout) for path, layout in first)
+        self.is_packed = form == "packed" or (form == "auto" and not is_read)
+
+    def outputs(self, config: Mapping[str, Any]) -> Iterator[OutputTensor]:
+        for path in self.modules:
+            names = lora_names(self.class_names.there(path))
+            for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
+                yield self._rows(name, own, range(self.state[own].num_rows))
+        for path in self.token_rows:
+            own = f"{path}.{TOKENS}"
+            yield self._rows(f"{PREFIX}{self.class_names.there(path)}{DELTA}", own, range(self.state[own].num_rows))
+        for name, own in self.whole.items():
+            yield self._rows(PREFIX + self.class_names.there(name), own, range(self.state[own].num_rows))
+        for path, layer in self.experts.items():
+            if self.is_packed:
+                yield from self._packed(path, layer, config)
+                continue
+            for matrix in _matrices(layer):
+                for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
+                    names = lora_names(self.class_names.there(tensor.removesuffix(".weight")))
+                    for name, which in zip(names, (A, B), strict=True):
+                        own = f"{path}.mlp.{matrix}_{which}"
+                        count = self.state[own].num_rows // layer.shape.num_experts
+                        yield self._rows(name, own, range(number * count, (number + 1) * count))
+
+    def _rows(self, name: str, own: str, rows: range) -> OutputTensor:
+        """Rows of one of our parameters as a tensor."""
+        part = self.state[own]
+        dtype = DTYPE_CODES[str(part.tensor.dtype)]
+        return plain_output(DiskTensor(name, (len(rows), *part.shape[1:]), dtype, (Region(own, rows),)))
+
+    def _packed(self, path: str, layer: DMoE, config: Mapping[str, Any]) -> Iterator[OutputTensor]:
+        """A layer's packed pairs. With the first tensor all are made, as each takes several parameters."""
+        layout, num_experts = layer.mlp.layout, layer.shape.num_experts
+        own = [f"{path}.mlp.{name}_{which}" for name in _matrices(layer) for which in (A, B)]
+        where = packed_paths(self.class_names.there(path), layout, config["target_parameters"])
+        made: list[Array] = []
+
+        def packed(values: Sequence[Tensor]) -> list[Tensor]:
+            by_expert = [value.unflatten(0, (num_experts, -1)) for value in values]
+            pairs = map(LoraPair, by_expert[::2], by_expert[1::2])
+            by_tensor = pack_experts(dict(zip(_matrices(layer), pairs, strict=True)), layout)
+            return [value.contiguous() for tensor in where for value in by_tensor[tensor]]
+
+        def content(strip: Strip, parts: Sequence[Array]) -> Iterator[tuple[Array, int]]:
+            if parts:
+                made.extend(map(as_array, packed([as_tensor(part, dtype) for part in parts])))
+            yield made.pop(0), 0
+
+        dtype = DTYPE_CODES[str(self.state[own[0]].tensor.dtype)]
+        shapes = packed([torch.empty(self.state[name].shape, device="meta") for name in own])
+        names = [name for tensor in where for name in lora_names(where[tensor])]
+        parts = tuple((region, region.rows) for region in (Region(n, range(self.state[n].num_rows)) for n in own))
+        for name, shape in zip(names, shapes, strict=True):
+            part = StoredTensor(name, tuple(shape.shape), dtype)
+            yield OutputTensor(part, DiskTensor(name, part.shape, dtype), at_once(*parts), content)
+            parts = ()
+
+
+def _matrices(layer: DMoE) -> list[str]:
+    return [part.name for part in layer.mlp.layout.parameters if part.row]
+
+
+def _tensors_of_experts(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """By parameter, the tensors that each hold all that one expert has of it, in the order of experts."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for tensor in checkpoint.exported:
+        if len(tensor.regions) == 1 and not tensor.regions[0].index:
+            (region,) = tensor.regions
+            found.setdefault(region.parameter, []).append((region.rows.start, tensor.name))
+    return {name: [own for _, own in sorted(tensors)] for name, tensors in found.items() if len(tensors) > 1}

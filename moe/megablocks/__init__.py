@@ -1,1 +1,0 @@
-"""MegaBlocks' kernels, operators and layer."""
