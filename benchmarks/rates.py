@@ -26,8 +26,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.cluster.check import measure_device, median_seconds
-from expertmesh.training.config.optimizers import EIGEN_FLOPS
-from expertmesh.training.model_setup.rates import FA3, Attained, Constant, Rates, published
+from expertmesh.training.model_setup.rates import EIGEN_FLOPS, FA3, Attained, Constant, Rates, published
 from expertmesh.training.planning.planner.costs import best_rate
 from expertmesh.training.planning.planner.hardware import (
     DEVICES,

@@ -241,7 +241,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dry_run": {"shampoo_strat": 1}}, "--optim mine: there is no setting shampoo_strat"),
         ({"parameters_in_bf16": 1}, "--optim mine: parameters_in_bf16 is 1, not True or False"),
         ({"state_bytes": no_arguments}, "--optim mine: state_bytes is .*, not a function of 2 arguments"),
-        ({"calls": (3, 0, 0)}, r"--optim mine: calls is \(3, 0, 0\), not of type UpdateCalls"),
+        ({"takes_matrices": "all"}, "--optim mine: takes_matrices is 'all', not True or False"),
         ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused already has one of its names"),
         ({"aliases": ("muon",)}, "--optim mine: muon already has one of its names"),
         ({"build": None}, "--optim mine: build is None, not a function of 3 arguments"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.config import optimizers
+from expertmesh.training.optim import matrices
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_roots
 from expertmesh.training.start.resume import changed_state
@@ -72,7 +72,7 @@ def updated(path: Path, optim: str, ep_size: int, stack_elements: int) -> dict[s
     settings = {"optim": optim, "shampoo_block_size": 24, "shampoo_start": 1, "learning_rate": 1e-3}
     topology = Topology(dist.get_world_size(), ep_size)
     model, mesh, _ = sharded_model(path, topology, Case([], settings=settings))
-    with mock.patch.object(optimizers, "STACK_ELEMENTS", stack_elements):
+    with mock.patch.object(matrices, "STACK_ELEMENTS", stack_elements):
         optimizer = build_optimizer(model, train_config(**settings), mesh)
     before = {name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(dist.get_rank())

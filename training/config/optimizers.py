@@ -7,7 +7,7 @@ One of your own is one call of `training.optim.optimizer.register_optimizer`.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...moe.util.registry import Registry
 
@@ -25,80 +25,6 @@ class ParameterShape(NamedTuple):
     shape: Sequence[int]
     element_size: int
     matrix_rows: int
-
-
-STACK_ELEMENTS = 2**23
-"""Of the matrices of one shape that an optimizer computes with as one tensor, if it is not more in one of them: enough
-for kernels that take longer than their launch, and no more than a matrix of attention has, as 4,096 x 2,048."""
-
-
-def stack_size(elements: int, number: int, ranks: int) -> int:
-    """Of so many matrices that these ranks share, each of as many elements, how many one of them computes with at once:
-    all have about as many, in as few rounds as `STACK_ELEMENTS` allows."""
-    rounds = -(-number // (max(1, STACK_ELEMENTS // elements) * ranks))
-    return -(-number // (rounds * ranks))
-
-
-LARGEST_ALIKE = 2**21
-"""Elements of the largest part of a parameter that low-bit AdamW copies into a stack of others of its shape: copying
-more would take a GPU longer than the host takes to launch an update of its own."""
-
-
-def alike_size(elements: int, number: int) -> int:
-    """Of so many parameters whose parts have one shape, each of as many elements, how many are updated at once."""
-    return 1 if elements > LARGEST_ALIKE else stack_size(max(1, elements), number, 1)
-
-
-def num_elements(shape: tuple[int, int], has_factors: bool) -> int:
-    """Of a matrix, or of its larger factor (see `OptimizerEntry.has_factors`)."""
-    return max(shape) ** 2 if has_factors else shape[0] * shape[1]
-
-
-class UpdateKernel(NamedTuple):
-    """A kernel of a step's update of one block of a matrix.
-
-    operator: a matmul in the compute dtype, a matmul in fp32 or double, or an eigendecomposition. flops: of one.
-    times: how often in a step, on average.
-    """
-
-    operator: Literal["matmul", "matmul fp32", "eigendecomposition"]
-    flops: float
-    times: float
-
-
-class BlockKernels(NamedTuple):
-    """What is computed of the blocks of one shape that a matrix has: their shape, their number, the kernels of one."""
-
-    shape: tuple[int, int]
-    number: int
-    kernels: list[UpdateKernel]
-
-
-class UpdateCalls(NamedTuple):
-    """Operators that a step's update calls beside those of clipping, as counted in a dry run: for each trained
-    parameter, for each run of matrices' rows, for each lot of matrices (see `training.optim.matrices`), for the
-    exchange of a lot between ranks, and for each update of parameters of one shape (see `alike_size`). Those for all
-    parameters together are few."""
-
-    parameter: int
-    run: int
-    lot: int
-    exchange: int
-    alike: int = 0
-
-
-class UpdateTensors(NamedTuple):
-    """Memory in use only during an update: that of so many tensors on a CPU or a GPU, as large as the largest parameter
-    on a rank, or as the largest parameters that are updated together, in fp32, or as the largest stack of matrices,
-    unsharded, in the compute dtype or in fp32.
-
-    copied: of as many tensors more, where several parameters are updated together.
-    """
-
-    on_cpu: float
-    on_gpu: float
-    as_large_as: Literal["parameter", "parameters alike", "stack", "stack in fp32"]
-    copied: float = 0
 
 
 class StateSetting(NamedTuple):
@@ -124,16 +50,11 @@ class OptimizerEntry:
         others: what other tools call it (see `training.config.other_tools.OtherTools`).
         heeds: the settings that it reads beside learning_rate: those of `OptimizerSettings` that are not in here have
             no effect with it, and a run says so.
-        forecast_reads: the settings that `state_bytes` and `matrix_kernels` read.
         state_settings: from a run's settings, those that must be the same for its state to be resumed.
         parameters_in_bf16: trained parameters and their gradients are bf16.
         is_tried_where_nothing_fits: `plan` tries it then, as its state is smaller.
         state_bytes: bytes of state for each element of a trained parameter.
-        matrix_kernels: what a step computes of a matrix of this shape on its owner, beside what moves memory alone, for
-            an optimizer that computes with whole matrices; None: it computes element by element.
-        clips: its update scales gradients, as clipping has it, in the kernel that reads them on a GPU.
-        has_factors: it keeps square matrices as large as a matrix's sides.
-        calls, tensors: of an update.
+        takes_matrices: whether it computes with whole matrices, not element by element.
         dry_run: settings with which the one step of a dry run is as almost all steps of a run are.
     """
 
@@ -142,22 +63,12 @@ class OptimizerEntry:
     aliases: tuple[str, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
     heeds: tuple[str, ...]
-    forecast_reads: tuple[str, ...] = ()
     state_settings: Callable[[Mapping[str, Any]], list[StateSetting]] = no_settings
     parameters_in_bf16: bool = False
     is_tried_where_nothing_fits: bool = False
     state_bytes: "Callable[[ParameterShape, TrainConfig], float]"
-    matrix_kernels: "Callable[[tuple[int, int], TrainConfig], list[BlockKernels]] | None" = None
-    clips: bool = False
-    has_factors: bool = False
-    calls: UpdateCalls
-    tensors: UpdateTensors
+    takes_matrices: bool = False
     dry_run: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def takes_matrices(self) -> bool:
-        """Whether it computes with whole matrices."""
-        return self.matrix_kernels is not None
 
 
 # Low-bit AdamW
@@ -181,28 +92,7 @@ def _state_bytes_8bit(parameter: ParameterShape, config: "TrainConfig") -> float
     return 8 if block is None else 2 + 8 / block
 
 
-# Muon
-
-NEWTON_SCHULZ_ITERATIONS = 5
-"""torch.optim.Muon's default."""
-
-
-def _muon_kernels(shape: tuple[int, int], config: "TrainConfig") -> list[BlockKernels]:
-    """The matmuls of `newton_schulz`: of a matrix of n rows and m >= n columns, two of 2·n²·m FLOPs and one of 2·n³ in
-    each iteration."""
-    n, m = sorted(shape)
-    kernels = [
-        UpdateKernel("matmul", 2.0 * n * n * m, 2 * NEWTON_SCHULZ_ITERATIONS),
-        UpdateKernel("matmul", 2.0 * n**3, NEWTON_SCHULZ_ITERATIONS),
-    ]
-    return [BlockKernels(shape, 1, kernels)]
-
-
 # Shampoo
-
-EIGEN_FLOPS = 9
-"""FLOPs of the eigenvalues and eigenvectors of a symmetric matrix of n rows, over n³ (Golub and Van Loan, Matrix
-Computations, section 8.3)."""
 
 
 def first_roots(start: int | None, frequency: int) -> int:
@@ -240,24 +130,6 @@ def _shampoo_state_bytes(parameter: ParameterShape, config: "TrainConfig") -> fl
     return 8 + 2 * 4 * squares / (shape[0] * shape[1])
 
 
-def _shampoo_kernels(shape: tuple[int, int], config: "TrainConfig") -> list[BlockKernels]:
-    blocks = block_shapes(shape, config.shampoo_block_size).items()
-    return [
-        BlockKernels(block, number, _shampoo_block_kernels(block, config.shampoo_frequency)) for block, number in blocks
-    ]
-
-
-def _shampoo_block_kernels(shape: tuple[int, int], frequency: int) -> list[UpdateKernel]:
-    """Of a block on average, once roots are taken: in each step two matmuls for its factors and two with their roots,
-    every `frequency` steps the two roots."""
-    rows, columns = shape
-    kernels = [UpdateKernel("matmul fp32", 2.0 * rows * columns * side, 2) for side in shape]
-    for side in shape:
-        kernels.append(UpdateKernel("eigendecomposition", EIGEN_FLOPS * float(side) ** 3, 1 / frequency))
-        kernels.append(UpdateKernel("matmul fp32", 2.0 * side**3, 1 / frequency))
-    return kernels
-
-
 _OF_ADAMW = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SHAMPOO = ("shampoo_frequency", "shampoo_block_size")
 
@@ -272,9 +144,6 @@ ADAMW_FUSED = OptimizerEntry(
     },
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 8,
-    clips=True,
-    calls=UpdateCalls(parameter=0, run=0, lot=0, exchange=0),
-    tensors=UpdateTensors(on_cpu=0, on_gpu=0, as_large_as="parameter"),
 )
 ADAMW_8BIT = OptimizerEntry(
     name="adamw_torch_8bit",
@@ -283,8 +152,6 @@ ADAMW_8BIT = OptimizerEntry(
     heeds=_OF_ADAMW,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
-    calls=UpdateCalls(parameter=1, run=0, lot=0, exchange=0, alike=15),
-    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameters alike", copied=2.5),
 )
 ADAMW_BF16 = OptimizerEntry(
     name="adamw_bf16",
@@ -294,8 +161,6 @@ ADAMW_BF16 = OptimizerEntry(
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
     state_bytes=lambda parameter, config: 2 * parameter.element_size,
-    calls=UpdateCalls(parameter=1, run=0, lot=0, exchange=0, alike=15),
-    tensors=UpdateTensors(on_cpu=8, on_gpu=0, as_large_as="parameters alike", copied=2),
 )
 MUON = OptimizerEntry(
     name="muon",
@@ -303,21 +168,15 @@ MUON = OptimizerEntry(
     others={"--optim muon": "use_muon"},
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 4 if parameter.matrix_rows else 8,
-    matrix_kernels=_muon_kernels,
-    calls=UpdateCalls(parameter=0, run=12, lot=22, exchange=9),
-    tensors=UpdateTensors(on_cpu=5, on_gpu=5, as_large_as="stack"),
+    takes_matrices=True,
 )
 SHAMPOO = OptimizerEntry(
     name="shampoo",
     help="Distributed Shampoo for the same matrices, with AdamW for the rest",
     heeds=(*_OF_ADAMW, *_OF_SHAMPOO, "shampoo_start"),
-    forecast_reads=_OF_SHAMPOO,
     state_settings=_shampoo_state_settings,
     state_bytes=_shampoo_state_bytes,
-    matrix_kernels=_shampoo_kernels,
-    has_factors=True,
-    calls=UpdateCalls(parameter=0, run=21, lot=23, exchange=21),
-    tensors=UpdateTensors(on_cpu=12, on_gpu=12, as_large_as="stack in fp32"),
+    takes_matrices=True,
     dry_run={"shampoo_start": 1},  # with the preconditioners that it begins to have there
 )
 

@@ -51,6 +51,10 @@ class Work(NamedTuple):
 
 MEMORY = Work("memory", 1.0)
 
+EIGEN_FLOPS = 9
+"""FLOPs of the eigenvalues and eigenvectors of a symmetric matrix of n rows, over n³ (Golub and Van Loan, Matrix
+Computations, section 8.3)."""
+
 
 @dataclass(frozen=True)
 class Attained:

@@ -26,7 +26,8 @@ from ...moe.util.gpu import takes_triton
 from ...moe.util.step_parts import register_step_part, writes
 from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
-from ..config.optimizers import alike_size, block_size
+from ..config.optimizers import block_size
+from .matrices import stack_size
 
 register_step_part(
     __name__,
@@ -40,6 +41,15 @@ register_step_part(
         "update_bf16": writes(updates=("weight", "mean", "square")),
     },
 )
+
+LARGEST_ALIKE = 2**21
+"""Elements of the largest part of a parameter that low-bit AdamW copies into a stack of others of its shape: copying
+more would take a GPU longer than the host takes to launch an update of its own."""
+
+
+def alike_size(elements: int, number: int) -> int:
+    """Of so many parameters whose parts have one shape, each of as many elements, how many are updated at once."""
+    return 1 if elements > LARGEST_ALIKE else stack_size(max(1, elements), number, 1)
 
 
 class Update(NamedTuple):

@@ -17,9 +17,24 @@ from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.warm_up import warm_up
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
-from ..config.optimizers import num_elements, stack_size
 
 register_step_part(__name__, "optimizer step")
+
+STACK_ELEMENTS = 2**23
+"""Of the matrices of one shape that an optimizer computes with as one tensor, if it is not more in one of them: enough
+for kernels that take longer than their launch, and no more than a matrix of attention has, as 4,096 x 2,048."""
+
+
+def stack_size(elements: int, number: int, ranks: int) -> int:
+    """Of so many matrices that these ranks share, each of as many elements, how many one of them computes with at once:
+    all have about as many, in as few rounds as `STACK_ELEMENTS` allows."""
+    rounds = -(-number // (max(1, STACK_ELEMENTS // elements) * ranks))
+    return -(-number // (rounds * ranks))
+
+
+def num_elements(shape: tuple[int, int], has_factors: bool) -> int:
+    """Of a matrix, or of its larger factor (see `lots_of`)."""
+    return max(shape) ** 2 if has_factors else shape[0] * shape[1]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from ...moe.util.step_parts import register_step_part
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from ..config.optimizers import NEWTON_SCHULZ_ITERATIONS
 from .matrices import Matrix, MatrixOptimizer, Run
 
 register_step_part(__name__, "optimizer step", lasting=("Muon._begin",))
 
+NEWTON_SCHULZ_ITERATIONS = 5
 MOMENTUM, COEFFICIENTS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
 

@@ -61,7 +61,7 @@ def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasion
     check_value(what, "build", build, Build)
     check_value(what, "occasional", occasional, Occasional)
     known = [field.name for field in fields(TrainConfig)]
-    for name in (*entry.heeds, *entry.forecast_reads, *entry.dry_run):
+    for name in (*entry.heeds, *entry.dry_run):
         if name not in known:
             raise ValueError(f"{what}: there is no setting {name}")
     OPTIMIZERS.check_other_names(entry, lambda each: each.aliases)

@@ -29,8 +29,7 @@ from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, Exchange
 from ....sharding.state import has_dtensor
-from ...config.optimizers import EIGEN_FLOPS
-from ...model_setup.rates import MEMORY, Operator, Work
+from ...model_setup.rates import EIGEN_FLOPS, MEMORY, Operator, Work
 from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
