@@ -54,11 +54,11 @@ def read_flags(argv: Sequence[str] | None) -> "TrainConfig":
         ExpertMeshError: a flag does not work here; ranks on other nodes, where it may work, are told.
     """
     from expertmesh.training.config.train_config import parse_config
-    from expertmesh.training.start.process import check_apart, prepare_process
+    from expertmesh.training.start.process import check_output_dir, prepare_process
 
     try:
         config = parse_config(argv)
-        check_apart(config)
+        check_output_dir(config)
         prepare_process(config, reads_data=True)
         from expertmesh.sharding.runtime.process import device_type, settle_malloc
 

@@ -55,7 +55,7 @@ from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
-from expertmesh.moe.kernels.kernel_registry import ExpertKernel, Needs
+from expertmesh.moe.kernels.kernel_registry import ExpertKernel, KernelNeeds
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
@@ -310,8 +310,8 @@ def routed_tokens(experts_TK: Tensor, shape: MoEShape, generator: torch.Generato
     return x_TD
 
 
-def needs(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> Needs:
-    return Needs(device.type, dtype, ((shape.model_width, shape.expert_width),))
+def needs(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> KernelNeeds:
+    return KernelNeeds(device.type, dtype, ((shape.model_width, shape.expert_width),))
 
 
 def build_layer(model: Model, device: torch.device, dtype: torch.dtype) -> Any:

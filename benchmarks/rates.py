@@ -26,7 +26,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.cluster.check import measure_device, median_seconds
-from expertmesh.training.model_setup.rates import EIGEN_FLOPS, FA3, Attained, Constant, Rates, published
+from expertmesh.training.model_setup.rates import EIGEN_FLOPS, FA3, Attained, RateConstant, Rates, published
 from expertmesh.training.planning.planner.costs import best_rate
 from expertmesh.training.planning.planner.hardware import (
     DEVICES,
@@ -92,7 +92,7 @@ def measured_rates(device: torch.device) -> tuple[Device, Rates]:
     attained.append(("memory", 1.0, 1.0))
     attained.append(("update", 1.0, _update_bytes(device) / best.memory_bandwidth))
     shares = tuple(Attained(operator, float(size), share, source) for operator, size, share in attained)
-    return best, Rates(shares, tuple(Constant(*each, source) for each in _constants(device)))
+    return best, Rates(shares, tuple(RateConstant(*each, source) for each in _constants(device)))
 
 
 Timed = tuple[str, float, float, float]

@@ -37,7 +37,7 @@ def fill_new_rows(model: nn.Module, checkpoint: Checkpoint, topology: Topology, 
         for name, shard in sharded_parameters(model, topology).items():
             new = range(num_old.get(name, 0), rows_of(checkpoint.names.parameters[name]))
             if name in num_old and (mine := overlap(new, shard.rows)):
-                rows_ND = first_rows(checkpoint, name, new, seed)[mine.start - new.start : mine.stop - new.start]
+                rows_ND = initial_rows(checkpoint, name, new, seed)[mine.start - new.start : mine.stop - new.start]
                 shard.fill(mine, rows_ND.float().view(-1, *shard.row_shape))
 
 
@@ -55,7 +55,7 @@ def fill_token_rows(model: nn.Module, checkpoint: Checkpoint, topology: Topology
             ids, weight = new_tokens_of(model, module), f"{module}.weight"
             reader, num_old = checkpoint.file_reader(), checkpoint.rows_in_files[weight]
             new = range(num_old, rows_of(checkpoint.names.parameters[weight]))
-            drawn_ND = first_rows(checkpoint, weight, new, seed)
+            drawn_ND = initial_rows(checkpoint, weight, new, seed)
             for place in shard.rows:
                 value = drawn_ND[ids[place] - num_old] if ids[place] in new else None
                 if value is None:
@@ -66,7 +66,7 @@ def fill_token_rows(model: nn.Module, checkpoint: Checkpoint, topology: Topology
             reader.close()
 
 
-def first_rows(checkpoint: Checkpoint, name: str, new: range, seed: int) -> Tensor:
+def initial_rows(checkpoint: Checkpoint, name: str, new: range, seed: int) -> Tensor:
     """What the rows `new` of a parameter begin as, which follow on those in files: (N, D) fp64."""
     reader, num_old, width = checkpoint.file_reader(), new.start, prod(checkpoint.names.parameters[name][1:])
     total_D = torch.zeros(width, dtype=torch.float64)

@@ -22,7 +22,7 @@ from .dispatch.permute import count_experts
 from .experts.layout import read_layout
 from .kernels.expert_kernels import choose_kernel
 from .kernels.expert_products import AddBias, Product
-from .kernels.kernel_registry import Needs
+from .kernels.kernel_registry import KernelNeeds
 from .util.errors import ExpertMeshError
 
 
@@ -108,7 +108,7 @@ class ExpertMeshEP(EPImplementation):
         if key not in self.products:
             # fused kernels take gate and up apart, which transformers has in one tensor: copying them each time would
             # cost more than it gains
-            needs = Needs(*key, ((self.shape.model_width, self.shape.expert_width),), is_swiglu=False)
+            needs = KernelNeeds(*key, ((self.shape.model_width, self.shape.expert_width),), is_swiglu=False)
             product = choose_kernel(self.expert_kernel, needs).kernel.product
             assert product is not None
             self.products[key] = product

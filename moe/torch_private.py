@@ -181,7 +181,7 @@ def flash_operator(name: str) -> Any:
 
 
 @contextmanager
-def replacing_attention(replacement: Callable[..., Any]) -> Iterator[None]:
+def replacing_sdpa(replacement: Callable[..., Any]) -> Iterator[None]:
     """Within it `replacement` is called in the place of `scaled_dot_product_attention`."""
     with mock.patch.object(F, "scaled_dot_product_attention", replacement):
         yield

@@ -30,7 +30,7 @@ _SEARCH = "find_packed_sequence_indices"
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-def changed(what: str) -> ExpertMeshError:
+def api_changed(what: str) -> ExpertMeshError:
     """The error that says what this release of transformers has changed."""
     return ExpertMeshError(
         f"transformers {transformers.__version__}: {what}; expertmesh was tested with transformers {SUPPORTED}"
@@ -59,14 +59,14 @@ def _check_sample_search(kind: type) -> None:
     """Run once for each class of models, whose module may import the function by name."""
     find = getattr(masking_utils, _SEARCH, None)
     if find is None or list(inspect.signature(find).parameters) != ["position_ids"]:
-        raise changed(f"masking_utils.{_SEARCH}(position_ids) is gone, or takes something else")
+        raise api_changed(f"masking_utils.{_SEARCH}(position_ids) is gone, or takes something else")
     others = [value for value in vars(masking_utils).values() if inspect.isfunction(value) and value is not find]
     if not any(_mentions(inspect.unwrap(other).__code__, _SEARCH) for other in others):
-        raise changed(f"no function of masking_utils calls {_SEARCH} any more")
+        raise api_changed(f"no function of masking_utils calls {_SEARCH} any more")
     for name, module in list(sys.modules.items()):
         is_theirs = name.startswith("transformers.") and module is not masking_utils
         if is_theirs and getattr(module, "__dict__", {}).get(_SEARCH) is not None:
-            raise changed(f"{name} has its own {_SEARCH}, which is not replaced")
+            raise api_changed(f"{name} has its own {_SEARCH}, which is not replaced")
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def never_tracing() -> Iterator[None]:
     asks = getattr(masking_utils, "is_tracing", None)
     functions = [value for value in vars(masking_utils).values() if inspect.isfunction(value)]
     if asks is None or not any(_mentions(inspect.unwrap(other).__code__, "is_tracing") for other in functions):
-        raise changed("masking_utils does not ask is_tracing any more")
+        raise api_changed("masking_utils does not ask is_tracing any more")
     masking_utils.is_tracing = lambda *_: False
     try:
         yield
@@ -117,7 +117,7 @@ def replacing_attention(around: Callable[[Any, Callable[..., Any]], Callable[...
 def _check_interface() -> None:
     get_interface = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", None)
     if get_interface is None or len(inspect.signature(get_interface).parameters) != 2:
-        raise changed("ALL_ATTENTION_FUNCTIONS.get_interface(name, default) is gone, or takes something else")
+        raise api_changed("ALL_ATTENTION_FUNCTIONS.get_interface(name, default) is gone, or takes something else")
 
 
 def wrap_checkpointing(model: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -131,7 +131,7 @@ def wrap_checkpointing(model: Any, around: Callable[[Callable[..., Any]], Callab
     checkpointed = [module for module in modules if callable(getattr(module, _CHECKPOINT, None))]
     kinds = {type(module) for module in checkpointed}
     if not any(map(_calls_checkpointing, kinds)):
-        raise changed(f"no module of {type(model).__name__} calls a {_CHECKPOINT} where checkpointing is on")
+        raise api_changed(f"no module of {type(model).__name__} calls a {_CHECKPOINT} where checkpointing is on")
     for module in checkpointed:
         setattr(module, _CHECKPOINT, around(getattr(module, _CHECKPOINT)))
 
@@ -168,13 +168,13 @@ def in_place_of_trainers(method: _Method) -> _Method:
     """
     theirs = getattr(transformers.Trainer, method.__name__, None)
     if theirs is None:
-        raise changed(f"Trainer.{method.__name__} is gone")
+        raise api_changed(f"Trainer.{method.__name__} is gone")
     ours, parameters = inspect.signature(method).parameters, inspect.signature(theirs).parameters
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     mine = [name for name, parameter in ours.items() if parameter.kind not in kinds]
     takes_more = any(parameter.kind in kinds for parameter in ours.values())
     if mine != list(parameters)[: len(mine)] or (len(mine) < len(parameters) and not takes_more):
-        raise changed(f"Trainer.{method.__name__} takes {', '.join(parameters)}, not {', '.join(mine)}")
+        raise api_changed(f"Trainer.{method.__name__} takes {', '.join(parameters)}, not {', '.join(mine)}")
     return method
 
 
@@ -210,7 +210,7 @@ class PackagedKernel(NamedTuple):
     is_installed: bool
 
 
-def kernel_of(function: FunctionType) -> PackagedKernel | None:
+def kernel_name_of(function: FunctionType) -> PackagedKernel | None:
     """What transformers looks for in place of a function; None: nothing. Where it looks is in no interface: nothing is
     found where a release has changed that."""
     known: Mapping[str, str] = getattr(hub_kernels, "_PACKAGE_TO_DISTRIBUTION", {})
@@ -223,12 +223,12 @@ def kernel_of(function: FunctionType) -> PackagedKernel | None:
 
 def missing_kernels(modules: Iterable[nn.Module]) -> dict[str, list[str]]:
     """Packages, by their names for pip, in which transformers looked in vain for kernels of what these modules compute
-    in loops, with the names of the functions that do so. Where nothing is found (see `kernel_of`) it warns by itself,
-    at the first call."""
+    in loops, with the names of the functions that do so. Where nothing is found (see `kernel_name_of`) it warns by
+    itself, at the first call."""
     missing: dict[str, list[str]] = {}
     for functions in looping_functions(modules).values():
         for name, function in functions.items():
-            kernel = kernel_of(function)
+            kernel = kernel_name_of(function)
             if kernel is not None and not kernel.is_installed:
                 missing.setdefault(kernel.package, []).append(name)
     return missing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..moe.util.step_parts import register_step_part
 from .mesh import Mesh
-from .parallelize.unreached import agree_on_gradients, num_lacking, parts_of
+from .parallelize.unreached import agree_on_gradients, num_lacking, sharded_parts
 from .state import StateTensor, local_tensor
 from .topology import Topology
 
@@ -48,7 +48,9 @@ def squares_and_lacking(model: nn.Module, mesh: Mesh) -> Tensor:
     Returns:
         (2,) fp64, on the device. Less than zero, as every number that a dry run reads from the device is 1.
     """
-    counted = [part for part in parts_of(model) if part.tensor.grad is not None and _is_counted(part, mesh.topology)]
+    counted = [
+        part for part in sharded_parts(model) if part.tensor.grad is not None and _is_counted(part, mesh.topology)
+    ]
     grads = [local_tensor(part.tensor.grad) for part in counted]  # type: ignore[arg-type]
     # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits. A rank may have nothing to count:
     # where experts are frozen, the replicas of all else
@@ -65,7 +67,7 @@ def scale_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
     if not (max_norm > 0 and math.isfinite(norm)):
         return
     scale = min(max_norm / (norm + EPSILON), 1.0)
-    grads = [local_tensor(part.tensor.grad) for part in parts_of(model) if part.tensor.grad is not None]
+    grads = [local_tensor(part.tensor.grad) for part in sharded_parts(model) if part.tensor.grad is not None]
     # a rank may have none: where all that its stages of a pipeline hold is frozen
     if scale < 1.0 and grads:
         torch._foreach_mul_(grads, scale)

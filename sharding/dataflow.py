@@ -5,7 +5,7 @@ Found by `pipeline.survey`.
 Shape suffixes: B sequences, S positions.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,19 +132,3 @@ class Survey:
     def repeats_beginning(self) -> bool:
         """Whether what is computed before the first layer is needed in later ones, and so on every stage."""
         return any(start == BEFORE for start, _ in self.skips)
-
-    def uncuttable(self, cut: int) -> tuple[int, int] | None:
-        """The (from, to) that forbids to end a stage with layer `cut`; None if it can be the last one of its stage."""
-        return crossing(self.skips, cut)
-
-
-def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | None:
-    """The first (from, to) that forbids to end a stage with layer `cut`: what layer `from` gives is used beyond the
-    layer that follows it, and beyond the cut; or others use what it made and did not give. None if it can be the last
-    one of its stage.
-
-    Args:
-        skips: see `Survey`; what comes from before the first layer forbids nothing.
-    """
-    found = [(i, j) for i, j in sorted(skips) if i >= 0 and (i < cut < j or (i == cut and j == i + 1))]
-    return found[0] if found else None

@@ -49,7 +49,7 @@ from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry, table_of_kernels
-from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, Needs, register_expert_kernel
+from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, KernelNeeds, register_expert_kernel
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.parallelize.recompute import keep_products
@@ -547,7 +547,7 @@ def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFi
 def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     kernel = per_row()
 
-    def check_is_narrow(needs: Needs) -> None:
+    def check_is_narrow(needs: KernelNeeds) -> None:
         if any(width > 64 for _, width in needs.widths):
             raise ExpertMeshError("--expert-kernel narrow needs expert widths of at most 64")
 
@@ -558,16 +558,16 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
         auto=lambda needs: AutoPlace(5, "experts are narrow") if needs.device_type == "cpu" else None,
     )
     register_expert_kernel(narrow)
-    choice = choose_kernel("auto", Needs("cpu", torch.float32, ((64, 64),)))
+    choice = choose_kernel("auto", KernelNeeds("cpu", torch.float32, ((64, 64),)))
     assert (choice.kernel, choice.why) == (narrow, "auto: experts are narrow")
-    assert choose_kernel("auto", Needs("cpu", torch.float32, ((64, 128),))).name == "loop"
-    assert choose_kernel("auto", Needs("cuda", torch.float32, ((64, 64),))).name == "loop"
+    assert choose_kernel("auto", KernelNeeds("cpu", torch.float32, ((64, 128),))).name == "loop"
+    assert choose_kernel("auto", KernelNeeds("cuda", torch.float32, ((64, 64),))).name == "loop"
     with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
-        choose_kernel("narrow", Needs("cpu", torch.float32, ((64, 128),)))
+        choose_kernel("narrow", KernelNeeds("cpu", torch.float32, ((64, 128),)))
     register_expert_kernel(replace(narrow, entry=replace(narrow.entry, name="fused"), product=None, fused=LOOP.fused))
     wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
     with pytest.raises(ExpertMeshError, match=wrong):
-        choose_kernel("fused", Needs("cpu", torch.float32, ((64, 64),), is_swiglu=False))
+        choose_kernel("fused", KernelNeeds("cpu", torch.float32, ((64, 64),), is_swiglu=False))
 
 
 def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def unpack(packed: Array, encoding: Encoding) -> Array:
     return codes
 
 
-def pack(codes: Array, encoding: Encoding) -> Array:
+def pack_codes(codes: Array, encoding: Encoding) -> Array:
     """Rows of bytes as they are stored, from codes, one per byte."""
     return codes if encoding.kind.codes_a_byte == 1 else codes[:, 0::2] | (codes[:, 1::2] << 4)
 
@@ -178,7 +178,7 @@ def scale_values(stored: Array, dtype: str) -> Any:
     return scales.view(torch_dtype(dtype)).float()
 
 
-def dequantize(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int]) -> Array:
+def dequantize_array(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int]) -> Array:
     """Dequantize: values, in bfloat16's bits, from codes, one per byte.
 
     Args:

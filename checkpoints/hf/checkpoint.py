@@ -16,7 +16,7 @@ from ..files.tensors import DiskTensor
 from .headers import read_headers
 from .reader import ParameterReader, SafetensorsReader
 from .source import ModelSource
-from .untrained_tensors import summary
+from .untrained_tensors import summarize
 
 if TYPE_CHECKING:
     from .names import Names
@@ -98,7 +98,7 @@ class Checkpoint:
     @property
     def carried_summary(self) -> str:
         """What is carried, in a few words; empty where nothing is."""
-        return summary(self.carried, [tensor.name for tensor in self.exported]) if self.carried else ""
+        return summarize(self.carried, [tensor.name for tensor in self.exported]) if self.carried else ""
 
     @property
     def all_files(self) -> list[Path]:

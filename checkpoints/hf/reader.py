@@ -14,7 +14,7 @@ import numpy as np
 from ...moe.util.errors import ExpertMeshError
 from ..files.dtype_names import DTYPE_BYTES
 from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, copy_into, same_values, wider
-from ..files.encodings import WIDE, dequantize, runs_of_rows, scale_values, unpack
+from ..files.encodings import WIDE, dequantize_array, runs_of_rows, scale_values, unpack
 from ..files.paths import fill_from
 from ..files.tensors import DiskTensor, Encoding, Region, overlap
 
@@ -173,7 +173,7 @@ class SafetensorsReader:
         for run in runs_of_rows(rows, len(columns)):
             blocks = slice(run.start // block - rows.start // block, (run.stop - 1) // block + 1 - rows.start // block)
             codes = self._codes(tensor, index, run, columns)
-            wide[run.start - rows.start : run.stop - rows.start] = dequantize(
+            wide[run.start - rows.start : run.stop - rows.start] = dequantize_array(
                 codes, scales[blocks], encoding, (run.start, columns.start)
             )
         return wide.T if encoding.transposed else wide

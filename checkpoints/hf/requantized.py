@@ -17,10 +17,10 @@ import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
 from ..files.checksums import row_sum
-from ..files.codes import by_blocks, spread
+from ..files.codes import by_blocks, spread_scales
 from ..files.dtype_names import DTYPE_BYTES
 from ..files.dtypes import Array, as_tensor, contiguous
-from ..files.encodings import WIDE, Errors, dequantize, encode, kind_of, pack, scale_values
+from ..files.encodings import WIDE, Errors, dequantize_array, encode, kind_of, pack_codes, scale_values
 from ..files.file_layout import OutputTensor, Strip, assembled, at_once, plain_output, strips_of
 from ..files.tensors import DiskTensor, Encoding
 from .reader import SafetensorsReader
@@ -77,8 +77,8 @@ def kept_outputs(tensor: DiskTensor, originals: Originals) -> Iterator[OutputTen
 
     def codes(strip: Strip, _: Sequence[Array]) -> Iterator[tuple[Array, int]]:
         data, scales = stored(strip)
-        wide = dequantize(data, scale_values(scales, encoding.scale_dtype), encoding, (0, 0))
-        yield contiguous(pack(data, encoding)), row_sum(wide, strip.rows.start)
+        wide = dequantize_array(data, scale_values(scales, encoding.scale_dtype), encoding, (0, 0))
+        yield contiguous(pack_codes(data, encoding)), row_sum(wide, strip.rows.start)
 
     def scales(strip: Strip, _: Sequence[Array]) -> Iterator[tuple[Array, int]]:
         yield contiguous(stored(strip)[1]), 0
@@ -157,7 +157,7 @@ def _requantized(tensor: DiskTensor, originals: Originals) -> Iterator[OutputTen
             data, scales, changed = requantize(values[run], before, encoding, originals.quantization)
             errors.add(changed)
             made.append(scales)
-            yield contiguous(pack(data, encoding)), 0
+            yield contiguous(pack_codes(data, encoding)), 0
 
     def scales(_: Strip, __: Sequence[Array]) -> Iterator[tuple[Array, int]]:
         while made:
@@ -179,7 +179,9 @@ def requantize(
     import torch
 
     def wide(codes: Array, scales: Array) -> Tensor:
-        return as_tensor(dequantize(codes, scale_values(scales, encoding.scale_dtype), encoding, (0, 0)), WIDE).float()
+        return as_tensor(
+            dequantize_array(codes, scale_values(scales, encoding.scale_dtype), encoding, (0, 0)), WIDE
+        ).float()
 
     values_RC = as_tensor(np.ascontiguousarray(values), WIDE).float()
     rows, columns = encoding.num_scales(values.shape)
@@ -191,11 +193,11 @@ def requantize(
             return *original, Errors("", rows * columns)
     codes, scales = encode(values_RC, encoding, quantization)
     if original is not None:
-        codes = np.where(spread(kept_rc, encoding.block, values.shape).numpy(), original[0], codes)
+        codes = np.where(spread_scales(kept_rc, encoding.block, values.shape).numpy(), original[0], codes)
         shape = (rows, columns, -1)
         scales = np.where(kept_rc.numpy()[..., None], original[1].reshape(shape), scales.reshape(shape))
         scales = np.ascontiguousarray(scales.reshape(rows, -1))
-    encoded_RC = spread(~kept_rc, encoding.block, values_RC.shape)
+    encoded_RC = spread_scales(~kept_rc, encoding.block, values_RC.shape)
     off_RC, values_RC = (wide(codes, scales) - values_RC).abs() * encoded_RC, values_RC.abs() * encoded_RC
     least = torch.finfo(torch.float32).tiny
     largest_rc = by_blocks(values_RC, encoding.block).amax(dim=(1, 3)).clamp(min=least)

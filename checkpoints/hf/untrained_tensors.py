@@ -122,7 +122,7 @@ def _opened(path: Path) -> Any:
         raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def summary(carried: Sequence[DiskTensor], others: Iterable[str]) -> str:
+def summarize(carried: Sequence[DiskTensor], others: Iterable[str]) -> str:
     """How many tensors, how large, and of which modules, as in "33 tensors (0.8 GB): model.visual (24), mtp (9)".
 
     Args:

@@ -18,7 +18,7 @@ from ..kernels.expert_products import even
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from ..util.step_parts import register_step_part
 from .dispatcher_entries import PLAIN_ENTRY
-from .dispatcher_registry import DISPATCHERS, DispatchOptions, Part, Sent
+from .dispatcher_registry import DISPATCHERS, DispatchOptions, ExpertChunk, Sent
 from .exchange import Arrive, Exchange, Home, Return, Send
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
 
@@ -49,7 +49,7 @@ class _LocalRows:
         return [self.rows_RD]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ExpertChunk]:
         return [self]
 
     def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class _ExchangedPart:
 @dataclass(frozen=True)
 class _ExchangedRows:
     rows: tuple[Tensor, ...]
-    parts: list[Part]
+    parts: list[ExpertChunk]
     exchange: Exchange
     order: ExpertOrder
     weights_TK: Tensor
@@ -172,10 +172,12 @@ class AllToAllDispatcher:
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)
-        parts: list[Part] = [self._part(exchange, told, number, counts_Se) for number, counts_Se in enumerate(counts)]
+        parts: list[ExpertChunk] = [
+            self._part(exchange, told, number, counts_Se) for number, counts_Se in enumerate(counts)
+        ]
         return _ExchangedRows(rows, parts, exchange, order, weights_TK)
 
-    def _part(self, exchange: Exchange, told: "Told", number: int, counts_Se: Tensor) -> Part:
+    def _part(self, exchange: Exchange, told: "Told", number: int, counts_Se: Tensor) -> ExpertChunk:
         by_expert_R, by_source_R = None, None
         if counts_Se.shape[1] > 1:
             num_rows = sum(exchange.received[number])

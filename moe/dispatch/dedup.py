@@ -23,10 +23,10 @@ from torch import Tensor
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
-from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
+from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
 from .dispatcher_entries import NODE_ENTRY, RANK_ENTRY
-from .dispatcher_registry import DISPATCHERS, DispatchOptions, NodeGroups, Part, Sent
+from .dispatcher_registry import DISPATCHERS, DispatchOptions, ExpertChunk, NodeGroups, Sent
 from .exchange import Exchange
 from .permute import ExpertOrder, count_experts, expert_order
 
@@ -34,7 +34,7 @@ register_step_part(__name__, "dispatch")
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """How many rows are sent, as the host knows it.
 
     sent_PN, received_PN: to and from each destination of the first hop, by part. onward_PL, arriving_PL: inside the
@@ -112,7 +112,7 @@ class OnceDispatcher:
         once = rows_sent_once(choices, firsts, order, num_destinations, sum(map(sum, rows.sent_PN)))
         of_choices, of_rows = (Exchange(self.first_hop, rows.sent_PN, rows.received_PN) for _ in range(2))
         sent_choices = SendChoices.apply(weights_TK, once, of_choices)
-        sent_rows = Send.apply(x_TD, once.order, of_rows, self.nodes is None)
+        sent_rows = SendTokens.apply(x_TD, once.order, of_rows, self.nodes is None)
         counts_Pe = self._own(all_SC).sum(dim=0).split(self.sizes)
         sum_dtype = self.sum_dtype or x_TD.dtype
         parts = [
@@ -131,7 +131,7 @@ class OnceDispatcher:
         size = sum(self.sizes)
         return counts_SC[:, self.ep_rank * size : (self.ep_rank + 1) * size]
 
-    def rows(self, counts_SC: Tensor) -> Rows:
+    def rows(self, counts_SC: Tensor) -> RowCounts:
         """What all ranks have told, (S, C) in host memory, as rows between them."""
         num_parts, N, L = len(self.sizes), self.num_nodes, self.ranks_per_node
         node, place = divmod(self.ep_rank, L)
@@ -140,12 +140,12 @@ class OnceDispatcher:
         received_PN = to_nodes_SPN[place::L, :, node].t()
         computed_Pe = [counts_e.tolist() for counts_e in self._own(counts_SC).sum(dim=0).split(self.sizes)]
         if self.nodes is None:
-            return Rows(sent_PN.tolist(), received_PN.tolist(), [], [], computed_Pe)
+            return RowCounts(sent_PN.tolist(), received_PN.tolist(), [], [], computed_Pe)
         to_ranks_SPS = counts_SC[:, self.num_experts + num_parts * N :].view(-1, num_parts, N * L)
         # what comes from all nodes to rank l of this one, and goes on to its rank j
         inside_LPL = to_ranks_SPS.view(N, L, num_parts, N, L)[:, :, :, node].sum(dim=0)
         onward_PL, arriving_PL = inside_LPL[place], inside_LPL[:, :, place].t()
-        return Rows(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_Pe)
+        return RowCounts(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_Pe)
 
 
 def _once(options: DispatchOptions) -> OnceDispatcher:
@@ -198,7 +198,7 @@ class _Part:
         self,
         dispatcher: OnceDispatcher,
         number: int,
-        rows: Rows,
+        rows: RowCounts,
         of_choices: Exchange,
         of_rows: Exchange,
         sent_choices: Tensor,
@@ -265,7 +265,7 @@ class _Part:
 @dataclass(frozen=True)
 class _SentOnce:
     rows: tuple[Tensor, ...]
-    parts: Sequence[Part]
+    parts: Sequence[ExpertChunk]
     exchange: Exchange
     order: ExpertOrder
     dtype: torch.dtype

@@ -43,7 +43,7 @@ def _saved(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
     return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
 
 
-class Send(torch.autograd.Function):
+class SendTokens(torch.autograd.Function):
     """Begin to send each token's rows of `order`; returns what is received of each part, for `ArriveAndSpread` or
     `Relay`. `is_last`: for the former, which needs the rows in a replay too."""
 

@@ -28,7 +28,7 @@ class NodeGroups:
     inside: dist.ProcessGroup
 
 
-class Part(Protocol):
+class ExpertChunk(Protocol):
     """The rows of some consecutive experts of this rank: one chunk.
 
     num_experts: how many. num_rows: R.
@@ -60,7 +60,7 @@ class Sent(Protocol):
     def rows(self) -> Sequence[Tensor]: ...
 
     @property
-    def parts(self) -> Sequence[Part]: ...
+    def parts(self) -> Sequence[ExpertChunk]: ...
 
     @property
     def reads_outputs(self) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dispatch.dispatcher_registry import Part
+from ..dispatch.dispatcher_registry import ExpertChunk
 from ..kernels.carve_out import beside_all_to_alls
 from ..kernels.expert_products import AddBias, counts_on_host
 from ..kernels.kernel_registry import ExpertKernel
@@ -67,7 +67,7 @@ class ExpertMLP(nn.Module):
     def forward(
         self,
         sent: Sequence[Tensor],
-        parts: Sequence[Part],
+        parts: Sequence[ExpertChunk],
         needs_output: bool = True,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:

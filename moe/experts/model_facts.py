@@ -37,7 +37,7 @@ class SeenExperts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ProbedFacts:
     """experts: by the path of the experts module.
 
     head_is_last: whether the model's logits are its head's output, unchanged; some families scale or cap them.
@@ -62,16 +62,16 @@ class ModelFacts:
     left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def give_facts(model: "nn.Module", facts: ModelFacts, key: object) -> None:
+def give_facts(model: "nn.Module", facts: ProbedFacts, key: object) -> None:
     """key: by which what is found out of the model may be kept, see `hf_model.facts_cache`."""
     vars(model)[_ATTRIBUTE] = facts
     vars(model)[_KEY] = key
 
 
-def facts_of(model: "nn.Module") -> ModelFacts:
+def facts_of(model: "nn.Module") -> ProbedFacts:
     """What is known of a model from `build_model`; copies of the model have it too."""
     facts = vars(model).get(_ATTRIBUTE)
-    assert isinstance(facts, ModelFacts), f"this {type(model).__name__} is not from build_model"
+    assert isinstance(facts, ProbedFacts), f"this {type(model).__name__} is not from build_model"
     return facts
 
 

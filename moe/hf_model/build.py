@@ -23,13 +23,13 @@ from ..experts.layer import DMoE
 from ..experts.layout import expert_modules, read_layout
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
-from ..kernels.kernel_registry import ExpertKernel, Needs
+from ..kernels.kernel_registry import ExpertKernel, KernelNeeds
 from ..linear.linear import hold_transposed, use_linear
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters
-from .facts_cache import keep, key_of, recall
-from .probe import answering_host, leaving_no_trace, probe, runs, unmet_by_text
+from .facts_cache import facts_key, keep_facts, recall
+from .probe import answering_host, computes_as_held, leaving_no_trace, probe, unmet_by_text
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
@@ -51,14 +51,14 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
     model = _build(config, attn_implementation)
-    key = key_of(model)
+    key = facts_key(model)
     facts = recall(key)
     left_out = leave_out(model, unmet_by_text(model) if facts is None else facts.left_out)
     _make_constants_buffers(model)
     if facts is None:
         fp32_names = _fp32_names(config, attn_implementation, left_out)
         facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
-        keep(key, facts)
+        keep_facts(key, facts)
     _fill_buffers(model)
     _forget_earlier_rows(model)
     swap_experts(model, facts.experts)
@@ -248,7 +248,7 @@ def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str]
         if parameter.dtype == torch.float32 or any(re.search(pattern, name) for pattern in plan):
             names.add(name)
             parameter.data = parameter.data.float()
-    return frozenset(names) if names and runs(model) else frozenset()
+    return frozenset(names) if names and computes_as_held(model) else frozenset()
 
 
 def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -431,12 +431,12 @@ def use_kernel(model: nn.Module, kernel: ExpertKernel, most_apart: int = 1) -> N
         layer.mlp.most_apart = most_apart
 
 
-def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Needs:
+def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> KernelNeeds:
     """The requirements of this model on an expert kernel."""
     layers = moe_layers(model)
     widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
     is_swiglu = all(layer.mlp.is_swiglu and layer.mlp.low_rank is None for layer in layers)
-    return Needs(device_type, dtype, tuple(widths), is_swiglu)
+    return KernelNeeds(device_type, dtype, tuple(widths), is_swiglu)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..experts.model_facts import Attention, ModelFacts, SeenExperts
+from ..experts.model_facts import Attention, ProbedFacts, SeenExperts
 from ..experts.router_stats import RouterKind
 from ..util.atomic_write import whole
 from ..util.sources import sources_digest
@@ -43,7 +43,7 @@ class FactsKey:
     code: frozenset[Any]
 
 
-def key_of(model: Any) -> FactsKey:
+def facts_key(model: Any) -> FactsKey:
     """
     Args:
         model: as transformers builds it.
@@ -79,7 +79,7 @@ def _package(code: Any) -> str:
     return str(module).partition(".")[0]
 
 
-def recall(key: FactsKey) -> ModelFacts | None:
+def recall(key: FactsKey) -> ProbedFacts | None:
     """The facts of a model with this key, if one was built before."""
     content = recall_trial(key, "facts")
     if content is None:
@@ -90,10 +90,10 @@ def recall(key: FactsKey) -> ModelFacts | None:
     attention = tuple(Attention(**each) for each in content["attention"])
     left_out = {path: frozenset(names) for path, names in content["left_out"].items()}
     sets = {name: frozenset(content[name]) for name in ("read_weights", "uncalled", "fp32_names")}
-    return ModelFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})
+    return ProbedFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})
 
 
-def keep(key: FactsKey, facts: ModelFacts) -> None:
+def keep_facts(key: FactsKey, facts: ProbedFacts) -> None:
     """Keep facts for `recall`; where the directory cannot be written, in this process alone."""
     keep_trial(key, "facts", asdict(facts))
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..experts.layout import expert_modules
-from ..experts.model_facts import Attention, ModelFacts, SeenExperts
+from ..experts.model_facts import Attention, ProbedFacts, SeenExperts
 from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
 from ..util.errors import ExpertMeshError
 
@@ -28,7 +28,7 @@ _POSITIONS = 8
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"})
 
 
-def probe(model: Any) -> ModelFacts:
+def probe(model: Any) -> ProbedFacts:
     """Run a model of transformers that is on the meta device. What it keeps in fp32, and what was left out of it, is
     not found so.
 
@@ -71,7 +71,7 @@ def probe(model: Any) -> ModelFacts:
         if type(module) not in kinds:
             kinds[type(module)] = try_router(module, called[router].args, num_logits, _groups(model.config))
         experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
-    return ModelFacts(
+    return ProbedFacts(
         experts,
         head in called and logits is called[head].output,
         bool(looked_at),
@@ -128,7 +128,7 @@ def _with_parents(paths: Iterable[str]) -> set[str]:
     return {"", *(".".join(names[: number + 1]) for names in parts for number in range(len(names)))}
 
 
-def runs(model: Any) -> bool:
+def computes_as_held(model: Any) -> bool:
     """Whether a model of transformers that is on the meta device computes in the dtypes that its parameters have."""
 
     def refuse_mixed(operator: Any, args: Any, kwargs: Any) -> None:

@@ -29,7 +29,7 @@ region with one is not divided."""
 
 
 @dataclass(frozen=True)
-class Region:
+class DividedModule:
     """A module that is divided.
 
     Attributes:
@@ -47,7 +47,7 @@ class Region:
     gathers: bool = False
 
 
-def regions_of(model: Any) -> list[Region]:
+def regions_of(model: Any) -> list[DividedModule]:
     """The modules of a model's decoder layers that its plan divides, in the model's order; none where the plan has
     nothing for them, code of the model's own reads a weight that would be divided, or layers of several matrices are
     not cut into contiguous rows.
@@ -73,7 +73,7 @@ def regions_of(model: Any) -> list[Region]:
         if colwise and rowwise and not is_fused and read_weights.isdisjoint(linear):
             values = tuple(path for path in found if path in parameters)
             gathers = any(style == "colwise_gather_output" for style in linear.values())
-            regions.append(Region(parent, colwise, rowwise, values, gathers))
+            regions.append(DividedModule(parent, colwise, rowwise, values, gathers))
     return regions
 
 

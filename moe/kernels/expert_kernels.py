@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ..util.errors import ExpertMeshError
 from .fp8 import FP8, check_fp8
 from .kernel_entries import Precision, check_kernel_name, kernels_that
-from .kernel_registry import KERNELS, ExpertKernel, Needs
+from .kernel_registry import KERNELS, ExpertKernel, KernelNeeds
 from .loop import LOOP
 from .megablocks import MEGABLOCKS_SPARSE
 from .torch_grouped import TORCH_GROUPED
@@ -27,7 +27,7 @@ class KernelChoice:
         return self.kernel.name
 
 
-def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> KernelChoice:
+def choose_kernel(name: str, needs: KernelNeeds, precision: Precision = "same") -> KernelChoice:
     """The kernel for `--expert-kernel name`; "auto" picks by device, experts, dtype and what is installed. In fp8, it
     is the kernel for adapters.
 
@@ -49,7 +49,7 @@ def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> Ker
     return KernelChoice(kernel, f"asked for; {note}" if note else "asked for")
 
 
-def _choose(needs: Needs) -> KernelChoice:
+def _choose(needs: KernelNeeds) -> KernelChoice:
     """The default kernel: the first in `auto`'s order of those that can compute these experts, `loop` at the latest."""
     able = [kernel for kernel in KERNELS.entries() if _can_compute(kernel.name, needs)]
     places = [(kernel, place) for kernel in able if (place := kernel.auto(needs)) is not None]
@@ -57,7 +57,7 @@ def _choose(needs: Needs) -> KernelChoice:
     return KernelChoice(kernel, f"auto: {place.why}")
 
 
-def _can_compute(name: str, needs: Needs) -> bool:
+def _can_compute(name: str, needs: KernelNeeds) -> bool:
     try:
         check_kernel(name, needs)
     except ExpertMeshError:
@@ -65,7 +65,7 @@ def _can_compute(name: str, needs: Needs) -> bool:
     return True
 
 
-def check_kernel(name: str, needs: Needs) -> None:
+def check_kernel(name: str, needs: KernelNeeds) -> None:
     """
     Raises:
         ExpertMeshError: the kernel is not installed, or cannot compute these experts in this dtype on this device.

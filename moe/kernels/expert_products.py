@@ -178,17 +178,17 @@ def runs(counts: list[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-def compute_dtype(rows: Tensor) -> torch.dtype:
+def multiply_dtype(rows: Tensor) -> torch.dtype:
     """The dtype to multiply in: fp32 for half precision on a CPU without it, where torch's own matmuls are slow."""
     emulated = computes_on_cpu(rows) and rows.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype
 
 
 def looped(counts: list[int]) -> GroupedMatmul:
-    """Expert by expert, in the dtype of `compute_dtype`."""
+    """Expert by expert, in the dtype of `multiply_dtype`."""
 
     def multiply(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        dtype, places = compute_dtype(a), runs(counts)
+        dtype, places = multiply_dtype(a), runs(counts)
         if trans_a:
             out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
             for rows, out_KN in zip(places, out_eKN, strict=True):

@@ -32,7 +32,7 @@ from .expert_products import grouped_product
 from .fp8_casts import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
 from .grouped import GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import KernelEntry, check_beside_fp8
-from .kernel_registry import ExpertKernel, Needs
+from .kernel_registry import ExpertKernel, KernelNeeds
 
 register_step_part(__name__, "expert GEMMs")
 
@@ -93,7 +93,7 @@ def _multiply(a: Scaled, b: Scaled, ends_e: Tensor) -> Tensor:
     return product
 
 
-def check_fp8(name: str, needs: Needs) -> None:
+def check_fp8(name: str, needs: KernelNeeds) -> None:
     """
     Raises:
         ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.

@@ -46,7 +46,7 @@ class JoinedSwiGLU(Protocol):
 
 
 @dataclass(frozen=True)
-class Needs:
+class KernelNeeds:
     """The properties that decide whether a kernel can compute a model's experts.
 
     widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases and
@@ -94,9 +94,9 @@ class ExpertKernel:
     fused: FusedSwiGLU | None
     joined: JoinedSwiGLU | None
     low_rank: Product | None
-    check: Callable[[Needs], None]
-    auto: Callable[[Needs], AutoPlace | None]
-    note: Callable[[Needs], str]
+    check: Callable[[KernelNeeds], None]
+    auto: Callable[[KernelNeeds], AutoPlace | None]
+    note: Callable[[KernelNeeds], str]
 
     @property
     def name(self) -> str:

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from ..cpu.matmul import matmul, pad_rows
 from ..util.recompute_cache import kept_product, placeholder
 from ..util.step_parts import register_step_part
-from .expert_products import compute_dtype, grouped_product, host_counts, looped, runs
+from .expert_products import grouped_product, host_counts, looped, multiply_dtype, runs
 from .kernel_entries import LOOP_ENTRY
-from .kernel_registry import AutoPlace, ExpertKernel, Needs
+from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .weight_gradients import deferral_of, now_or_later
 
 register_step_part(__name__, "expert GEMMs")
@@ -37,7 +37,7 @@ class _LoopedGatedMLP(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
     ) -> Tensor:
-        dtype = compute_dtype(rows_RD)
+        dtype = multiply_dtype(rows_RD)
         out_RD = torch.empty_like(rows_RD) if needs_output else placeholder(rows_RD, *rows_RD.shape)
         kept = []
         weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
@@ -70,7 +70,7 @@ def _input_gradients(
 ) -> Iterator[tuple[Tensor, ...]]:
     """For each expert that has rows, after its part of `grad_rows_RD` has been written: its rows, the gradients of its
     results, the hidden activations, and the gradients of gate and up."""
-    dtype = compute_dtype(rows_RD)
+    dtype = multiply_dtype(rows_RD)
     w1, v1, w2, *kept = weights_and_kept
     gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
     weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
@@ -122,7 +122,7 @@ def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor
     return grouped_product(x_RI, weight_eOI, looped(host_counts(counts_e, x_RI.shape[0])))
 
 
-def _auto_loop(needs: Needs) -> AutoPlace:
+def _auto_loop(needs: KernelNeeds) -> AutoPlace:
     if needs.device_type == "cpu":
         return AutoPlace(0, "this is a CPU")
     if needs.dtype == torch.float32:

@@ -22,7 +22,7 @@ from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
 from .kernel_entries import MEGABLOCKS_SPARSE_ENTRY
-from .kernel_registry import AutoPlace, ExpertKernel, Needs
+from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .swiglu import SwiGLU
 
 register_step_part(__name__, "expert GEMMs")
@@ -233,7 +233,7 @@ def load_megablocks(what: str = "--expert-kernel megablocks-sparse") -> None:
         import megablocks  # noqa: F401
 
 
-def _check(needs: Needs) -> None:
+def _check(needs: KernelNeeds) -> None:
     for model_width, width in needs.widths:
         check_megablocks_sparse(model_width, width)
     flag = "--expert-kernel megablocks-sparse"
@@ -242,7 +242,7 @@ def _check(needs: Needs) -> None:
     require(flag, SPARSE_PACKAGES)
 
 
-def _auto(needs: Needs) -> AutoPlace | None:
+def _auto(needs: KernelNeeds) -> AutoPlace | None:
     if needs.dtype == torch.float32:
         return None
     return AutoPlace(20, "in grouped_mm this GPU would launch one matmul per expert")

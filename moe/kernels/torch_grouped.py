@@ -22,7 +22,7 @@ from .carve_out import leaving_room
 from .expert_products import grouped_product, known_counts, looped, padded
 from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import TORCH_GROUPED_ENTRY
-from .kernel_registry import AutoPlace, ExpertKernel, Needs
+from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 
 register_step_part(__name__, "expert GEMMs")
 
@@ -118,12 +118,12 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
         )
 
 
-def _check_widths(needs: Needs) -> None:
+def _check_widths(needs: KernelNeeds) -> None:
     for model_width, width in needs.widths:
         _check_grouped_mm(needs.dtype, model_width, width)
 
 
-def _auto_grouped(needs: Needs) -> AutoPlace | None:
+def _auto_grouped(needs: KernelNeeds) -> AutoPlace | None:
     """Only bf16 on a GPU has a choice."""
     if needs.device_type == "cpu" or needs.dtype == torch.float32:
         return None
@@ -132,7 +132,7 @@ def _auto_grouped(needs: Needs) -> AutoPlace | None:
     return AutoPlace(10, "as megablocks-sparse is not installed, or does not suit these experts")
 
 
-def _has_grouped_mm(needs: Needs) -> bool:
+def _has_grouped_mm(needs: KernelNeeds) -> bool:
     """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
     servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
     (`_grouped_mm_fallback` in ATen)."""

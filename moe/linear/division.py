@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class Ranks(Protocol):
+class DividingRanks(Protocol):
     """The ranks that divide a layer; see `TPGroup`."""
 
     @property
@@ -20,7 +20,7 @@ class Ranks(Protocol):
     def mine(self, x: Tensor, dim: int = 0) -> Tensor: ...
 
 
-def part_of(parameter: Tensor, rows: int, ranks: Ranks) -> Tensor:
+def part_of(parameter: Tensor, rows: int, ranks: DividingRanks) -> Tensor:
     """This rank's rows, so many, of a parameter that is divided, or of which every rank has all: of one that is not
     placed yet, say."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -38,7 +38,7 @@ class Division:
     """
 
     of: Literal["outputs", "inputs", "nothing"]
-    ranks: Ranks
+    ranks: DividingRanks
     rows: int | None = None
 
     def part(self, name: str, parameter: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ from ..kernels.fp8_casts import (
     plain_multiply,
 )
 from ..util.gpu import computes_on_cpu
-from .division import Division, Ranks
+from .division import DividingRanks, Division
 
 
 def fp8_product(x: Tensor, weight: Tensor, is_transposed: bool, division: Division | None) -> Tensor:
@@ -95,7 +95,7 @@ def _gradients(ctx: Any, x_MK: Tensor, weight: Tensor, grad_MN: Tensor) -> tuple
     return grad_x_MK, grad_weight
 
 
-def _multiply_parts(x_MR: Tensor, weight_RC: Tensor, ranks: Ranks) -> Tensor:
+def _multiply_parts(x_MR: Tensor, weight_RC: Tensor, ranks: DividingRanks) -> Tensor:
     """This rank's summand of a matmul that sums over R, which is divided: both operands are rounded by the largest
     value that any rank has in a row or column. What is divided of a weight is its dim 0, however it is held."""
     columns_1RC = weight_RC.unsqueeze(0)

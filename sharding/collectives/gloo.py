@@ -102,7 +102,7 @@ class GlooAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        all_gather(input_tensor, output_tensor, group.group_name)
+        gloo_all_gather(input_tensor, output_tensor, group.group_name)
 
 
 class GlooReduceScatter(ReduceScatter):
@@ -142,11 +142,11 @@ class GlooReduceScatter(ReduceScatter):
                 "expertmesh assumes (its input, then its output); use a supported version of torch"
             )
         received = self.memory.take(output_tensor.numel(), output_tensor.dtype)
-        reduce_scatter(input_tensor, output_tensor, received, group.group_name)
+        gloo_reduce_scatter(input_tensor, output_tensor, received, group.group_name)
 
 
 @torch.library.custom_op("expertmesh::all_gather", mutates_args=("out_nP",))
-def all_gather(part_P: Tensor, out_nP: Tensor, group_name: str) -> None:
+def gloo_all_gather(part_P: Tensor, out_nP: Tensor, group_name: str) -> None:
     """Gather every rank's part, one after the other, into `out_nP` (flat); `part_P` may be this rank's place in it."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     rank, parts = dist.get_rank(group), out_nP.chunk(group.size())
@@ -160,7 +160,7 @@ def all_gather(part_P: Tensor, out_nP: Tensor, group_name: str) -> None:
 
 
 @torch.library.custom_op("expertmesh::reduce_scatter", mutates_args=("out_P", "received_P"))
-def reduce_scatter(data_nP: Tensor, out_P: Tensor, received_P: Tensor, group_name: str) -> None:
+def gloo_reduce_scatter(data_nP: Tensor, out_P: Tensor, received_P: Tensor, group_name: str) -> None:
     """Write the sum over all ranks of this rank's part of `data_nP` (flat) into `out_P`, by way of `received_P`.
 
     Added up in the order of the ranks, so that the same values always have the same sum.

@@ -103,7 +103,7 @@ def num_lacking(model: nn.Module) -> int:
     return sum(map(unreached.lacks, unreached.parts(model)))
 
 
-def parts_of(model: nn.Module) -> list[StateTensor]:
+def sharded_parts(model: nn.Module) -> list[StateTensor]:
     """The parameters of a sharded model."""
     return _unreached(model).parts(model)
 

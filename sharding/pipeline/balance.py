@@ -1,6 +1,6 @@
 """Which decoder layers each stage of a pipeline has. Pure arithmetic: no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ class Cuttable(Protocol):
         name: of its class.
         num_layers: decoder layers.
         flops: of a token's forward in each layer, then after the last.
+        skips: (from, to) where layer `to` uses what layer `from` gave, other than the one before it.
     """
 
     @property
@@ -28,9 +29,8 @@ class Cuttable(Protocol):
     @property
     def flops(self) -> Sequence[float]: ...
 
-    def uncuttable(self, cut: int) -> tuple[int, int] | None:
-        """The (from, to) that forbids to end a stage with layer `cut` (see `crossing`)."""
-        ...
+    @property
+    def skips(self) -> Collection[tuple[int, int]]: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,18 @@ class StageMemory:
     limit: float
 
 
+def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | None:
+    """The first (from, to) that forbids to end a stage with layer `cut`: what layer `from` gives is used beyond the
+    layer that follows it, and beyond the cut; or others use what it made and did not give. None if it can be the last
+    one of its stage.
+
+    Args:
+        skips: see `Survey`; what comes from before the first layer forbids nothing.
+    """
+    found = [(i, j) for i, j in sorted(skips) if i >= 0 and (i < cut < j or (i == cut and j == i + 1))]
+    return found[0] if found else None
+
+
 def cut_stages(
     model: Cuttable,
     pp_size: int,
@@ -94,11 +106,11 @@ def cut_stages(
             f"{flags}: {number} stages need {number} decoder layers or more; {model.name} has "
             f"{num_layers}; use at most {num_layers // chunks} x {chunks}"
         )
-    allowed = [cut for cut in range(num_layers - 1) if model.uncuttable(cut) is None]
+    allowed = [cut for cut in range(num_layers - 1) if crossing(model.skips, cut) is None]
     if counts is not None:
         return _as_told(model, counts, number, flags)
     if len(allowed) < number - 1:
-        i, j = next(skip for cut in range(num_layers - 1) if (skip := model.uncuttable(cut)) is not None)
+        i, j = next(skip for cut in range(num_layers - 1) if (skip := crossing(model.skips, cut)) is not None)
         raise ExpertMeshError(
             f"{flags}: {model.name} can have at most {len(allowed) + 1} stages: the output of layer "
             f"{i} is used {_where(j, num_layers)}, beyond the next layer"
@@ -117,7 +129,7 @@ def _as_told(model: Cuttable, counts: Sequence[int], number: int, flags: str) ->
         )
     ends = [sum(counts[: stage + 1]) for stage in range(number)]
     for end in ends[:-1]:
-        if (skip := model.uncuttable(end - 1)) is not None:
+        if (skip := crossing(model.skips, end - 1)) is not None:
             raise ExpertMeshError(
                 f"{flag}: no stage can end with layer {end - 1}: the output of layer {skip[0]} is used "
                 f"{_where(skip[1], model.num_layers)}"

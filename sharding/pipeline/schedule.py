@@ -48,7 +48,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SendReceive:
     """Begin to send and to receive, in one batch: neither waits for the other to be done.
 
     Attributes:
@@ -67,7 +67,7 @@ class Exchange:
         return action.kind
 
 
-Event = Compute | Exchange
+Event = Compute | SendReceive
 
 
 def schedule_without_queue(chunks: int) -> ScheduleName:
@@ -150,7 +150,7 @@ def _queue_weights(schedule: Schedule) -> Schedule:
     queues: list[deque[Action]] = [deque() for _ in schedule]
     held = [0] * len(schedule)
     ordered: list[list[Action]] = [[] for _ in schedule]
-    num_stages = stages_of(schedule)
+    num_stages = count_stages(schedule)
     done: set[Action] = set()
     while any(remaining) or any(queues):
         now = []
@@ -172,7 +172,7 @@ def _queue_weights(schedule: Schedule) -> Schedule:
     return tuple(tuple(actions) for actions in ordered)
 
 
-def stages_of(schedule: Schedule) -> int:
+def count_stages(schedule: Schedule) -> int:
     """The number of stages, P·V."""
     return 1 + max(action.stage for action in chain.from_iterable(schedule))
 
@@ -213,7 +213,7 @@ def communications(schedule: Schedule) -> tuple[tuple[Event, ...], ...]:
 
     Neighbouring stages exchange nothing where they are on the same rank (P = 1).
     """
-    num_stages = stages_of(schedule)
+    num_stages = count_stages(schedule)
     return tuple(tuple(_events(actions, len(schedule), num_stages)) for actions in schedule)
 
 
@@ -227,13 +227,13 @@ def _events(actions: Sequence[Action], pp_size: int, num_stages: int) -> Iterato
     begun = set()
     for action in actions:
         if receives(action, pp_size, num_stages) and action not in begun:
-            yield Exchange(None, action)
+            yield SendReceive(None, action)
         yield Compute(action)
         then = following.get(action)
         send = action if sends(action, pp_size, num_stages) else None
         receive = then if then is not None and receives(then, pp_size, num_stages) else None
         if send is not None or receive is not None:
-            yield Exchange(send, receive)
+            yield SendReceive(send, receive)
         begun.add(receive)
 
 
@@ -250,10 +250,10 @@ def sends(action: Action, pp_size: int, num_stages: int) -> bool:
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Per pp rank the most micro-batches, of a stage each, whose forward is done and whose backward is not."""
-    return [most_held(actions, {"forward": 1, "backward": -1}) for actions in schedule]
+    return [most_at_once(actions, {"forward": 1, "backward": -1}) for actions in schedule]
 
 
-def most_held(actions: Sequence[Action], change: dict[Kind, int]) -> int:
+def most_at_once(actions: Sequence[Action], change: dict[Kind, int]) -> int:
     """The most that a rank holds, which each kind of action changes by so much."""
     held = peak = 0
     for action in actions:

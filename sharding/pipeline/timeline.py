@@ -16,10 +16,10 @@ from .schedule import (
     Schedule,
     ScheduleName,
     communications,
+    count_stages,
     make_schedule,
     needed,
     source,
-    stages_of,
 )
 
 
@@ -69,7 +69,7 @@ class Timetable:
     """
 
     def __init__(self, schedule: Schedule):
-        self.num_stages = stages_of(schedule)
+        self.num_stages = count_stages(schedule)
         # those that wait for the same number of others, one after another, at a time
         done = sorted(_done_in_turn(schedule, self.num_stages), key=lambda each: each.depth)
         rows = {id(each): row for row, each in enumerate(done, _FIRST_ROW)}

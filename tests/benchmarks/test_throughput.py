@@ -18,7 +18,7 @@ from benchmarks.variants import Work, parse_variant
 from expertmesh.moe.cpu.matmul import libraries_in_use
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.sharding.collectives.gloo import all_gather, reduce_scatter
+from expertmesh.sharding.collectives.gloo import gloo_all_gather, gloo_reduce_scatter
 from expertmesh.sharding.runtime.process import Ranks
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older
@@ -41,8 +41,8 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
     with CountTraffic() as traffic:
         dist.all_gather_into_tensor(torch.empty(16, 3), x)
         dist.reduce_scatter_tensor(torch.empty(4, 3), x)
-        all_gather(x.flatten(), torch.empty(48), world.group_name)
-        reduce_scatter(x.flatten(), torch.empty(12), torch.empty(12), world.group_name)
+        gloo_all_gather(x.flatten(), torch.empty(48), world.group_name)
+        gloo_reduce_scatter(x.flatten(), torch.empty(12), torch.empty(12), world.group_name)
         dist.all_reduce(x)
         dist.all_to_all_single(torch.empty(8, 3), x)
         sent = [5, 3] if dist.get_rank() == 0 else [1, 7]

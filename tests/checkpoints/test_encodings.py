@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from expertmesh.checkpoints.files.dtypes import as_tensor
-from expertmesh.checkpoints.files.encodings import dequantize, pack, scale_values, unpack
+from expertmesh.checkpoints.files.encodings import dequantize_array, pack_codes, scale_values, unpack
 from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.checkpoints.opening import open_any
 from tests.checkpoints.commands import Tensors, run
@@ -112,7 +112,7 @@ def test_any_code_times_any_scale(codes: Any, scale_dtype: str) -> None:
         values = scales.float()
     raw = scales.view(torch.uint8).reshape(4, -1).numpy()
     encoding = Encoding(codes, BLOCK, scale_dtype)
-    found = as_tensor(dequantize(stored.numpy(), scale_values(raw, scale_dtype), encoding, (0, 0)), "BF16")
+    found = as_tensor(dequantize_array(stored.numpy(), scale_values(raw, scale_dtype), encoding, (0, 0)), "BF16")
     want = from_fp8(stored.view(dtype), values)
     assert torch.equal(found.view(torch.int16), want.view(torch.int16)), "NaNs too"
 
@@ -122,9 +122,9 @@ def test_every_byte_and_exponent_of_mxfp4() -> None:
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
     want = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)[0]
     codes = unpack(blocks.view(255, 256).numpy(), MXFP4)
-    found = as_tensor(dequantize(codes, scale_values(scales[0].numpy(), "U8"), MXFP4, (0, 0)), "BF16")
+    found = as_tensor(dequantize_array(codes, scale_values(scales[0].numpy(), "U8"), MXFP4, (0, 0)), "BF16")
     assert torch.equal(found.view(torch.int16), want.contiguous().view(torch.int16))
-    assert (pack(codes, MXFP4) == blocks.view(255, 256).numpy()).all()
+    assert (pack_codes(codes, MXFP4) == blocks.view(255, 256).numpy()).all()
 
 
 def test_any_rectangle() -> None:
@@ -136,7 +136,7 @@ def test_any_rectangle() -> None:
         for columns in (range(29), range(1, 3), range(7, 25), range(28, 29)):
             down, across = (slice(run.start // 8, (run.stop - 1) // 8 + 1) for run in (rows, columns))
             box = codes.view(torch.uint8)[rows.start : rows.stop, columns.start : columns.stop].numpy()
-            wide = dequantize(box, scales[down, across], FP8, (rows.start, columns.start))
+            wide = dequantize_array(box, scales[down, across], FP8, (rows.start, columns.start))
             assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
 
 

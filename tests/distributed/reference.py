@@ -32,7 +32,7 @@ from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.metrics import METRICS
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.start.inputs import with_new_tokens
+from expertmesh.training.start.inputs import with_token_rows
 from expertmesh.training.steps.step import StepResult, train_step
 from tests.parity.case import MAX_GRAD_NORM, Case, Figures, hf_model
 from tests.parity.kept import expected
@@ -77,7 +77,7 @@ def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group, as a run assembles it."""
     config = config_of(case, topology)
-    source = with_new_tokens(replace(config, model=str(path)), open_source(path))
+    source = with_token_rows(replace(config, model=str(path)), open_source(path))
     kernel = FP8 if case.kernel == FP8.name else KERNELS.get(case.kernel)
     model = assemble(config, source, "cpu", lambda *_: KernelChoice(kernel, "the case's")).model
     mesh = build_mesh("cpu", topology)

@@ -14,7 +14,7 @@ from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.checkpoints.new_rows import first_rows
+from expertmesh.checkpoints.new_rows import initial_rows
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours
 from tests.distributed.whole_runs import read
@@ -60,7 +60,7 @@ def begun(path: Path, seed: int = 42) -> dict[str, Tensor]:
     source = replace(open_source(path), vocab_size=NEW)
     checkpoint = open_checkpoint(source, Names(source.build()))
     names = [name for name, rows in checkpoint.rows_in_files.items() if rows == OLD]
-    return {name: first_rows(checkpoint, name, range(OLD, NEW), seed).float() for name in names}
+    return {name: initial_rows(checkpoint, name, range(OLD, NEW), seed).float() for name in names}
 
 
 def resized(path: Path) -> Any:
@@ -82,7 +82,7 @@ def test_rows_begin_as_transformers_draws_them(tmp_path: Path) -> None:
     model.resize_token_embeddings(OLD + 4000)
     source = replace(open_source(tmp_path), vocab_size=OLD + 4000)
     checkpoint = open_checkpoint(source, Names(source.build()))
-    ours, other = (first_rows(checkpoint, "lm_head.weight", range(OLD, OLD + 4000), seed) for seed in (0, 1))
+    ours, other = (initial_rows(checkpoint, "lm_head.weight", range(OLD, OLD + 4000), seed) for seed in (0, 1))
     theirs = model.lm_head.weight.detach()[OLD:].double()
     axes = torch.linalg.svd(old - old.mean(0), full_matrices=False).Vh
     spreads = [((rows - old.mean(0)) @ axes.T).std(0) for rows in (ours, theirs)]

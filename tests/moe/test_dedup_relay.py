@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.dispatch.dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
+from expertmesh.moe.dispatch.dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
 from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order, first_rows
 
 T, D, K, E = 7, 5, 3, 4
@@ -57,7 +57,7 @@ def once(num_tokens: int, padding: int) -> tuple[ExpertOrder, int]:
 def through_relays(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int, is_relayed: bool) -> Tensor:
     order, num_rows = once(T, padding)
     exchange: Any = Loopback(num_rows)
-    (arriving,) = Send.apply(x_TD, order, exchange, not is_relayed)
+    (arriving,) = SendTokens.apply(x_TD, order, exchange, not is_relayed)
     first, second, onward = exchange, order, exchange
     if is_relayed:
         second, _ = once(num_rows, 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from expertmesh.moe.experts.model_facts import ModelFacts, facts_of
+from expertmesh.moe.experts.model_facts import ProbedFacts, facts_of
 from expertmesh.moe.hf_model import build, facts_cache
 from expertmesh.moe.hf_model.build import build_model
 from tests.families.configs import tiny_config as config_of
@@ -231,7 +231,7 @@ def test_files_hold_all_facts(tmp_path: Path) -> None:
     assert facts.left_out
     (file,) = files(tmp_path)
     content = json.loads(file.read_text().splitlines()[1])
-    assert content.keys() == ModelFacts.__dataclass_fields__.keys()
+    assert content.keys() == ProbedFacts.__dataclass_fields__.keys()
 
 
 def test_a_function_that_says_no_module_goes_by_its_file() -> None:

@@ -23,7 +23,7 @@ from expertmesh.moe.kernels.fp8_casts import (
     plain_runs,
 )
 from expertmesh.moe.kernels.grouped import for_any_rows
-from expertmesh.moe.kernels.kernel_registry import Needs
+from expertmesh.moe.kernels.kernel_registry import KernelNeeds
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, round_to_nearest
@@ -274,7 +274,7 @@ def test_experts_of_other_kinds(kind: str) -> None:
 
 def test_adapters_are_multiplied_in_bf16() -> None:
     experts = experts_of("plain").bfloat16()
-    chosen = choose_kernel("auto", Needs("cpu", torch.bfloat16, ((16, 48),), False), "fp8").kernel
+    chosen = choose_kernel("auto", KernelNeeds("cpu", torch.bfloat16, ((16, 48),), False), "fp8").kernel
     assert chosen.product is FP8.product
     assert chosen.low_rank is LOOP.product
     counters = [mock.Mock(wraps=chosen.product), mock.Mock(wraps=chosen.low_rank)]
@@ -286,7 +286,7 @@ def test_adapters_are_multiplied_in_bf16() -> None:
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(device: str, name: str = "auto", dtype: torch.dtype = torch.bfloat16, *more: int) -> Any:
-        return choose_kernel(name, Needs(device, dtype, ((64, more[0] if more else 48),)), "fp8")
+        return choose_kernel(name, KernelNeeds(device, dtype, ((64, more[0] if more else 48),)), "fp8")
 
     assert (of("cpu").name, of("cpu").why) == ("fp8", "emulated on a CPU")
     assert fused("torch-grouped") is not FP8.fused

@@ -19,7 +19,7 @@ from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
-from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, Needs
+from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, KernelNeeds
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
@@ -318,8 +318,8 @@ def test_gradient_of_a_bias_in_bf16_is_summed_in_fp32() -> None:
     assert bias_eO.grad.flatten().tolist() == pytest.approx([1 + 1000 * 2.0**-9, 0], rel=2**-8)
 
 
-def needs(device: str, *widths: int, dtype: torch.dtype = torch.bfloat16, is_swiglu: bool = True) -> Needs:
-    return Needs(device, dtype, tuple(zip(widths[::2], widths[1::2], strict=True)), is_swiglu)
+def needs(device: str, *widths: int, dtype: torch.dtype = torch.bfloat16, is_swiglu: bool = True) -> KernelNeeds:
+    return KernelNeeds(device, dtype, tuple(zip(widths[::2], widths[1::2], strict=True)), is_swiglu)
 
 
 SPARSE, TWO_WIDTHS = "megablocks-sparse", (128, 256, 128, 60)
@@ -343,7 +343,7 @@ SPARSE, TWO_WIDTHS = "megablocks-sparse", (128, 256, 128, 60)
     ],
 )
 def test_choice(
-    monkeypatch: pytest.MonkeyPatch, name: str, wanted: Needs, capability: tuple[int, int], found: str
+    monkeypatch: pytest.MonkeyPatch, name: str, wanted: KernelNeeds, capability: tuple[int, int], found: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
@@ -376,7 +376,7 @@ def test_why_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (SPARSE, needs("cuda", 128, 128, is_swiglu=False), "megablocks-sparse computes plain SwiGLU only"),
     ],
 )
-def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, wanted: Needs, said: str) -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, wanted: KernelNeeds, said: str) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     with pytest.raises(ExpertMeshError, match=said):

@@ -284,7 +284,7 @@ def test_checkpointing_has_changed(monkeypatch: pytest.MonkeyPatch, change: str)
 
 def test_messages_name_the_release() -> None:
     with mock.patch("transformers.__version__", "6.0.0"):
-        assert str(transformers_private.changed("this is gone")) == (
+        assert str(transformers_private.api_changed("this is gone")) == (
             "transformers 6.0.0: this is gone; expertmesh was tested with transformers 5.17 to 5.24"
         )
 

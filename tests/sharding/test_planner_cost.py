@@ -8,7 +8,7 @@ import pytest
 
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.model_setup.rates import AT_BEST, Constant, Rates, Work
+from expertmesh.training.model_setup.rates import AT_BEST, RateConstant, Rates, Work
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
@@ -100,7 +100,7 @@ def test_kernels_run_beside_all_to_alls_that_travel() -> None:
 
 def test_what_overlaps_is_slower() -> None:
     """Beside a collective kernels run at half their speed; it takes four fifths of its own."""
-    clock = Clock(Rates((), (Constant("compute beside", 0.5, ""), Constant("collective beside", 0.8, ""))))
+    clock = Clock(Rates((), (RateConstant("compute beside", 0.5, ""), RateConstant("collective beside", 0.8, ""))))
     gathered = clock.shard(0.4)
     # 0.5 s until it has come, in which 0.25 s are computed, and then the rest
     clock.kernel(1.0)
@@ -124,7 +124,7 @@ def test_what_overlaps_is_slower() -> None:
 
 def test_kernels_wait_for_the_host() -> None:
     """Which is ahead, until it has to know what they have found."""
-    clock = Clock(Rates((), (Constant("wait", 0.125, ""),)))
+    clock = Clock(Rates((), (RateConstant("wait", 0.125, ""),)))
     clock.call(0.25)
     clock.launch()
     clock.kernel(1.0)

@@ -12,19 +12,19 @@ from expertmesh.sharding.pipeline.schedule import (
     Action,
     Compute,
     Event,
-    Exchange,
     Kind,
     Schedule,
     ScheduleName,
+    SendReceive,
     communications,
+    count_stages,
     forward_schedule,
     make_schedule,
-    most_held,
+    most_at_once,
     peak_in_flight,
     receives,
     sends,
     source,
-    stages_of,
 )
 from expertmesh.sharding.pipeline.timeline import Costs, Timetable, bubble
 
@@ -105,7 +105,7 @@ def test_generated_exchanges_carry_every_output_once() -> None:
         num_stages = setting.pp_size * setting.chunks
         for actions, events in zip(schedule, communications(schedule), strict=True):
             assert [event.action for event in events if isinstance(event, Compute)] == list(actions)
-            exchanges = [event for event in events if isinstance(event, Exchange)]
+            exchanges = [event for event in events if isinstance(event, SendReceive)]
             assert all(a.kind == e.direction for e in exchanges for a in (e.send, e.receive) if a)
             sent = [e.send for e in exchanges if e.send]
             received = [e.receive for e in exchanges if e.receive]
@@ -228,13 +228,13 @@ def seconds(schedule: Schedule, costs: Costs) -> float:
 
 def peak_queued(schedule: Schedule) -> list[int]:
     """Per pp rank the most micro-batches, of a stage each, whose backward is done and whose weights are not."""
-    return [most_held(actions, {"backward": int(has_weights(schedule)), "weights": -1}) for actions in schedule]
+    return [most_at_once(actions, {"backward": int(has_weights(schedule)), "weights": -1}) for actions in schedule]
 
 
 def peak_held(schedule: Schedule) -> list[int]:
     """Per pp rank the most micro-batches, of a stage each, that are in flight or queued."""
     last: Kind = "weights" if has_weights(schedule) else "backward"
-    return [most_held(actions, {"forward": 1, last: -1}) for actions in schedule]
+    return [most_at_once(actions, {"forward": 1, last: -1}) for actions in schedule]
 
 
 def has_weights(schedule: Schedule) -> bool:
@@ -276,7 +276,7 @@ def _check_order(actions: Sequence[Action]) -> None:
 
 
 def _check_queues(schedule: Schedule) -> None:
-    pp_size, num_stages = len(schedule), stages_of(schedule)
+    pp_size, num_stages = len(schedule), count_stages(schedule)
     sent, received = defaultdict[object, list[Action | None]](list), defaultdict[object, list[Action | None]](list)
     for rank, actions in enumerate(schedule):
         for action in actions:

@@ -10,7 +10,7 @@ from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.dataflow import Survey
-from expertmesh.sharding.pipeline.balance import cut_stages
+from expertmesh.sharding.pipeline.balance import crossing, cut_stages
 from expertmesh.sharding.pipeline.survey import survey
 from tests.tiny import tiny_config
 
@@ -35,7 +35,7 @@ def skipping() -> Survey:
 
 def test_a_layer_that_uses_an_earlier_one(skipping: Survey) -> None:
     assert skipping.skips == {(0, 2)}
-    assert [skipping.uncuttable(cut) for cut in range(3)] == [None, (0, 2), None]
+    assert [crossing(skipping.skips, cut) for cut in range(3)] == [None, (0, 2), None]
     assert cut_stages(skipping, 3, 1, None) == (range(0, 1), range(1, 3), range(3, 4))
 
 

@@ -10,7 +10,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.start import consistency
 from expertmesh.training.start.consistency import start_facts
-from expertmesh.training.start.resume import check_order, compare_run
+from expertmesh.training.start.resume import check_data_order, compare_run
 
 PATH = Path("step-00000002")
 PLAIN: dict[str, Any] = dict(model="m", dataset=["d"])
@@ -102,16 +102,16 @@ def test_all_that_differs_is_told_at_once() -> None:
 def test_the_batches_to_come() -> None:
     config = TrainConfig(**PLAIN)
     there = {"rows": 50, "tokens": 900, "global_batch_size": 8, "seed": 1}
-    check_order(there, there, config, PATH)
+    check_data_order(there, there, config, PATH)
     for name in there:
         for allowed in ([], ["data"]):
             other, may = replace(config, allow_changed=allowed), bool(allowed) and name in ("rows", "tokens")
             here = {**there, name: there[name] + 1}
             if may:
-                check_order(there, here, other, PATH)
+                check_data_order(there, here, other, PATH)
                 continue
             with pytest.raises(ExpertMeshError, match=f"that run had {name.replace('_', ' ')} {there[name]}"):
-                check_order(there, here, other, PATH)
+                check_data_order(there, here, other, PATH)
 
 
 def test_flags_that_nodes_are_started_with() -> None:

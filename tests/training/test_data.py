@@ -23,7 +23,7 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
-from expertmesh.training.data.preview import describe
+from expertmesh.training.data.preview import describe_origin
 from expertmesh.training.data.samples import (
     DataOptions,
     Samples,
@@ -1351,7 +1351,7 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     assert split.records.tolist() == [0, 0, 1]
     (origin,) = split.origins
     assert (origin.split, origin.rows, origin.without_target) == (3, 4, 1)
-    assert "3 rows split into 4 samples" in describe(origin)
+    assert "3 rows split into 4 samples" in describe_origin(origin)
     assert len(load(tokenizer, file)) == 2
     many = load(tokenizer, write(tmp_path / "many.jsonl", [{"messages": talk[:4]}] * 10), split_turns=True)
     train, held_out = hold_out(many, 0.2, seed=3)

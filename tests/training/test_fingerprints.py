@@ -20,7 +20,7 @@ from expertmesh.training.run.finished import Finished, _find, read_finished
 from expertmesh.training.run.loop import data_order, order_facts
 from expertmesh.training.start.fingerprints import Facts, exports_alike, recorded_config, reference_key, teacher_key
 from expertmesh.training.start.inputs import added_tokens, data_options
-from expertmesh.training.start.resume import check_order, compare_run
+from expertmesh.training.start.resume import check_data_order, compare_run
 
 SETTINGS, PARSER = fields(TrainConfig), make_parser()
 # fmt: off
@@ -139,7 +139,7 @@ def resumed(one: TrainConfig, other: TrainConfig) -> str:
     told: list[str] = []
     try:
         compare_run(Path("step-2"), there, asdict(one), other, here, told.append)
-        check_order(there_keys["batches"], here_keys["batches"], other, Path("step-2"))
+        check_data_order(there_keys["batches"], here_keys["batches"], other, Path("step-2"))
     except ExpertMeshError as error:
         told.append(str(error))
     return "".join(told)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.training.model_setup.rates import Constant, Rates
+from expertmesh.training.model_setup.rates import RateConstant, Rates
 from expertmesh.training.monitoring.attribution import FSDP, StepPlace
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
@@ -21,7 +21,7 @@ PAIR = (0, 1)
 def cluster(**constants: float) -> Cluster:
     """A byte takes a second, on any way."""
     told = {"launch": 0.0, "call": 0.0} | constants
-    rates = Rates(constants=tuple(Constant(name.replace("_", " "), value, "") for name, value in told.items()))
+    rates = Rates(constants=tuple(RateConstant(name.replace("_", " "), value, "") for name, value in told.items()))
     device = Device(1.0, 1.0, 1.0, 0.0, host_bandwidth=1.0)
     return Cluster(Hardware("a card", device, Link(1.0, 0.0), Link(1.0, 0.0), rates), 8, 0.0)
 

@@ -16,7 +16,7 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import RowSource, open_files
 from expertmesh.training.data.samples import DataOptions, Sample, load_samples
 from expertmesh.training.data.sequences import DataOrder
-from expertmesh.training.data.stream import Place, Stream, place_in
+from expertmesh.training.data.stream import Stream, StreamPosition, place_in
 from expertmesh.training.start.inputs import _read_samples
 from tests.tiers import tiered
 
@@ -86,7 +86,7 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
         turns = [{"role": role, "content": f"{number}{at}"} for at in range(4) for role in ("user", "assistant")]
         Path(file.name).write_text("".join(json.dumps({"messages": turns[: 2 * n]}) + "\n" for n in (1, 4, 2)))
 
-    def batches(begin: Place, step: int, last: int) -> tuple[list[Any], list[Place]]:
+    def batches(begin: StreamPosition, step: int, last: int) -> tuple[list[Any], list[StreamPosition]]:
         opened = open_files("--dataset", str(tmp_path / "data"), "", "train")
         stream = Stream("--dataset", opened, tokenizer, options, packing=False, size=5, seed=3)
         stream.begin, found, places = begin, [], [begin]
@@ -95,7 +95,7 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
             places.append(stream.place(at + 1))
         return found, places
 
-    steps, places = batches(Place(), 0, 9)
+    steps, places = batches(StreamPosition(), 0, 9)
     kept = load_samples("--dataset", [str(tmp_path / "data")], tokenizer, options, 0)
     assert len(kept) == 21
     for epoch in range(3):
@@ -108,7 +108,7 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
 def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:
     """Also where a window, a file or an epoch ends with a batch."""
     stream = stream_of(tmp_path / "data", tokenizer, size=5)
-    places, steps = [Place()], []
+    places, steps = [StreamPosition()], []
     for step in range(12):
         steps.append(names_of(tokenizer, stream.batch(step, 5)))
         places.append(stream.place(step + 1))

@@ -107,7 +107,7 @@ def register_layer_kind(added: LayerKind) -> None:
     LAYER_KINDS[added.name] = added
 
 
-def kinds_of_layers(text_config: Any) -> list[str]:
+def kinds_in_config(text_config: Any) -> list[str]:
     """The kind of each layer as a config names it; empty where all are alike."""
     kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
     return [str(kind) for kind in kinds]
@@ -115,7 +115,7 @@ def kinds_of_layers(text_config: Any) -> list[str]:
 
 def kinds_by_layer(model: Any) -> list[str | None]:
     """The kind of each of a model's layers as its config names it; None where all are alike."""
-    kinds, num_layers = kinds_of_layers(model.config.get_text_config()), len(decoder_layers(model))
+    kinds, num_layers = kinds_in_config(model.config.get_text_config()), len(decoder_layers(model))
     return [*kinds[:num_layers]] if kinds else [None] * num_layers
 
 

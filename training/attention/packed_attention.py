@@ -26,7 +26,7 @@ from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
-from .layer_kinds import ATTENDING, LAYER_KINDS, attends, kinds_of_layers, seen_in
+from .layer_kinds import ATTENDING, LAYER_KINDS, attends, kinds_in_config, seen_in
 
 OWN = "expertmesh"
 """Name of this attention among those of transformers."""
@@ -58,7 +58,7 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
         )
     settled = settled_attention(config, attn_implementation)
     text_config = config.get_text_config()
-    seen = [seen_in(kind) for kind in kinds_of_layers(text_config)]
+    seen = [seen_in(kind) for kind in kinds_in_config(text_config)]
     sees_less = any(what not in ("itself", "past") for what in seen)
     has_windows = sees_less if seen else getattr(text_config, "sliding_window", None) is not None
     if packing and settled == "sdpa" and not has_windows:
@@ -95,7 +95,7 @@ def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
 def _attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
     text_config = model.config.get_text_config()
-    kinds = kinds_of_layers(text_config)
+    kinds = kinds_in_config(text_config)
     if batch.segments is None:
         # Causal attention hides padding behind sequences by itself, and a mask would only cost memory; layers that
         # carry a state need one.

@@ -5,7 +5,7 @@ from fractions import Fraction
 from html import escape
 
 from ...sharding.topology import DENSE, DIVIDED, EXPERT, Axis, Topology
-from .mesh_picture import layers_of, ranks_of, spans_nodes
+from .mesh_picture import crosses_nodes, layers_of, ranks_of
 
 MOST_RANKS = 64
 """Ranks of the largest layout that is drawn."""
@@ -136,7 +136,7 @@ def _group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
         shown = [f"{group[0]} and {group[1]}" if len(group) == 2 else ranks_of(group, most=1) for group in groups]
         most = 2 if len(groups) > 3 else len(groups)
         ranks = ", ".join(shown[:most]) + (", ..." if most < len(groups) else "")
-        crosses = any(spans_nodes(group, gpus_per_node) for group in groups)
+        crosses = any(crosses_nodes(group, gpus_per_node) for group in groups)
         lines.append(f"{axis}: {what_for}: {ranks}{' (across nodes)' if crosses else ''}")
     return lines
 

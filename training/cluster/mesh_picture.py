@@ -103,7 +103,7 @@ def experts_of(ep_index: int, here: int) -> str:
 
 def _groups(axis: Axis, what_for: str, topology: Topology, gpus_per_node: int, width: int | None) -> list[str]:
     groups = topology.groups(axis)
-    crossing = sum(spans_nodes(group, gpus_per_node) for group in groups)
+    crossing = sum(crosses_nodes(group, gpus_per_node) for group in groups)
     where = "all within a node" if crossing == 0 else f"{crossing} of them cross nodes"
     if len(groups) == 1:
         where = "crosses nodes" if crossing else "within a node"
@@ -113,7 +113,7 @@ def _groups(axis: Axis, what_for: str, topology: Topology, gpus_per_node: int, w
         if index is None:
             lines.append("  ...")
         else:
-            mark = "   crosses nodes" if spans_nodes(groups[index], gpus_per_node) else ""
+            mark = "   crosses nodes" if crosses_nodes(groups[index], gpus_per_node) else ""
             line = f"  {ranks_of(groups[index], MOST_COLUMNS)}{mark}"
             if width is not None and len(line) > width:
                 line = f"  {ranks_of(groups[index], most=1)}{mark}"
@@ -121,7 +121,7 @@ def _groups(axis: Axis, what_for: str, topology: Topology, gpus_per_node: int, w
     return lines
 
 
-def spans_nodes(ranks: range, gpus_per_node: int) -> bool:
+def crosses_nodes(ranks: range, gpus_per_node: int) -> bool:
     return ranks[0] // gpus_per_node != ranks[-1] // gpus_per_node
 
 

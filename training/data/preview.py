@@ -83,7 +83,7 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
 
 
-def describe(origin: Origin) -> str:
+def describe_origin(origin: Origin) -> str:
     """One data set in words."""
     without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
     split = f"{_count(origin.split, 'row')} split into " if origin.split else ""

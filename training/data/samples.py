@@ -360,7 +360,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             _check_kept(rows_key, key)
         rows = Dataset.from_generator(
             partial(_records, source, flag, options),
-            cache_dir=str(cache_directory()),
+            cache_dir=str(samples_cache()),
             fingerprint=rows_key,
         )
         _record_kept(rows, rows_key)
@@ -388,10 +388,10 @@ def _check_kept(rows_key: str, key: str) -> None:
     Raises:
         ExpertMeshError: a file is damaged.
     """
-    for record in cache_directory().glob(f"*/*{rows_key}/*/{key}.json"):
+    for record in samples_cache().glob(f"*/*{rows_key}/*/{key}.json"):
         of_another = "" if recorded_key(record) == key else f"{record}: is damaged, or of other data"
         if found := of_another or damage(record, recorded_files(record)):
-            raise ExpertMeshError(f"{_PLACE.format(cache_directory())} read there: {found}; {_DELETE}")
+            raise ExpertMeshError(f"{_PLACE.format(samples_cache())} read there: {found}; {_DELETE}")
 
 
 def _record_kept(dataset: Any, key: str) -> None:
@@ -502,7 +502,7 @@ def _own_error(error: BaseException) -> BaseException:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ExpertMeshError | OSError):
         cause = cause.__cause__
-    place = _PLACE.format(cache_directory())
+    place = _PLACE.format(samples_cache())
     # what a generator met in the data is wrapped
     is_damaged = isinstance(error, FileNotFoundError | pyarrow.ArrowException | json.JSONDecodeError)
     if is_damaged or (isinstance(cause, OSError) and _is_of_reading(cause)):
@@ -760,7 +760,7 @@ def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, 
     return table
 
 
-def cache_directory() -> Path:
+def samples_cache() -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "expertmesh"

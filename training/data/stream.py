@@ -28,7 +28,7 @@ Entry = tuple[Rows, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a window begins, and what of it was taken.
 
     epoch: passes over all files before. file: its number. record: records of this file before it. window: its number.
@@ -46,7 +46,7 @@ class Place:
         return {_PREFIX + name: value for name, value in asdict(self).items()}
 
 
-def place_in(state: Mapping[str, int]) -> Place:
+def place_in(state: Mapping[str, int]) -> StreamPosition:
     """
     Raises:
         ExpertMeshError: the checkpoint is of a run that did not stream.
@@ -54,7 +54,7 @@ def place_in(state: Mapping[str, int]) -> Place:
     found = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not found:
         raise ExpertMeshError("--streaming: the run to resume had its data in the cache; leave --streaming out")
-    return Place(**found)
+    return StreamPosition(**found)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Window:
 
     rows: Rows
     order: list[int]
-    begin: Place
+    begin: StreamPosition
     ends_epoch: bool
 
 
@@ -97,9 +97,9 @@ class Stream:
         datasets.disable_progress_bars()  # there would be one for each window
         self.flag, self.files, self.tokenizer, self.options = flag, files, tokenizer, options
         self.packing, self.size, self.seed = packing, size, seed
-        self.first = next(self.windows(Place()))
-        self.begin = Place()
-        self._places: dict[int, Place] = {}
+        self.first = next(self.windows(StreamPosition()))
+        self.begin = StreamPosition()
+        self._places: dict[int, StreamPosition] = {}
         self._epochs: dict[int, int] = {}
         self._batches: Iterator[list[Entry]] | None = None
 
@@ -112,7 +112,7 @@ class Stream:
             "bytes": f"{sum(file.size for file in self.files):,}",
         }
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> StreamPosition:
         """Where the batch of a step begins, once the one before it was made."""
         return self._places[step]
 
@@ -126,7 +126,7 @@ class Stream:
             self._batches = self._all_batches(step, size)
         return next(self._batches)
 
-    def windows(self, begin: Place) -> Iterator[Window]:
+    def windows(self, begin: StreamPosition) -> Iterator[Window]:
         """From a place on, for ever.
 
         Raises:
@@ -149,7 +149,7 @@ class Stream:
                     f"{self.flag}: no record has a trained token within --max-seq-length {self.options.max_seq_length}"
                 )
 
-    def _records(self, begin: Place) -> Iterator[tuple[Place, dict[str, Any] | None]]:
+    def _records(self, begin: StreamPosition) -> Iterator[tuple[StreamPosition, dict[str, Any] | None]]:
         """Records, each with the place behind it; None at the end of each epoch."""
         epoch, first, before = begin.epoch, begin.file, begin.record
         while True:
@@ -157,12 +157,12 @@ class Stream:
                 records = records_of(self.files[number], self.flag, self.options)
                 for count, record in enumerate(records, start=1):
                     if count > before:
-                        yield Place(epoch, number, count), record
+                        yield StreamPosition(epoch, number, count), record
                 before = 0
             epoch, first = epoch + 1, 0
-            yield Place(epoch), None
+            yield StreamPosition(epoch), None
 
-    def _window(self, records: list[dict[str, Any]], begin: Place, ends_epoch: bool) -> Window | None:
+    def _window(self, records: list[dict[str, Any]], begin: StreamPosition, ends_epoch: bool) -> Window | None:
         """None where there is nothing to learn."""
         samples = samples_in_memory(records, self.flag, self.tokenizer, self.options)
         if samples is None:

@@ -68,7 +68,7 @@ class Attained:
 
 
 @dataclass(frozen=True)
-class Constant:
+class RateConstant:
     """What is no rate. name: of a property of `Rates`. value: a share, or seconds. source: who measured it."""
 
     name: str
@@ -82,7 +82,7 @@ class Rates:
     costs nothing but a launch and a call."""
 
     attained: tuple[Attained, ...] = ()
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[RateConstant, ...] = ()
 
     def share(self, operator: Operator | Exchange, size: float) -> float:
         """The share attained at a size: between two that were measured by the logarithm of the size, beyond all of
@@ -191,7 +191,7 @@ def rates_from(told: Any) -> Rates:
         ValueError: a class is unknown, or a figure is not a positive number. TypeError, KeyError: it is something else.
     """
     attained = tuple(Attained(**each) for each in told["attained"])
-    constants = tuple(Constant(**each) for each in told["constants"])
+    constants = tuple(RateConstant(**each) for each in told["constants"])
     names = ("compute beside", "collective beside", "launch", "call", "wait", "experts apart")
     for each in attained:
         if each.operator.removesuffix(FA3) not in CLASSES:

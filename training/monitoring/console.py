@@ -16,7 +16,7 @@ HEADER_EVERY = 20
 _NO_VALUE = "-"
 
 
-class Column(NamedTuple):
+class LineColumn(NamedTuple):
     """title, width: of the header. cell: its text, from a line of metrics.jsonl."""
 
     title: str
@@ -38,15 +38,15 @@ class StepTable:
         self.printed = 0
         step = max(2 * len(str(num_steps)) + 1, len("step"))
         self.columns = [
-            Column("time", 8, lambda line: time.strftime("%H:%M:%S")),
-            Column("step", step, lambda line: f"{line['step']}/{num_steps}"),
-            Column("epoch", 6, lambda line: f"{line['epoch']:.2f}"),
-            Column("loss", 7, lambda line: _of(line, "loss", ".4f")),
-            Column("norm", 7, lambda line: _of(line, "grad_norm", ".3g")),
-            Column("lr", 7, lambda line: _short(line["learning_rate"], ".2e")),
-            Column("s/step", 6, _seconds),
-            Column("tok/s", 5, lambda line: thousands(line["tokens_per_second"])),
-            Column("GiB", 5, lambda line: _gib(line["peak_memory_mb"])),
+            LineColumn("time", 8, lambda line: time.strftime("%H:%M:%S")),
+            LineColumn("step", step, lambda line: f"{line['step']}/{num_steps}"),
+            LineColumn("epoch", 6, lambda line: f"{line['epoch']:.2f}"),
+            LineColumn("loss", 7, lambda line: _of(line, "loss", ".4f")),
+            LineColumn("norm", 7, lambda line: _of(line, "grad_norm", ".3g")),
+            LineColumn("lr", 7, lambda line: _short(line["learning_rate"], ".2e")),
+            LineColumn("s/step", 6, _seconds),
+            LineColumn("tok/s", 5, lambda line: thousands(line["tokens_per_second"])),
+            LineColumn("GiB", 5, lambda line: _gib(line["peak_memory_mb"])),
         ]
 
     def lines(self, line: Record, seconds_left: float) -> list[str]:

@@ -121,7 +121,7 @@ def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows of this rank that follow one another in a parameter, of one matrix or of several of one shape."""
 
     parameter: Tensor
@@ -246,9 +246,9 @@ def _elements(matrix: Matrix, rank: int) -> int:
     return len(matrix.held[rank]) * len(matrix.columns)
 
 
-def _runs(matrices: Sequence[Matrix]) -> list[Run]:
+def _runs(matrices: Sequence[Matrix]) -> list[RowRun]:
     """This rank's rows of matrices in their order; one without rows, if it has none."""
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     for matrix in matrices:
         if matrix.mine.start == matrix.mine.stop:
             continue
@@ -261,8 +261,8 @@ def _runs(matrices: Sequence[Matrix]) -> list[Run]:
         ):
             runs[-1] = replace(last, rows=slice(last.rows.start, matrix.mine.stop))
         else:
-            runs.append(Run(matrix.parameter, matrix.mine, matrix.columns, matrix.shape))
-    return runs or [Run(matrices[0].parameter, slice(0, 0), matrices[0].columns, matrices[0].shape)]
+            runs.append(RowRun(matrix.parameter, matrix.mine, matrix.columns, matrix.shape))
+    return runs or [RowRun(matrices[0].parameter, slice(0, 0), matrices[0].columns, matrices[0].shape)]
 
 
 def lots_of(matrices: Sequence[Matrix], group: dist.ProcessGroup, has_factors: bool) -> list[Lot]:
@@ -363,7 +363,7 @@ class MatrixOptimizer(ResumableOptimizer):
         """A number that matrices have in common whose changes are computed together."""
         return 0
 
-    def _pieces(self, run: Run) -> list[Tensor]:
+    def _pieces(self, run: RowRun) -> list[Tensor]:
         """These rows of what a change is computed of."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...moe.util.step_parts import register_step_part
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer, Run
+from .matrices import Matrix, MatrixOptimizer, RowRun
 
 register_step_part(__name__, "optimizer step", lasting=("Muon._begin",))
 
@@ -53,7 +53,7 @@ class Muon(MatrixOptimizer):
         momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)  # type: ignore[arg-type]
 
-    def _pieces(self, run: Run) -> list[Tensor]:
+    def _pieces(self, run: RowRun) -> list[Tensor]:
         """Nesterov momentum."""
         momentum_RD = run.rows_of(self.state[run.parameter]["momentum_buffer"])
         grad_RD = run.rows_of(run.parameter.grad)  # type: ignore[arg-type]

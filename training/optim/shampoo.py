@@ -12,7 +12,7 @@ from ...checkpoints.training_state.resuming import StateLayout
 from ...moe.util.step_parts import register_step_part
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
-from .matrices import Matrix, MatrixOptimizer, Run
+from .matrices import Matrix, MatrixOptimizer, RowRun
 
 register_step_part(__name__, "optimizer step", lasting=("Shampoo._begin", "Shampoo._new_stack"))
 
@@ -84,7 +84,7 @@ class Shampoo(MatrixOptimizer):
         """Its step, by which moments are corrected and roots taken."""
         return self.steps[parameter]
 
-    def _pieces(self, run: Run) -> list[Tensor]:
+    def _pieces(self, run: RowRun) -> list[Tensor]:
         """These rows of blocks' gradients, of their first moments, and of AdamW's changes of them."""
         beta1, beta2 = self.matrix_group["betas"]
         state, step = self.state[run.parameter], self.steps[run.parameter]

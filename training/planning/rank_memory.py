@@ -156,7 +156,7 @@ class NoForecast:
         """Accept: what is not known is not refused."""
 
 
-def forecast(
+def forecast_memory(
     source: ModelSource,
     topology: Topology,
     kernel: KernelChoice,

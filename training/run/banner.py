@@ -13,8 +13,8 @@ from ...sharding.topology import Topology
 from ..attention.complete_sequences import complete_sequences_line
 from ..attention.packed_attention import OWN, inner_attention
 from ..config.train_config import TrainConfig
-from ..data.preview import describe, warnings_of
-from ..data.samples import Origin, Pairs, cache_directory
+from ..data.preview import describe_origin, warnings_of
+from ..data.samples import Origin, Pairs, samples_cache
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine
 from ..loss.head import loss_head
@@ -210,7 +210,7 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
 def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
     assert inputs.training is not None
     samples, held_out = inputs.training.samples, inputs.evaluation
-    lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
+    lines = [f"{origin.name}: {describe_origin(origin)}" for origin in samples.origins]
     lines.append(f"chat template: {inputs.template}")
     if inputs.template_date:
         lines.append(
@@ -218,7 +218,7 @@ def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
             "(--template-date sets it, and a resumed run keeps it)"
         )
     if inputs.stream is None:
-        lines.append(f"tokenized samples are cached in {cache_directory()}")
+        lines.append(f"tokenized samples are cached in {samples_cache()}")
     for name, rows in (("samples", samples), ("evaluation samples", None if held_out is None else held_out.samples)):
         if rows is not None and (cut := int(rows.is_cut.sum())):
             lines.append(

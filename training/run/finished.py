@@ -19,7 +19,7 @@ from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
 from ..report.page import REPORT, write_report
 from ..start.fingerprints import Facts, exports_alike
-from ..start.resume import Tell, check_order, compare_run
+from ..start.resume import Tell, check_data_order, compare_run
 from ..steps.evaluate import Best
 
 FILE = "finished.json"
@@ -125,7 +125,7 @@ def find_finished(
     Where more is asked for than was done, the run goes on from its training checkpoints.
 
     Args:
-        facts, order: of this run (see `check_resume` and `check_order`).
+        facts, order: of this run (see `check_resume` and `check_data_order`).
         tell: is told of what is not as it was.
 
     Raises:
@@ -173,7 +173,7 @@ def _find(
     if are_there and is_alike and (num_steps == done.num_steps or num_steps <= done.step):
         file = output_dir / FILE
         compare_run(file, done.facts, done.settings, config, facts, tell)
-        check_order(done.order, order, config, file)
+        check_data_order(done.order, order, config, file)
         beyond = f", beyond the {num_steps} steps asked for now" if num_steps < done.step else ""
         return f"already finished at step {done.step}{beyond}; nothing is trained or written; {done.holds}"
     if earlier and not whole_checkpoints(output_dir / "checkpoints"):

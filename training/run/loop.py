@@ -39,7 +39,7 @@ from ..monitoring.nonfinite import NonFiniteGuard
 from ..monitoring.profiling import StepProfiler
 from ..optim.schedule import Schedule, follows_eval_loss, step_scheduler
 from ..start.inputs import Inputs, Prompts
-from ..start.resume import check_order
+from ..start.resume import check_data_order
 from ..steps.evaluate import Best, evaluate
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS
@@ -302,7 +302,7 @@ def _resume(run: Run, path: Path) -> tuple[Best, list[str]]:
     its step (see `Progress`)."""
     run.watchdog.at("reading the checkpoint", limited=False)
     progress = run.engine.load_state(path)
-    check_order(progress.order, run.order_facts, run.config, path)
+    check_data_order(progress.order, run.order_facts, run.config, path)
     if run.inputs.stream is not None:
         run.inputs.stream.begin = place_in(progress.order)
     best = Best(**progress.best)

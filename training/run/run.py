@@ -19,13 +19,13 @@ from ...sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from ...sharding.torchrun import STOPPED
 from ..config.train_config import TrainConfig
 from ..data.preview import print_preview
-from ..data.samples import cache_directory
+from ..data.samples import samples_cache
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine, start_engine
 from ..monitoring.log import NOTABLE, RunLog
 from ..monitoring.profiling import check_profile
 from ..optim.schedule import check_schedule
-from ..planning.rank_memory import Forecast, NoForecast, beside, forecast
+from ..planning.rank_memory import Forecast, NoForecast, beside, forecast_memory
 from ..start.consistency import compare_data, start_facts
 from ..start.inputs import Inputs, make_prompts, open_model, read_inputs
 from ..start.resume import find_resume, how_it_goes_on
@@ -197,7 +197,7 @@ def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forec
     """What a rank will hold, with what is chosen by it put into the engine's settings."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
-    memory = forecast(*known)
+    memory = forecast_memory(*known)
     engine.config = replace(engine.config, **memory.chosen(engine.config))
     return memory
 
@@ -213,7 +213,7 @@ def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     if ranks.rank == 0:
         lines = [f"data    {data_line(inputs, order)}", *data_sets(inputs, config)]
         date = f" and --template-date {inputs.template_date}" if inputs.template_date else ""
-        lines.append(f"prepared: a run with the same data flags{date} finds these samples in {cache_directory()}")
+        lines.append(f"prepared: a run with the same data flags{date} finds these samples in {samples_cache()}")
         print(folded("\n".join(lines)), flush=True)
 
 

@@ -228,11 +228,11 @@ def open_model(config: TrainConfig, weights: bool = True) -> ModelSource:
     Raises:
         ExpertMeshError: there is no such model, or it is not what the settings ask for.
     """
-    source = with_new_tokens(config, open_source(resolve_model(config.model, weights=weights), config.rope))
+    source = with_token_rows(config, open_source(resolve_model(config.model, weights=weights), config.rope))
     return source.training_mtp() if weights and config.train_mtp > 0 else source
 
 
-def with_new_tokens(config: TrainConfig, source: ModelSource) -> ModelSource:
+def with_token_rows(config: TrainConfig, source: ModelSource) -> ModelSource:
     """The same model, with as many tokens as the run's tokenizer where these are more than the model has rows for.
 
     Raises:

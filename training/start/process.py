@@ -59,7 +59,7 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     set_determinism(config.deterministic)
 
 
-def check_apart(config: TrainConfig) -> None:
+def check_output_dir(config: TrainConfig) -> None:
     """
     Raises:
         ExpertMeshError: --output-dir is a directory that the run reads, or lies in one: its files would be taken for a

@@ -186,7 +186,7 @@ def _compared(
     return _Difference(f"is of {other} (it began with {origin}): {said}", "model" if is_model else "data", name, said)
 
 
-def check_order(there: Mapping[str, int], here: Mapping[str, int], config: TrainConfig, path: Path) -> None:
+def check_data_order(there: Mapping[str, int], here: Mapping[str, int], config: TrainConfig, path: Path) -> None:
     """The batches to come must be those that would have come.
 
     Args:

@@ -30,8 +30,8 @@ from ...sharding.pipeline.pipeline import Messages, Pipeline, Shapes, adding_to_
 from ...sharding.pipeline.schedule import (
     Action,
     Event,
-    Exchange,
     ScheduleName,
+    SendReceive,
     communications,
     forward_schedule,
     make_schedule,
@@ -223,7 +223,7 @@ class _Run:
     def run(self, events: Sequence[Event]) -> None:
         """Compute this rank's actions, and exchange what they need and give."""
         for event in events:
-            if isinstance(event, Exchange):
+            if isinstance(event, SendReceive):
                 self.exchange(event)
                 continue
             action = event.action
@@ -248,13 +248,13 @@ class _Run:
             f"stage {action.stage + 1} of {self.stages.number}, {action.kind} of micro-batch {action.micro_batch + 1}"
         )
 
-    def _told_of(self, exchange: Exchange) -> str:
+    def _told_of(self, exchange: SendReceive) -> str:
         if exchange.send is not None:
             return f"{self._told(exchange.send)}, sending its output"
         assert exchange.receive is not None
         return f"{self._told(exchange.receive)}, waiting for its input"
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: SendReceive) -> None:
         """Begin to send an action's output, and to receive another one's input."""
         ranks, index = self.pipeline.groups.ranks, self.pipeline.groups.index
         step = 1 if exchange.direction == "forward" else -1

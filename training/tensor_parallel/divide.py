@@ -22,7 +22,7 @@ from ...moe.experts.model_layers import decoder_layers
 from ...moe.hf_model.build import fp32_parameters
 from ...moe.hf_model.families import families_with_plan
 from ...moe.hf_model.family_exceptions import UNDIVIDED
-from ...moe.hf_model.tensor_plan import Region, regions_of
+from ...moe.hf_model.tensor_plan import DividedModule, regions_of
 from ...moe.kernels.fp8_casts import MULTIPLE
 from ...moe.linear.division import Division
 from ...moe.linear.linear import Linear, is_fp8
@@ -33,7 +33,7 @@ from ...sharding.state import computing_with, local_tensor
 from ...sharding.topology import divisors, either
 from ..attention.layer_kinds import mixers_of
 from ..model_setup.new_tokens import with_new_tokens
-from .regions import Attention, ByToken, Colwise, FullWidth, Rowwise, TensorParallel
+from .regions import AttentionRegion, ByToken, Colwise, FullWidth, Rowwise, TensorParallel
 
 
 def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
@@ -92,7 +92,7 @@ def _check_heads(model: Any, tp_size: int) -> None:
             )
 
 
-def _divide(model: Any, plan: Region, parallel: TensorParallel, is_attention: bool) -> set[str]:
+def _divide(model: Any, plan: DividedModule, parallel: TensorParallel, is_attention: bool) -> set[str]:
     """Returns the names of the parameters that are divided."""
     size, module = parallel.group.size, model.get_submodule(plan.path)
     owned = (*plan.colwise, *plan.rowwise)
@@ -111,7 +111,7 @@ def _divide(model: Any, plan: Region, parallel: TensorParallel, is_attention: bo
                 "--tp-size, or leave out one of them"
             )
     values = {name.rpartition(".")[2]: rows[name] // size for name in plan.values}
-    region = (Attention if is_attention else ByToken)(parallel, plan, values)
+    region = (AttentionRegion if is_attention else ByToken)(parallel, plan, values)
     parallel.regions.append(region)
     module.register_forward_pre_hook(region.enter, with_kwargs=True)
     module.register_forward_hook(region.leave, always_call=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ...moe.experts.forward import Forward, current_forward
-from ...moe.hf_model.tensor_plan import Region
+from ...moe.hf_model.tensor_plan import DividedModule
 from ...moe.hf_model.trial import counts_tokens
 from ...moe.linear.division import part_of
 from ...moe.linear.linear import Linear, only_multiplies
@@ -168,7 +168,7 @@ class DividedRegion:
         rearranged: whether it computes other sequences than it is given.
     """
 
-    def __init__(self, parallel: TensorParallel, plan: Region, values: Mapping[str, int]):
+    def __init__(self, parallel: TensorParallel, plan: DividedModule, values: Mapping[str, int]):
         self.parallel, self.plan, self.values = parallel, plan, values
         self.first: dict[str, list[Colwise]] = {}
         self.last: list[Rowwise] = []
@@ -283,11 +283,11 @@ class ByToken(DividedRegion):
         return (self.gather("0", args[0], 0), *args[1:]), kwargs
 
 
-class Attention(DividedRegion):
+class AttentionRegion(DividedRegion):
     """Hooks of a region that mixes positions: those of a rank lie one after the other in each sequence, not in all
     rows."""
 
-    def __init__(self, parallel: TensorParallel, plan: Region, values: Mapping[str, int]):
+    def __init__(self, parallel: TensorParallel, plan: DividedModule, values: Mapping[str, int]):
         super().__init__(parallel, plan, values)
         self.dims: dict[str, int | None] = {}
 

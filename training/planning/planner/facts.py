@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ....moe.hf_model.counts import ParameterCounts
-from ....sharding.dataflow import crossing
 from ....sharding.topology import Topology
 from .sums import Sums
 
@@ -98,7 +97,3 @@ class Cuts:
     @property
     def num_layers(self) -> int:
         return len(self.flops) - 1
-
-    def uncuttable(self, cut: int) -> tuple[int, int] | None:
-        """The (from, to) that forbids to end a stage with layer `cut`; None if it can be the last one of its stage."""
-        return crossing(self.skips, cut)

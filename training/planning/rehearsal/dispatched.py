@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....moe.dispatch import alltoall
 from ....moe.dispatch import dedup as once
-from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.dispatch.dedup import OnceDispatcher, RowCounts
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.kernels import expert_products
 from ....moe.kernels.expert_products import even
@@ -24,7 +24,7 @@ from ....moe.util.errors import ExpertMeshError
 
 def expected_rows(
     dispatcher: OnceDispatcher, tokens: int, top_k: int, shares: Sequence[float] = (), sequences: int = 1
-) -> Rows:
+) -> RowCounts:
     """Rows of a layer, all ranks having as many tokens.
 
     Args:
@@ -49,7 +49,7 @@ def expected_rows(
         return sequences * round(tokens * reached(share))
 
     computed = sequences * round(nodes * on_node * tokens * top_k * shares[dispatcher.ep_rank])
-    return Rows(
+    return RowCounts(
         [[rows(part * share) for share in of_nodes] for part in of_parts],
         [[rows(part * of_nodes[node])] * nodes for part in of_parts],
         [[nodes * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
@@ -75,7 +75,7 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
 
 @contextmanager
 def telling_rows(
-    counts: Callable[..., Any], rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]
+    counts: Callable[..., Any], rows: Callable[[OnceDispatcher], RowCounts], exchange: Callable[[Tensor, Any], None]
 ) -> Iterator[None]:
     """Within it, how many rows there are is not asked of other ranks, and every expert here has as many as any other.
 

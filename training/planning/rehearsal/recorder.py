@@ -27,7 +27,7 @@ from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, FSDPParamGroup, _current_autograd_node, _resolve_process_group
 from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
-from ....sharding.pipeline.schedule import Action, Exchange
+from ....sharding.pipeline.schedule import Action, SendReceive
 from ....sharding.state import has_dtensor
 from ...model_setup.rates import EIGEN_FLOPS, MEMORY, Operator, Work
 from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
@@ -671,7 +671,7 @@ def recording_actions(recorder: Recorder) -> Iterator[None]:
         recorder.begin(action)
         compute(self, action)
 
-    def exchanged(self: PipelinedStep, begun: Exchange) -> None:
+    def exchanged(self: PipelinedStep, begun: SendReceive) -> None:
         with recorder.receiving(begun.receive):
             exchange(self, begun)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....moe.transformers_private import kernel_of, looping_functions, replacing_functions
+from ....moe.transformers_private import kernel_name_of, looping_functions, replacing_functions
 
 Record = Callable[..., None]
 """`Recorder.kernel`."""
@@ -50,7 +50,7 @@ def computed_by(modules: Iterable[nn.Module]) -> tuple[tuple[str, str], ...]:
     """Names of functions that loop over tokens, and for which transformers looks for a kernel in a package: each with
     this package; with "" where the kernel has no stand-in, and a dry run runs the loop."""
     functions = {name: function for named in looping_functions(modules).values() for name, function in named.items()}
-    kernels = {name: kernel for name, function in functions.items() if (kernel := kernel_of(function)) is not None}
+    kernels = {name: kernel for name, function in functions.items() if (kernel := kernel_name_of(function)) is not None}
     known = _KERNELS.keys() | _DECODING
     return tuple(sorted((name, kernel.package if kernel.name in known else "") for name, kernel in kernels.items()))
 
@@ -76,7 +76,7 @@ def _call(record: Record, function: FunctionType, *args: Any, **kwargs: Any) -> 
 
 
 def _kernel_name(function: FunctionType) -> str:
-    kernel = kernel_of(function)
+    kernel = kernel_name_of(function)
     return kernel.name if kernel else ""
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....moe.dispatch.dedup import OnceDispatcher, Rows
+from ....moe.dispatch.dedup import OnceDispatcher, RowCounts
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
@@ -33,7 +33,7 @@ from ....moe.torch_private import (
     _current_autograd_node,
     _resolve_process_group,
     around_shapes_found_out,
-    replacing_attention,
+    replacing_sdpa,
     sharing_empty_chunks,
 )
 from ....moe.transformers_private import never_tracing
@@ -477,7 +477,7 @@ class _Given:
             sent = split(self.tokens * self.top_k, self.shares or (1.0,) * ep_size)
             return received_E, Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
-        def exchange_rows(dispatcher: OnceDispatcher) -> Rows:
+        def exchange_rows(dispatcher: OnceDispatcher) -> RowCounts:
             # in a replay they have been in host memory since the first run
             if not is_replaying():
                 recorder.read()
@@ -489,7 +489,7 @@ class _Given:
 
         with (
             telling_rows(exchange_counts, exchange_rows, exchange_all),
-            replacing_attention(_fused_attention) if self.device == "cuda" else nullcontext(),
+            replacing_sdpa(_fused_attention) if self.device == "cuda" else nullcontext(),
             never_tracing(),
         ):
             yield
