@@ -1,4 +1,4 @@
-"""The import graph of the product: no circle of files, none of rooms, and nothing upward.
+"""The import graph of the product: no circle of files, none of rooms, nothing upward; a public name means one thing.
 
 A room is a folder below one of the four, or a file directly in one. Imports within functions count too, as they only
 put off what a circle costs its reader; those under `if TYPE_CHECKING:` count between rooms alone.
@@ -119,6 +119,31 @@ def test_what_would_be_found(tmp_path: Path, source: str, files: list[str], of_r
     assert sorted({str(file) for file in circle(graph)}) == files
     assert sorted({str(file) for file in circle(rooms(read_graph(tmp_path, with_types=True)))}) == of_rooms
     assert len(upward(graph)) == up
+
+
+DEFINED_TWICE = {
+    "build_parser": "each command's own parser",
+    "main": "each command's own entry",
+    "read_flags": "each command's own flags, read",
+    "script": "each command's own entry, as pip installs it",
+}
+"""Public names that several files define, and why they may."""
+
+
+def names_defined(root: Path) -> dict[str, set[str]]:
+    """Public functions and classes, by name the files that define them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for file in [*read_graph(root), Path("train_ep.py")]:
+        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found[node.name].add(str(file))
+    return found
+
+
+def test_a_public_name_means_one_thing() -> None:
+    twice = {name: sorted(files) for name, files in names_defined(ROOT).items() if len(files) > 1}
+    assert {name: files for name, files in twice.items() if name not in DEFINED_TWICE} == {}
+    assert twice.keys() == DEFINED_TWICE.keys(), "these are defined once by now"
 
 
 def asking_for_dry_runs(root: Path) -> set[str]:

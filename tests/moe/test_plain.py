@@ -10,7 +10,7 @@ import pytest
 from expertmesh.moe.util.plain import from_plain
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.facts import Cuts, ModelFacts
-from expertmesh.training.planning.rehearsal.engine import account_of, cuts_of, facts_of
+from expertmesh.training.planning.rehearsal.engine import account_of, cuts_of, rehearsed_facts
 from tests.tiny import tiny_config
 from tests.training.dry_runs import CLUSTER, flags_of
 
@@ -74,7 +74,7 @@ def test_what_is_kept_of_forecasts() -> None:
     from expertmesh.training.planning.planner.asked import Asked
 
     config, model_config = flags_of(max_seq_length=32, ep_size=2), tiny_config()
-    facts = facts_of(config, model_config, "cuda")
+    facts = rehearsed_facts(config, model_config, "cuda")
     cuts = cuts_of(config, model_config, "cuda")
     account = account_of(Asked(config, 2, CLUSTER), model_config, facts)
     pairs: Any = ((ModelFacts, facts), (Cuts, cuts), (Account, account))

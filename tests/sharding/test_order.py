@@ -8,7 +8,7 @@ from transformers import MixtralConfig
 
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.rehearsal.collective_order import Call, calls, check_order
+from expertmesh.training.planning.rehearsal.collective_order import Call, check_order, collectives_of
 from expertmesh.training.planning.rehearsal.world import rehearse
 
 MEMBERS = {8: (0, 7), 16: (0, 7, 15)}
@@ -38,7 +38,7 @@ def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    return calls(rehearse(config, model_config, world_size, rank).recorder.events)
+    return collectives_of(rehearse(config, model_config, world_size, rank).recorder.events)
 
 
 @pytest.mark.release

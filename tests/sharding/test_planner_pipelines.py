@@ -14,7 +14,7 @@ from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner.account import LayerCosts
 from expertmesh.training.planning.planner.asked import Asked
-from expertmesh.training.planning.planner.pipelines import PipelinedStep, one_stage, pipelined
+from expertmesh.training.planning.planner.pipelines import PlannedPipeline, one_stage, pipelined
 from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, NoForecast
 from expertmesh.training.run.banner import pipeline_lines
 from tests.sharding.planned import ByFormula, cluster_of, flags_of, tiny_forecasts
@@ -31,7 +31,7 @@ def asked_of(world_size: int, **flags: Any) -> Asked:
 
 def step_of(
     world_size: int, sizes: dict[str, Any] | None = None, limit: float = PLENTY, costs: Any = None, **flags: Any
-) -> PipelinedStep:
+) -> PlannedPipeline:
     """By a formula. costs: of a layer, and of what is around them, in place of the formula's."""
     forecasts = ByFormula(tiny_config(**(EIGHT_LAYERS | (sizes or {}))).to_dict())
     step = pipelined(forecasts, asked_of(world_size, **flags), limit)
@@ -45,7 +45,7 @@ QUEUED = {"0": replace(EQUAL["0"], queued=1e12)}
 HEAD = EQUAL | {"after": LayerCosts(2.0, 4.0)}
 
 
-def cut(step: PipelinedStep) -> list[int]:
+def cut(step: PlannedPipeline) -> list[int]:
     return list(map(len, step.cut()))
 
 

@@ -11,20 +11,20 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
-from expertmesh.training.planning.rehearsal.engine import account_of, facts_of
-from expertmesh.training.planning.rehearsal.short import Run, Short, runs_of
+from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_facts
+from expertmesh.training.planning.rehearsal.short import Repeats, Short, runs_of
 from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral
 from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
 
-RUNS: dict[str, tuple[Sequence[Any], list[Run]]] = {
-    "all alike": ("A" * 32, [Run(0, 1, 32)]),
-    "dense first": ("DDD" + "A" * 58, [Run(0, 1, 3), Run(3, 1, 58)]),
-    "every second one": ("AB" * 18, [Run(0, 2, 18)]),
-    "three and one": ("AAAB" * 12, [Run(0, 4, 12)]),
-    "one before a period": ("D" + "ABB" * 4, [Run(0, 1, 1), Run(1, 3, 4)]),
-    "a period and a rest": ("AAAB" * 3 + "AA", [Run(0, 4, 3), Run(12, 1, 2)]),
-    "no two alike": ("ABCDE", [Run(n, 1, 1) for n in range(5)]),
+RUNS: dict[str, tuple[Sequence[Any], list[Repeats]]] = {
+    "all alike": ("A" * 32, [Repeats(0, 1, 32)]),
+    "dense first": ("DDD" + "A" * 58, [Repeats(0, 1, 3), Repeats(3, 1, 58)]),
+    "every second one": ("AB" * 18, [Repeats(0, 2, 18)]),
+    "three and one": ("AAAB" * 12, [Repeats(0, 4, 12)]),
+    "one before a period": ("D" + "ABB" * 4, [Repeats(0, 1, 1), Repeats(1, 3, 4)]),
+    "a period and a rest": ("AAAB" * 3 + "AA", [Repeats(0, 4, 3), Repeats(12, 1, 2)]),
+    "no two alike": ("ABCDE", [Repeats(n, 1, 1) for n in range(5)]),
     "none": ("", []),
 }
 
@@ -64,7 +64,7 @@ def test_a_short_model_has_the_first_and_the_last_of_each_run(name: str) -> None
 def test_stages_keep_layers_of_their_own() -> None:
     """Runs end with their stage; of other ranks' stages a repeat is kept, and none added."""
     complete = Short.complete([0] * 12, (7, 5))
-    assert complete.runs == (Run(0, 1, 7), Run(7, 1, 5))
+    assert complete.runs == (Repeats(0, 1, 7), Repeats(7, 1, 5))
     base = complete.shortest([1])
     assert (base.layers, base.layers_of_stages) == ([0, 7, 8, 11], [1, 3])
     ((longer, times),) = base.longer([1])
@@ -87,7 +87,7 @@ def deep(family: str) -> Any:
 def both(model_config: Any, world_size: int, rank: int = 0, **flags: Any) -> tuple[Account, Account]:
     """What short models tell, and all layers."""
     config = flags_of(**flags)
-    facts = facts_of(config, model_config, "cuda")
+    facts = rehearsed_facts(config, model_config, "cuda")
     asked = Asked(config, world_size, CLUSTER, rank)
     told, run = (account_of(asked, model_config, facts, every_layer) for every_layer in (False, True))
     assert told.run < run.run == run.layers[0]
@@ -220,7 +220,7 @@ def test_updates_of_many_experts_are_launched_together() -> None:
     calls = []
     for experts in (32, 128):
         config, model_config = flags_of(ep_size=8, optim="muon"), tiny_config("qwen3_moe", num_experts=experts)
-        facts = facts_of(config, model_config, "cuda")
+        facts = rehearsed_facts(config, model_config, "cuda")
         calls.append(account_of(Asked(config, 8, CLUSTER), model_config, facts).update_operators)
     assert calls[0] == calls[1] < 1000
 
@@ -230,7 +230,7 @@ def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     """A config with heads that differ by layer refuses to be asked for them without one."""
     model_config = tiny_config("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True)
     assert model_config.is_heterogeneous
-    facts = facts_of(flags_of(), model_config, "cuda")
+    facts = rehearsed_facts(flags_of(), model_config, "cuda")
     # in transformers 5.17 both layers with full attention differ
     assert 2 <= len(facts.kinds) <= model_config.num_hidden_layers
 
@@ -238,7 +238,7 @@ def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
 def test_what_cannot_be_computed_is_refused() -> None:
     """As many elements as `grouped_mm` cannot count."""
     config, model_config = flags_of(max_seq_length=2**26), tiny_mixtral()
-    facts = facts_of(config, model_config, "cuda")
+    facts = rehearsed_facts(config, model_config, "cuda")
     with pytest.raises(ExpertMeshError, match="2\\^31 elements"):
         account_of(Asked(config, 1, CLUSTER), model_config, facts)
 

@@ -25,7 +25,7 @@ from ..config.train_config import TrainConfig
 from .columns import open_console
 from .coverage import assumed_code, not_modelled
 from .imbalance import GivenRouting, imbalance_of, read_imbalance
-from .plan_flags import Asked
+from .plan_flags import PlanFlags
 from .planner.costs import Cluster
 from .planner.facts import ModelFacts
 from .planner.forecasts import Forecasts
@@ -38,7 +38,7 @@ MOST_MORE_GPUS = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
 
 
-def plan(asked: Asked) -> int:
+def plan(asked: PlanFlags) -> int:
     """Print a plan; exit code 0, or 1 where nothing fits.
 
     Raises:
@@ -50,7 +50,7 @@ def plan(asked: Asked) -> int:
     cluster = Cluster(hardware, asked.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
     forecasts = _forecasts(asked, config)
-    with _naming(config.model), Progress() as progress:
+    with _naming(config.model), ProgressLine() as progress:
         search = _search(asked, config, forecasts, cluster, progress)
         plans = search.run()
         balanced = None
@@ -99,13 +99,13 @@ def plan(asked: Asked) -> int:
     return 1
 
 
-class Progress:
+class ProgressLine:
     """How many dry runs are done, in one line of a terminal that goes away."""
 
     def __init__(self) -> None:
         self.done = 0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __call__(self, done: int, of: int) -> None:
@@ -118,7 +118,7 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _forecasts(asked: Asked, config: TrainConfig) -> Forecasts:
+def _forecasts(asked: PlanFlags, config: TrainConfig) -> Forecasts:
     """
     Raises:
         ExpertMeshError: there is no such model.
@@ -128,7 +128,7 @@ def _forecasts(asked: Asked, config: TrainConfig) -> Forecasts:
 
 
 def _search(
-    asked: Asked, config: TrainConfig, forecasts: Forecasts, cluster: Cluster, progress: Progress, **tried: Any
+    asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster: Cluster, progress: ProgressLine, **tried: Any
 ) -> Search:
     """The search among all that was left open.
 
@@ -147,7 +147,7 @@ def _search(
     return Search(forecasts, facts, found, asked.world_size, cluster, routing, progress, asked.tp_sizes or ())
 
 
-def _check_layout(asked: Asked, config: TrainConfig, facts: ModelFacts) -> None:
+def _check_layout(asked: PlanFlags, config: TrainConfig, facts: ModelFacts) -> None:
     """
     Raises:
         ExpertMeshError: what was given of the layout does not go together, or with the model.
@@ -163,13 +163,13 @@ def _check_layout(asked: Asked, config: TrainConfig, facts: ModelFacts) -> None:
     imbalance_of(read_imbalance(asked.arguments.imbalance), facts.num_experts)
 
 
-def _balanced(search: Search, best: Plan, progress: Progress) -> Plan | None:
+def _balanced(search: Search, best: Plan, progress: ProgressLine) -> Plan | None:
     """The plan with balanced routing."""
     evenly = forecast(search.forecasts, [search.asked(best.config, replace(search.routing, busiest=1.0))], progress)[0]
     return None if isinstance(evenly, ExpertMeshError) else evenly
 
 
-def _fixed_by_file(asked: Asked) -> list[str]:
+def _fixed_by_file(asked: PlanFlags) -> list[str]:
     """Which of the settings that are searched where nobody gives them the YAML file has fixed; a line, if any."""
     names = (*_LAYOUT, "pipeline_layers", "gradient_checkpointing", "per_device_train_batch_size")
     by_flags = {*asked.given.flags, "cp_size", *(["tp_size"] if asked.arguments.tp_size is not None else [])}
@@ -198,7 +198,7 @@ def _naming(model: str) -> Iterator[None]:
         raise ExpertMeshError(str(error) if model in str(error) else f"{model}: {error}") from error
 
 
-def _batch_in_words(asked: Asked, config: TrainConfig) -> str:
+def _batch_in_words(asked: PlanFlags, config: TrainConfig) -> str:
     if config.global_batch_size is None:
         return f"{config.gradient_accumulation_steps} micro-batches"
     by_default = "" if asked.has_batch else " (by default; --global-batch-size sets another number)"
@@ -233,7 +233,7 @@ def _fewer_bytes(model: str) -> list[dict[str, Any]]:
     return [*smaller, {"adapter": "lora"}, {"adapter": "lora", "base_dtype": base}]
 
 
-def _what_would_fit(asked: Asked, smallest: Plan) -> Iterator[str]:
+def _what_would_fit(asked: PlanFlags, smallest: Plan) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
     config, cluster = asked.config(smallest.config.tp_size), smallest.cluster
     tries: list[tuple[str, dict[str, Any], int]] = []
@@ -253,7 +253,7 @@ def _what_would_fit(asked: Asked, smallest: Plan) -> Iterator[str]:
         more *= 2
     fitting: list[str] = []
     done: set[str] = set()
-    with Progress() as progress:
+    with ProgressLine() as progress:
         for flags, changes, times in tries:
             kind = flags.split()[0]
             if kind in done and kind in ("--cp-size", "--max-seq-length", "--gpus"):
@@ -270,7 +270,9 @@ def _what_would_fit(asked: Asked, smallest: Plan) -> Iterator[str]:
         yield f"none of these makes it fit: {', '.join((flags for flags, _, _ in tries))}"
 
 
-def _fitting(asked: Asked, changes: dict[str, Any], times: int, smallest: Plan, progress: Progress) -> Plan | None:
+def _fitting(
+    asked: PlanFlags, changes: dict[str, Any], times: int, smallest: Plan, progress: ProgressLine
+) -> Plan | None:
     """What fits with these changes in the smallest layout, or on so many times the GPUs in that which holds the least,
     with the smallest micro-batch and, where it is open, all recomputed; None if nothing does."""
     larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": times * asked.world_size}))

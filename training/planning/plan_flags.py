@@ -76,7 +76,7 @@ def build_parser() -> Parser:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanFlags:
     """What is to be planned.
 
     Attributes:
@@ -155,7 +155,7 @@ class Asked:
         )
 
 
-def read_flags(argv: Sequence[str]) -> Asked:
+def read_flags(argv: Sequence[str]) -> PlanFlags:
     """What a command line asks for; what of it has no effect is told.
 
     Raises:
@@ -173,7 +173,7 @@ def read_flags(argv: Sequence[str]) -> Asked:
     return asked
 
 
-def asked_by(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> Asked:
+def asked_by(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> PlanFlags:
     check_positive(arguments, "gpus", most=MOST)
     check_positive(arguments, "gpus_per_node", "top")
     gpus_per_node(arguments.gpus, arguments.gpus_per_node)
@@ -195,7 +195,7 @@ def asked_by(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ())
     if sizes is None:
         sizes = str(given.file.get("tp_size", "auto"))
     if sizes == "auto":
-        return Asked(arguments, replace(given, flags=flags), None)
+        return PlanFlags(arguments, replace(given, flags=flags), None)
     if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", sizes):
         raise ExpertMeshError(f"--tp-size {sizes}: must be a number, or several as in 1,2,4")
-    return Asked(arguments, replace(given, flags=flags), sorted({int(size) for size in sizes.split(",")}))
+    return PlanFlags(arguments, replace(given, flags=flags), sorted({int(size) for size in sizes.split(",")}))

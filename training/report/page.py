@@ -62,7 +62,7 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
     """
     content = _read_run(output_dir, state, history)
     refresh = REFRESH_SECONDS if content["state"] == "running" else None
-    return _write(output_dir / REPORT, render([content], content["name"], refresh))
+    return _write(output_dir / REPORT, render_page([content], content["name"], refresh))
 
 
 def write_comparison(output_dirs: Sequence[Path], page: Path, running: Collection[Path] = ()) -> Path:
@@ -83,7 +83,7 @@ def write_comparison(output_dirs: Sequence[Path], page: Path, running: Collectio
     names = [content["name"] for content in contents]
     labels = names if len(set(names)) == len(names) else [str(output_dir) for output_dir in output_dirs]
     runs = [{**content, "label": label} for content, label in zip(contents, labels, strict=True)]
-    return _write(page, render(runs, " · ".join(labels), REFRESH_SECONDS if running else None))
+    return _write(page, render_page(runs, " · ".join(labels), REFRESH_SECONDS if running else None))
 
 
 def watch(output_dirs: Sequence[Path], page: Path) -> None:
@@ -117,7 +117,7 @@ def sweep_reports(output_dir: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def render(runs: list[dict[str, Any]], title: str, refresh_seconds: int | None = None) -> bytes:
+def render_page(runs: list[dict[str, Any]], title: str, refresh_seconds: int | None = None) -> bytes:
     """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing.
 
     Args:

@@ -63,9 +63,9 @@ class Forecasts:
         whole = replace(alike(config), **LAYOUT)
 
         def find() -> ModelFacts:
-            from ..rehearsal.engine import facts_of
+            from ..rehearsal.engine import rehearsed_facts
 
-            return facts_of(whole, self.load(), self.device)
+            return rehearsed_facts(whole, self.load(), self.device)
 
         return self._once(ModelFacts, find, whole, "facts")
 

@@ -37,7 +37,7 @@ def one_stage(asked: Asked) -> Asked:
 
 
 @dataclass(frozen=True)
-class PipelinedStep:
+class PlannedPipeline:
     """A pipeline's step.
 
     Attributes:
@@ -257,12 +257,12 @@ def _held_by_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches
     return [sorted(moments) for moments in found]
 
 
-def pipelined(forecasts: Forecasts, asked: Asked, limit: float) -> PipelinedStep:
+def pipelined(forecasts: Forecasts, asked: Asked, limit: float) -> PlannedPipeline:
     """
     Raises:
         ExpertMeshError: the model cannot be cut, or not compute this.
     """
-    return PipelinedStep(
+    return PlannedPipeline(
         asked, forecasts.facts(asked.config), forecasts.cuts(asked.config), forecasts.account(one_stage(asked)), limit
     )
 

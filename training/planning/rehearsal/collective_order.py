@@ -36,7 +36,7 @@ class Call:
         return f"{self.name} among {len(self.ranks)} ({self.told})"
 
 
-def calls(events: Sequence[Event]) -> list[Call]:
+def collectives_of(events: Sequence[Event]) -> list[Call]:
     """The collectives of a rank's step, and what it sends and receives."""
     return [_call(event) for event in events if event.collective is not None]
 

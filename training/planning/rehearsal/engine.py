@@ -23,7 +23,7 @@ from ..planner.account import Account, Figures, LayerCosts, SentBytes, at_layers
 from ..planner.asked import Asked
 from ..planner.facts import Cuts, Held, LayerFacts, ModelFacts
 from .building import DeviceType, build_rehearsed
-from .collective_order import Call, calls
+from .collective_order import Call, collectives_of
 from .figures import communicators, figures_of, stages_in_words
 from .layer_kinds import kinds_of_layers
 from .recurrent_stand_in import computed_by
@@ -32,7 +32,7 @@ from .short import Short
 from .world import Rehearsed, rehearse
 
 
-def facts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> ModelFacts:
+def rehearsed_facts(config: TrainConfig, model_config: Any, device: DeviceType) -> ModelFacts:
     """What the model of a run consists of.
 
     Raises:
@@ -175,7 +175,7 @@ def run_short(
         figures_of(rehearsed, config, cluster, asked.world_size, short.names),
         tuple(communicators(rehearsed.recorder.events, rehearsed.groups)),
         () if pipeline is None else tuple(map(len, pipeline.stages.layers)),
-        calls(rehearsed.recorder.events),
+        collectives_of(rehearsed.recorder.events),
         layer_costs(rehearsed.recorder.events, rehearsed.kept, kinds, cluster) if config.pp_size == 1 else {},
     )
 

@@ -57,7 +57,7 @@ def plain_rotate(
 
 
 @contextmanager
-def recorded(kernel: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
+def recorded_liger(kernel: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
     """Within it, liger's kernels are not run.
 
     Args:

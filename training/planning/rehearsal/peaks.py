@@ -92,7 +92,7 @@ def kinds_of_storages(
     kinds.update((number, "gradients") for number in gradients if number is not None)
     # of a user's own optimizer nothing says which of its functions make its state
     is_known = type(optimizer).__module__ in STEP_PARTS
-    state = set() if is_known else {live.number(tensor) for tensor in state_of(optimizer)}
+    state = set() if is_known else {live.number(tensor) for tensor in optimizer_state(optimizer)}
     return {
         number: kind
         for number, kind in kinds.items()
@@ -100,7 +100,7 @@ def kinds_of_storages(
     }
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 

@@ -33,7 +33,7 @@ from ...model_setup.rates import EIGEN_FLOPS, MEMORY, Operator, Work
 from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
-from .liger_stand_in import recorded
+from .liger_stand_in import recorded_liger
 from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels
 
@@ -720,7 +720,7 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
         )
 
     with ExitStack() as patches:
-        patches.enter_context(recorded(recorder.kernel))
+        patches.enter_context(recorded_liger(recorder.kernel))
         for kind in kinds_of_kernels():
             patches.enter_context(mock.patch.object(kind, "run", launch))
         yield

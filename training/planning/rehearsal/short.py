@@ -21,7 +21,7 @@ FEWEST = {1: 3}
 
 
 @dataclass(frozen=True)
-class Run:
+class Repeats:
     """So many repeats of a block of as many layers, from the layer `start` on."""
 
     start: int
@@ -38,19 +38,19 @@ class Run:
         return min(self.repeats, FEWEST.get(self.size, 2))
 
 
-def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Run]:
+def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Repeats]:
     """The runs that layers of these kinds make, of which the first is the model's layer `start`: at each layer the one
     that covers most, of equals that with the shortest block. A layer like none beside it is a run of one."""
-    runs: list[Run] = []
+    runs: list[Repeats] = []
     at = 0
     while at < len(kinds):
         sizes = range(1, min(LONGEST, len(kinds) - at) + 1)
         found = max(
-            (Run(start + at, size, _repeats(kinds, at, size)) for size in sizes),
+            (Repeats(start + at, size, _repeats(kinds, at, size)) for size in sizes),
             key=lambda run: (run.repeats > 1, run.size * run.repeats, -run.size),
         )
         if found.repeats == 1:
-            found = Run(start + at, 1, 1)
+            found = Repeats(start + at, 1, 1)
         runs.append(found)
         at = found.stop - start
     return runs
@@ -72,14 +72,14 @@ class Short:
         stages: how many of the runs each stage has; none: there is one.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[Repeats, ...]
     repeats: tuple[int, ...]
     stages: tuple[int, ...] = ()
 
     @staticmethod
     def complete(kinds: Sequence[Any], stages: Sequence[int] | None = None) -> "Short":
         """All layers. stages: how many layers each has."""
-        runs: list[Run] = []
+        runs: list[Repeats] = []
         numbers = []
         for number in [len(kinds)] if stages is None else stages:
             start = runs[-1].stop if runs else 0

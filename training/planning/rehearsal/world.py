@@ -68,7 +68,7 @@ from .dispatched import check_recorded, expected_rows, split, telling_rows
 from .fake_tensors import FakeTensors
 from .gpu_stand_in import NoCopies, as_on_gpu
 from .live_memory import LiveTensors
-from .peaks import bytes_of, held_at, held_before_update, kept_of, kinds_of_storages, state_of
+from .peaks import bytes_of, held_at, held_before_update, kept_of, kinds_of_storages, optimizer_state
 from .recorder import Maker, Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .recurrent_stand_in import recorded, replaced_functions
 from .triton_stand_in import import_kernels
@@ -266,7 +266,7 @@ def _rehearse(
         ):
             train_step(*of_step, at, objective=objective)
         storages = kinds_of_storages(recorder, live, casts, model, optimizer, shared, earlier)
-        here, state = [p for p in model.parameters() if not p.is_meta], bytes_of(state_of(optimizer))
+        here, state = [p for p in model.parameters() if not p.is_meta], bytes_of(optimizer_state(optimizer))
         held_then = held_at(recorder, storages, state)
         before_update = held_before_update(recorder, storages, state)
         sizes = bytes_of(here), bytes_of(p for p in here if p.requires_grad)
@@ -403,7 +403,7 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
-        batch = batch_of(rows, here, targets, cp_group, segments, config)
+        batch = sized_batch(rows, here, targets, cp_group, segments, config)
         if config.train_mtp > 0:
             number = max(1, targets - firsts)
             drafts = Targets(torch.zeros_like(batch.tokens_BS), torch.zeros(number, dtype=torch.int64))
@@ -412,7 +412,7 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     return batch
 
 
-def batch_of(
+def sized_batch(
     rows: int,
     here: int,
     targets: int,
