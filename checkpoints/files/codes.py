@@ -120,7 +120,7 @@ def by_blocks(values_RC: Tensor, block: tuple[int, int]) -> Tensor:
     return values_RC.unflatten(0, (-1, block_rows)).unflatten(2, (-1, block_columns))
 
 
-def spread_scales(scales_rc: Tensor, block: tuple[int, int], shape: Any) -> Tensor:
+def spread(scales_rc: Tensor, block: tuple[int, int], shape: Any) -> Tensor:
     """Each block's value at each of its places: (R, C)."""
     rows, columns = shape
     wide = scales_rc.repeat_interleave(block[1], dim=1)[:, :columns]
@@ -132,7 +132,7 @@ def largest_of_blocks(values_RC: Tensor, block: tuple[int, int]) -> Tensor:
     return by_blocks(values_RC.abs(), block).amax(dim=(1, 3))
 
 
-def block_shape(
+def blocks_of(
     codes: StoredTensor,
     scales: StoredTensor,
     size: tuple[int, int] | None = None,
@@ -202,7 +202,7 @@ class Float8(Codes):
         return tensor.name.endswith("_scale_inv")
 
     def read(self, codes: StoredTensor, scales: StoredTensor, quantization: Any, turned: bool) -> CodedMatrix:
-        return CodedMatrix(codes.name, codes.shape, block_shape(codes, scales, _configured_block(quantization)))
+        return CodedMatrix(codes.name, codes.shape, blocks_of(codes, scales, _configured_block(quantization)))
 
     def values(self, codes: Tensor) -> Tensor:
         import torch
@@ -230,7 +230,7 @@ class Float8(Codes):
             # codes belong to the scale that is stored
             scales_rc = scales_rc.to(torch_dtype(scale_dtype)).float()
             factors_rc = 1.0 / scales_rc
-        scaled_RC = values_RC * spread_scales(factors_rc, block, values_RC.shape)
+        scaled_RC = values_RC * spread(factors_rc, block, values_RC.shape)
         codes_RC = scaled_RC.clamp(-self.largest, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return codes_RC, scales_rc
 
@@ -268,7 +268,7 @@ class Float4(Codes):
     def read(self, codes: StoredTensor, scales: StoredTensor, quantization: Any, turned: bool) -> CodedMatrix:
         if codes.dtype == "I8":
             shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-            return CodedMatrix(codes.name, shape, block_shape(codes, scales, shape=shape))
+            return CodedMatrix(codes.name, shape, blocks_of(codes, scales, shape=shape))
         if len(codes.shape) < 3 or codes.shape[-1] != self.group_bytes:
             raise UnreadableError(codes, f"has shape {list(codes.shape)}; of MXFP4 the last size is {self.group_bytes}")
         if scales.dtype != "U8":
@@ -297,7 +297,7 @@ class Float4(Codes):
         wanted_rc = largest_of_blocks(values_RC, block) / self.magnitudes[-1]
         scales_rc = ((wanted_rc.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
         factors_rc = torch.where(scales_rc == 0, 0.0, 1.0 / scales_rc)
-        scaled_RC = values_RC * spread_scales(factors_rc, block, values_RC.shape)
+        scaled_RC = values_RC * spread(factors_rc, block, values_RC.shape)
         # between two values; what is as large is rounded to the larger
         ties = torch.tensor([(low + high) / 2 for low, high in pairwise(self.magnitudes)])
         codes_RC = torch.bucketize(scaled_RC.abs(), ties, right=True).to(torch.uint8)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...moe.util.errors import ExpertMeshError
 from ..files.checksums import row_sum
-from ..files.codes import by_blocks, spread_scales
+from ..files.codes import by_blocks, spread
 from ..files.dtype_names import DTYPE_BYTES
 from ..files.dtypes import Array, as_tensor, contiguous
 from ..files.encodings import WIDE, Errors, dequantize_array, encode, kind_of, pack_codes, scale_values
@@ -193,11 +193,11 @@ def requantize(
             return *original, Errors("", rows * columns)
     codes, scales = encode(values_RC, encoding, quantization)
     if original is not None:
-        codes = np.where(spread_scales(kept_rc, encoding.block, values.shape).numpy(), original[0], codes)
+        codes = np.where(spread(kept_rc, encoding.block, values.shape).numpy(), original[0], codes)
         shape = (rows, columns, -1)
         scales = np.where(kept_rc.numpy()[..., None], original[1].reshape(shape), scales.reshape(shape))
         scales = np.ascontiguousarray(scales.reshape(rows, -1))
-    encoded_RC = spread_scales(~kept_rc, encoding.block, values_RC.shape)
+    encoded_RC = spread(~kept_rc, encoding.block, values_RC.shape)
     off_RC, values_RC = (wide(codes, scales) - values_RC).abs() * encoded_RC, values_RC.abs() * encoded_RC
     least = torch.finfo(torch.float32).tiny
     largest_rc = by_blocks(values_RC, encoding.block).amax(dim=(1, 3)).clamp(min=least)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from ..util.recompute_cache import is_replaying, kept, placeholder
 from ..util.step_parts import register_step_part
 from .exchange import Exchange
-from .permute import ExpertOrder, combine_backward, gather_sum, spread
+from .permute import ExpertOrder, combine_backward, gather_sum, spread_tokens
 
 register_step_part(__name__, "permute, combine")
 
@@ -54,7 +54,7 @@ class SendTokens(torch.autograd.Function):
         parts = range(len(exchange.sent))
 
         def begin() -> tuple[Tensor, ...]:
-            rows_nD = spread(x_TD, order)
+            rows_nD = spread_tokens(x_TD, order)
             return tuple(exchange.begin_sending(part, rows_nD) for part in parts)
 
         if is_replaying() and not is_last:
@@ -87,7 +87,7 @@ class Relay(torch.autograd.Function):
         _save(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
-        sent_UD: Tensor = kept("rows sent", lambda: onward.begin_sending(0, spread(arriving_TD, order)))
+        sent_UD: Tensor = kept("rows sent", lambda: onward.begin_sending(0, spread_tokens(arriving_TD, order)))
         return sent_UD
 
     @staticmethod
@@ -111,7 +111,7 @@ class ArriveAndSpread(torch.autograd.Function):
         _save(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
-        return spread(arriving_UD, order)
+        return spread_tokens(arriving_UD, order)
 
     @staticmethod
     @once_differentiable
@@ -173,7 +173,7 @@ class RelayBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         order, _ = _saved(ctx)
-        ctx.onward.begin_sending(0, spread(ctx.exchange.wait_for_sent(ctx.part), order))
+        ctx.onward.begin_sending(0, spread_tokens(ctx.exchange.wait_for_sent(ctx.part), order))
         return grad.new_empty(0), None, None, None, None, None
 
 
@@ -192,7 +192,7 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         order, _ = _saved(ctx)
-        rows_nD = spread(grad_TD, order)
+        rows_nD = spread_tokens(grad_TD, order)
         # the last part's experts come first in backward
         for part in reversed(range(ctx.num_parts)):
             ctx.exchange.begin_sending(part, rows_nD)

@@ -68,7 +68,7 @@ class TokensToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder) -> Tensor:
         ctx.order = order
-        return result_of(lambda: spread(x_TD, order), x_TD, order.source_n.numel(), x_TD.shape[1])
+        return result_of(lambda: spread_tokens(x_TD, order), x_TD, order.source_n.numel(), x_TD.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -107,7 +107,7 @@ class PermuteRows(torch.autograd.Function):
         return grad_RD.index_select(0, ctx.inverse_R), None, None
 
 
-def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
+def spread_tokens(x_TD: Tensor, order: ExpertOrder) -> Tensor:
     """rows_nD[i] = x_TD[token of row i]."""
     if takes_triton(x_TD):
         from .permute_triton import fused_spread
@@ -145,7 +145,7 @@ def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order
 
 
 def plain_spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
-    """`spread` in torch's own operations."""
+    """`spread_tokens` in torch's own operations."""
     return x_TD.index_select(0, order.token_n)
 
 

@@ -148,7 +148,7 @@ def test_rows_of_padding_are_left_alone() -> None:
     experts_TK = torch.tensor([[1, 0], [E, E], [0, 2]])
     order = expert_order(experts_TK, E, has_padding=True)
     x_TD = torch.arange(3.0).unsqueeze(1).expand(3, 4)
-    assert permute.spread(x_TD, order)[:4, 0].tolist() == [0, 2, 0, 2]
+    assert permute.spread_tokens(x_TD, order)[:4, 0].tolist() == [0, 2, 0, 2]
     grad_nD = torch.full((6, 4), torch.nan).index_fill(0, torch.arange(4), 1.0)
     assert permute.gather_sum(grad_nD, order, None)[:, 0].tolist() == [2, 0, 2]
 

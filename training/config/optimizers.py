@@ -105,7 +105,7 @@ def first_roots(start: int | None, frequency: int) -> int:
 
 
 def block_shapes(shape: tuple[int, int], size: int) -> Counter[tuple[int, int]]:
-    """How many blocks of each shape a matrix has (see `training.optim.matrices.blocks_of`)."""
+    """How many blocks of each shape a matrix has (see `training.optim.matrices.blocks_of_matrix`)."""
     rows, columns = ([min(size, side - start) for start in range(0, side, size)] for side in shape)
     return Counter((num_rows, num_columns) for num_rows in rows for num_columns in columns)
 

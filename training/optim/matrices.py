@@ -96,7 +96,7 @@ def _within(rows: range, there: range) -> range:
     return range(here.start - rows.start, here.stop - rows.start) if here else range(0)
 
 
-def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
+def blocks_of_matrix(matrix: Matrix, size: int, me: int) -> list[Matrix]:
     """A matrix cut into blocks of at most `size` rows and columns, each a matrix with a number of its own.
 
     me: this rank, in the group that shares the matrix.
@@ -326,7 +326,7 @@ class MatrixOptimizer(ResumableOptimizer):
         for matrices, group in zip((dense, experts), groups, strict=True):
             if block_size is not None:
                 me = dist.get_rank(group)
-                matrices = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
+                matrices = [block for matrix in matrices for block in blocks_of_matrix(matrix, block_size, me)]
             self.lots += lots_of(matrices, group, has_factors=block_size is not None)
 
     @torch.no_grad()
