@@ -38,7 +38,7 @@ def forecast_while_others_wait(model: Path) -> str:
     with mock.patch.object(rank_memory, "_asked", asked):
         nothing = SimpleNamespace(training=None)
         arguments: Any = (engine.source, engine.topology, engine.kernel, engine.config, nothing, ranks, engine.padding)
-        found = rank_memory.forecast_memory(*arguments)
+        found = rank_memory.forecast_rank(*arguments)
     assert isinstance(found, rank_memory.NoForecast)
     return found.why
 

@@ -156,7 +156,7 @@ class NoForecast:
         """Accept: what is not known is not refused."""
 
 
-def forecast_memory(
+def forecast_rank(
     source: ModelSource,
     topology: Topology,
     kernel: KernelChoice,

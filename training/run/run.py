@@ -25,7 +25,7 @@ from ..engine.engine import Engine, start_engine
 from ..monitoring.log import NOTABLE, RunLog
 from ..monitoring.profiling import check_profile
 from ..optim.schedule import check_schedule
-from ..planning.rank_memory import Forecast, NoForecast, beside, forecast_memory
+from ..planning.rank_memory import Forecast, NoForecast, beside, forecast_rank
 from ..start.consistency import compare_data, start_facts
 from ..start.inputs import Inputs, make_prompts, open_model, read_inputs
 from ..start.resume import find_resume, how_it_goes_on
@@ -197,7 +197,7 @@ def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forec
     """What a rank will hold, with what is chosen by it put into the engine's settings."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
-    memory = forecast_memory(*known)
+    memory = forecast_rank(*known)
     engine.config = replace(engine.config, **memory.chosen(engine.config))
     return memory
 
