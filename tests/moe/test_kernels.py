@@ -1,11 +1,9 @@
 """Each kernel by itself, by the contract of all (`kernel_contract.py`); on a CPU by which library, on a GPU what it
 refuses; biases; and which kernel a run takes."""
 
-import ast
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,7 +26,6 @@ from expertmesh.moe.util.gpu import computing_values, is_gpu, rehearsing_gpu
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
 from tests.rounding import assert_near
 
-MOE = Path(__file__).parents[2] / "moe"
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
 GROUPED = KERNELS.get("torch-grouped")
@@ -268,12 +265,6 @@ def test_which_gpus_leave_empty_groups(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert _leaves_empty_groups(torch.device("cuda", 0)) == leaves
     assert not _leaves_empty_groups(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("file", sorted(MOE.rglob("*_triton.py")), ids=lambda file: file.stem)
-def test_why_a_triton_kernel_is_our_own(file: Path) -> None:
-    """Each says what need, or what gain, keeps it beside what torch and other libraries have."""
-    assert "\n\nWhy our own: " in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
