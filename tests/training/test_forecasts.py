@@ -6,13 +6,20 @@ import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.sharding.runtime.process import Ranks
+from expertmesh.training.cluster.commands import main
+from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.data.batch import Padding
+from expertmesh.training.data.sequences import Rows
+from expertmesh.training.planning import rank_memory
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner import forecasts, kept
 from expertmesh.training.planning.planner.account import Account
@@ -24,6 +31,7 @@ from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
+from tests.sharding.planned import launched
 from tests.tiny import tiny_config as tiny_mixtral
 from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
 
@@ -107,6 +115,41 @@ def test_what_a_figure_may_depend_on_is_in_its_files_name(monkeypatch: pytest.Mo
     assert key(base, Forecasts(tiny_mixtral(num_hidden_layers=3).to_dict(), tiny_mixtral)) not in keys
     monkeypatch.setattr(kept, "PACKAGES", ("torch",))
     assert key(base) not in keys
+
+
+def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second and the third find what the first has found out, and tell as much memory."""
+    model = own_cache / "model"
+    tiny_mixtral().save_pretrained(model)
+    cluster = ["--gpus", "2", "--imbalance", "1", "--json"]
+    flags = ["--ep-size", "2", "--tp-size", "1", "--max-seq-length", "32", "--per-device-train-batch-size", "1"]
+    flags += ["--gradient-checkpointing", "full", "--gradient-accumulation-steps", "2", "--model", str(model)]
+    assert main(["plan", *cluster, *flags]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    found_out = files(own_cache)
+
+    monkeypatch.setattr(engine, "account_of", lambda *arguments: never())
+    line = launched(plan["launch"])
+    assert main(["rehearse", *cluster, *line]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert round(told["needed_bytes"]) == plan["memory"]["total"]
+
+    # on a GPU, as a run sees it
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(rank_memory, "available_memory", lambda device, before: CLUSTER.memory)
+    monkeypatch.setattr(rank_memory, "in_child", never)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = parse_config(line).settled()
+    samples = SimpleNamespace(lengths=torch.full((8,), 32), targets=torch.full((8,), 31))
+    inputs: Any = SimpleNamespace(training=Rows(samples))  # type: ignore[arg-type]
+    kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
+    ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]
+    own = rank_memory._asked(config.topology(2), kernel, config, inputs, ranks, Padding())
+    (_, held), _ = rank_memory._forecast(open_source(model), own, False, True, config)
+    assert round(held.total) == plan["memory"]["total"]
+    assert files(own_cache) == found_out
 
 
 def test_two_forms_of_one_model_are_one() -> None:

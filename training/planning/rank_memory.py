@@ -259,7 +259,7 @@ def _asked(
     """The step of a run with the longest of its sequences."""
     rows = inputs.training
     longest = padding.within(config.max_seq_length).length(longest_sequence(rows, config))
-    trained = None if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
+    trained = None if rows is None else trained_share(rows)
     # fp8 is what --expert-precision says
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
     # a micro-batch may be larger than the data
@@ -271,6 +271,12 @@ def _asked(
     cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
     routing = GivenRouting(samples=1, trained=trained)
     return Asked(settings, topology.world_size, cluster, 0, routing, device)
+
+
+def trained_share(rows: Rows) -> float | None:
+    """The fraction of tokens that have a loss; None: all but the first of each sequence, as where nothing is known."""
+    targets, tokens = int(rows.samples.targets.sum()), int(rows.samples.lengths.sum())
+    return None if targets == tokens - len(rows) else targets / tokens
 
 
 def longest_sequence(rows: Rows | None, config: TrainConfig) -> int:

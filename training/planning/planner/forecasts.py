@@ -134,13 +134,16 @@ class Forecasts:
 
     def settled(self, asked: Asked) -> Asked:
         """The same with what a run would choose by itself, and nothing on which no figure depends."""
-        config = alike(asked.config)
+        config, routing = alike(asked.config.settled()), asked.routing
+        if not config.packing:
+            routing = replace(routing, samples=1)
+        cluster = replace(asked.cluster, gpus_per_node=min(asked.cluster.gpus_per_node, asked.world_size))
         # those that a run has are not known to every caller
         micro_batches = asked.config.micro_batches(asked.world_size)
         config = replace(config, global_batch_size=None, gradient_accumulation_steps=micro_batches)
         if config.expert_precision != "fp8" and config.expert_kernel == "auto":
             config = replace(config, expert_kernel=self.facts(config).kernel)
-        return replace(asked, config=config, device=self.device)
+        return replace(asked, config=config, cluster=cluster, routing=routing, device=self.device)
 
     def _once(self, kind: type[T], find: Callable[[], T], *key: Any) -> T:
         found = self._known(kind, *key)
