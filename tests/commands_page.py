@@ -7,7 +7,7 @@ from importlib import import_module
 from unittest import mock
 
 from expertmesh.moe.util.parser import PlainHelp, Switch
-from tests.training.flags_page import default_of, in_cell
+from tests.training.flags_page import default_of, in_line, item
 
 HEAD = """# Commands
 
@@ -88,26 +88,26 @@ def section(command: str) -> str:
     rows = rows_of(command)
     first = next((first for first, others in ALIKE.items() if command in others), None)
     if first is not None:
-        told = set(rows_of(first))
-        same = [row.split(" | ")[0].removeprefix("| ") for row in rows if row in told]
-        says.append(f"As for [{first}](#{first}): {', '.join(same)}.")
+        told = rows_of(first)
+        says.append(f"As for [{first}](#{first}): {', '.join(row[0] for row in rows if row in told)}.")
         rows = [row for row in rows if row not in told]
-    table = ["| argument or flag | default | what it does |", "| --- | --- | --- |", *rows] if rows else []
-    return "\n".join([f"## {command}\n", f"```text\n{usage}\n```\n", " ".join(filter(None, says)), "", *table, ""])
+    told_of = [item(*row) for row in rows]
+    return "\n".join([f"## {command}\n", f"```text\n{usage}\n```\n", " ".join(filter(None, says)), "", *told_of, ""])
 
 
-def rows_of(command: str) -> list[str]:
+def rows_of(command: str) -> list[tuple[str, str, str]]:
+    """Its arguments and flags: names, default, what it does."""
     actions = sorted(parser_of(command)._actions, key=lambda action: bool(action.option_strings))
     return [_row(action) for action in actions if action.dest != "help"]
 
 
-def _row(action: argparse.Action) -> str:
+def _row(action: argparse.Action) -> tuple[str, str, str]:
     is_switch = isinstance(action, Switch) or action.nargs == 0
     value = "" if is_switch or not action.option_strings else f" {PlainHelp('').value_of(action)}"
     names = action.option_strings or [str(action.metavar)]
-    text, default = re.fullmatch(r"(.*?)(?: \(default: (.*)\))?", in_cell(action.help or ""), re.DOTALL).groups()  # type: ignore[union-attr]
+    text, default = re.fullmatch(r"(.*?)(?: \(default: (.*)\))?", in_line(action.help or ""), re.DOTALL).groups()  # type: ignore[union-attr]
     if default is None:
         default = "required" if action.required and action.option_strings else default_of(action)
     is_word = re.match(r"\w+:", text)
     told = (text if is_word else text[:1].upper() + text[1:]).rstrip(".") + "."
-    return f"| {', '.join(f'`{in_cell(name + value)}`' for name in names)} | {default} | {told} |"
+    return ", ".join(f"`{in_line(name + value)}`" for name in names), default, told

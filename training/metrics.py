@@ -526,8 +526,7 @@ def told_of(line: Record, verbose: bool = False) -> list[str]:
 
 
 def table_of_metrics() -> str:
-    """The table in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
+    """The list in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
     names = {f"eval_{metric.name}" for metric in METRICS}
-    rows = [("name", "unit", "what it is"), ("---",) * 3]
-    rows += [(f"`{metric.name}`", metric.unit, metric.meaning) for metric in METRICS if metric.name not in names]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")
+    told = [metric for metric in METRICS if metric.name not in names]
+    return "".join(f"- `{each.name}`{f' ({each.unit})' if each.unit else ''}: {each.meaning}\n" for each in told)

@@ -1,5 +1,6 @@
 """The page of all flags; `python -m tests.pages` writes it."""
 
+import textwrap
 from argparse import Action
 from typing import Any
 
@@ -13,8 +14,8 @@ EVERY_OPTIMIZER = f"--optim {' or '.join(entry.name for entry in OUR_OPTIMIZERS)
 HEAD = """# Flags of train_ep.py
 
 A flag may also be a key of `--config`'s YAML file (with underscores) and an argument of `expertmesh.load`. Names are
-those of `transformers.TrainingArguments`, with `-` or `_`. A switch is off unless it says on, and takes no value, or
-`true` or `false`; a list takes its values after one flag: `--dataset a b`.
+those of `transformers.TrainingArguments`, with `-` or `_`. Defaults are in parentheses. A switch is off unless it says
+on, and takes no value, or `true` or `false`; a list takes its values after one flag: `--dataset a b`.
 
 - Flags win over the file; a note names a key that a flag replaces. These keys say which kind of run it is, and a flag
   that contradicts one is refused: FIRM.
@@ -34,9 +35,7 @@ def page() -> str:
         rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             title = "General" if group.title == "options" else group.title
-            parts.append(
-                "\n".join([f"## {title}\n", "| flag | default | what it does |", "| --- | --- | --- |", *rows, ""])
-            )
+            parts.append("\n".join([f"## {title}\n", *rows, ""]))
     return "\n".join(parts)
 
 
@@ -44,16 +43,27 @@ def _row(action: Action) -> str:
     names = [flag for flag in action.option_strings if not flag.startswith("--no-")]
     shown = "" if isinstance(action, Switch) else f" {PlainHelp('').value_of(action)}"
     flags = ", ".join(f"`{flag}{shown}`" for flag in names)
-    told = in_cell(action.help or "").rstrip(".") + "."
+    told = in_line(action.help or "").rstrip(".") + "."
     needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()
-    words = " and ".join(in_cell(each.in_words) for each in needs if each.in_words)
+    words = " and ".join(in_line(each.in_words) for each in needs if each.in_words)
     if words and not told.startswith(f"With {words}") and words != EVERY_OPTIMIZER:
         told += f" Only with {words}."
-    return f"| {flags} | {default_of(action)} | {told} |"
+    return item(flags, default_of(action), told)
+
+
+def item(names: str, default: str, told: str) -> str:
+    """A flag, its default and what it does, as an item of a list."""
+    return textwrap.fill(
+        f"- {names}{f' ({default})' if default else ''}: {told}",
+        120,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def default_of(action: Action) -> str:
-    """In a cell of a table."""
+    """As pages show it."""
     default: Any = action.default
     if isinstance(default, bool):
         return f"on; `--no-{action.option_strings[0][2:]}`" if default else ""
@@ -62,6 +72,6 @@ def default_of(action: Action) -> str:
     return f"`{' '.join(map(str, default)) if isinstance(default, list) else default}`"
 
 
-def in_cell(text: str) -> str:
-    """A help text, argparse's escapes undone, in a cell of a table."""
-    return " ".join(text.replace("%%", "%").replace("|", "\\|").split())
+def in_line(text: str) -> str:
+    """A help text, argparse's escapes undone, in one line."""
+    return " ".join(text.replace("%%", "%").split())

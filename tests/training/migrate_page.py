@@ -9,7 +9,7 @@ import transformers
 import trl
 
 from expertmesh.training.config.train_config import make_parser
-from tests.training.flags_page import in_cell
+from tests.training.flags_page import in_line
 
 HEAD = """# Migrate from another tool
 
@@ -164,7 +164,7 @@ def answer(name: str, value: str) -> str:
         said = parser.others.answer_to_value(parser.names[name], value)
     else:
         said = parser.instead_of(name, [value or "unheard-of"]) or "done anyway"
-    said = in_cell(said.removeprefix("give ").removesuffix("; leave it out"))
+    said = in_line(said.removeprefix("give ").removesuffix("; leave it out"))
     if said.startswith("--") and name in {*parser.others.same, *parser.others.asking} and ":" not in said:
         return f"`{said}`"
     # beside what is code already
