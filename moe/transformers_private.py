@@ -151,6 +151,11 @@ def calls(kind: type, name: str) -> bool:
     return any(_mentions(inspect.unwrap(value).__code__, name) for value in own if inspect.isfunction(value))
 
 
+def mentions(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function's own code looks up an attribute of this name."""
+    return _mentions(inspect.unwrap(function).__code__, name)
+
+
 def _mentions(code: CodeType, name: str) -> bool:
     """Whether a function, or one defined in it, looks up a global or an attribute of this name."""
     return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))

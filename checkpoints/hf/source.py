@@ -39,6 +39,7 @@ class ModelSource:
         answer_ends: tokens with which the model has learned to end an answer, which are to end generation where it is
             written.
         mtp: the layer for multi-token prediction that is trained along; None: there is none, or it is carried over.
+        images: whether the parts that images pass are in the model, and not carried over.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class ModelSource:
     vocab_size: int | None = None
     new_tokens: tuple[int, ...] = ()
     mtp: PublishedMTP | None = None
+    images: bool = False
 
     @cached_property
     def generation_ends(self) -> list[int]:
@@ -141,7 +143,7 @@ class ModelSource:
         from ...moe.hf_model.rope import check_rope
 
         try:
-            model = build_model(self.config, attn_implementation)
+            model = build_model(self.config, attn_implementation, self.images)
             if self.rope_scaling is not None:
                 check_rope(model, self.rope_scaling)
             if self.mtp is not None:
@@ -150,6 +152,19 @@ class ModelSource:
         except ExpertMeshError as error:
             file = self.path / "config.json"
             raise ExpertMeshError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+
+    def seeing_images(self) -> ModelSource:
+        """The same, with the parts that images pass in the model.
+
+        Raises:
+            ExpertMeshError: they are only carried over there.
+        """
+        if not any((self.path / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
+            raise ExpertMeshError(
+                f"--images: {self.path} is not in Hugging Face form, and EP shards only carry the vision tower over; "
+                "give the model that they were made of"
+            )
+        return replace(self, images=True)
 
     def training_mtp(self, names: Iterable[str] | None = None) -> ModelSource:
         """The same, with the checkpoint's layer for multi-token prediction in the model.

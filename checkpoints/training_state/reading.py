@@ -59,7 +59,7 @@ def open_training(path: Path, strict: bool = True, base: Path | None = None) -> 
         )
     for file, described in marker["files"].items():
         check_file(path, file, described)
-    source = open_source(path / "model")
+    source = replace(open_source(path / "model"), images=bool(marker["settings"].get("images")))
     if marker["settings"].get("train_mtp"):
         with well_formed(path / MARKER):
             source = source.training_mtp([str(entry["name"]) for entry in marker["exported"]])

@@ -84,6 +84,7 @@ class Forward:
             `Beside`).
         stats: routing statistics by layer, until `take_stats` takes them. They hold the graph of the losses made of
             them.
+        image_rows_N: int64, which of the images' features are for this rank's image tokens; None: all of them.
         has_run: whether a model was called.
     """
 
@@ -103,6 +104,7 @@ class Forward:
     logits_TE: dict[nn.Module, Tensor] = field(default_factory=dict)
     ahead_TD: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stats: dict[nn.Module, RouterStats] = field(default_factory=dict)
+    image_rows_N: Tensor | None = None
     has_run: bool = False
 
     def __enter__(self) -> Self:

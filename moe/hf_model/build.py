@@ -29,13 +29,14 @@ from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import facts_key, keep_facts, recall
+from .images import image_paths, see_images
 from .probe import answering_host, computes_as_held, leaving_no_trace, probe, unmet_by_text
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
 
 
-def build_model(config: Any, attn_implementation: str = "auto") -> Any:
+def build_model(config: Any, attn_implementation: str = "auto", images: bool = False) -> Any:
     """The model that a config of transformers describes, on the meta device, fp32, with its experts swapped.
 
     Parameters hold no memory yet. Buffers that no checkpoint holds, which transformers computes from the config, are
@@ -43,20 +44,25 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
 
     Args:
         attn_implementation: as transformers has it, or "auto" (see `settled_attention`).
+        images: whether the parts that images pass are in it.
 
     Raises:
         ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
-            experts that transformers marks as such, or ones that are not supported.
+            experts that transformers marks as such, or ones that are not supported; or images that are not.
     """
     from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
-    model = _build(config, attn_implementation)
+    model = _build(config, attn_implementation, images=images)
     key = facts_key(model)
+    if images:
+        key = replace(key, config=f"{key.config} with images")
     facts = recall(key)
-    left_out = leave_out(model, unmet_by_text(model) if facts is None else facts.left_out)
+    unmet = unmet_by_text(model) if facts is None or images else list(facts.left_out)
+    seen = image_paths(model, unmet) if images else []
+    left_out = leave_out(model, [path for path in unmet if path not in seen])
     _make_constants_buffers(model)
     if facts is None:
-        fp32_names = _fp32_names(config, attn_implementation, left_out)
+        fp32_names = _fp32_names(config, attn_implementation, left_out, images)
         facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
         keep_facts(key, facts)
     _fill_buffers(model)
@@ -65,6 +71,8 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     _check_alike(model)
     give_facts(model, facts, key)
     give_forwards(model)
+    if images:
+        see_images(model, seen)
     begin_change(model, "linear layers")
     for region in regions_of(model):
         for path in region.rowwise:
@@ -88,7 +96,7 @@ def _without_experts(model: nn.Module) -> str:
     return f"{name} has no mixture-of-experts layer with this config; a model to train, and a teacher, must have some"
 
 
-def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32, images: bool = False) -> Any:
     config = deepcopy(config)
     _forget_plans(config)
     # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
@@ -98,10 +106,10 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
     with torch.device("meta"):
         attn_implementation = settled_attention(config, attn_implementation)
         try:
-            model = _made(config, attn_implementation, dtype)
+            model = _made(config, attn_implementation, dtype, images)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            if _is_made(config, "eager", dtype):
+            if _is_made(config, "eager", dtype, images):
                 # of its answers the first sentence is about this model
                 raise ExpertMeshError(
                     f"--attn-implementation {attn_implementation}: transformers does not run "
@@ -117,14 +125,14 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
     return model
 
 
-def _made(config: Any, attn_implementation: str, dtype: torch.dtype) -> Any:
-    auto, attention = _classes(config)[0], _of_text(config, attn_implementation)
+def _made(config: Any, attn_implementation: str, dtype: torch.dtype, images: bool) -> Any:
+    auto, attention = _classes(config, images)[0], _of_text(config, attn_implementation, images)
     return auto.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=False)
 
 
-def _is_made(config: Any, attn_implementation: str, dtype: torch.dtype) -> bool:
+def _is_made(config: Any, attn_implementation: str, dtype: torch.dtype, images: bool) -> bool:
     try:
-        return _made(config, attn_implementation, dtype) is not None
+        return _made(config, attn_implementation, dtype, images) is not None
     except Exception:  # whatever transformers says of it, it says of another attention
         return False
 
@@ -140,13 +148,15 @@ def _forget_plans(config: Any) -> None:
             _forget_plans(getattr(config, part))
 
 
-def _of_text(config: Any, attn_implementation: str) -> str | dict[str, str]:
-    """An attention for the language model; the other parts of a config, which are not run, get one that all have."""
+def _of_text(config: Any, attn_implementation: str, images: bool) -> str | dict[str, str]:
+    """An attention for the language model. Other parts of a config get one that all have, where they are not run; where
+    they are, sdpa if the class has it, as eager attention would take memory by the square of an image's patches."""
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     if text is config or not any(part is not None and part.get_text_config() is text for part in parts.values()):
         return attn_implementation
-    others = {name: "eager" for name, part in parts.items() if part is None or part.get_text_config() is not text}
+    beside = "sdpa" if images and _classes(config, images)[1]._supports_sdpa else "eager"
+    others = {name: beside for name, part in parts.items() if part is None or part.get_text_config() is not text}
     return {name: others.get(name, attn_implementation) for name in ("", *parts)}
 
 
@@ -232,7 +242,7 @@ def _give_head(model: Any) -> None:
         model.get_input_embeddings = owner.get_input_embeddings
 
 
-def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str]) -> frozenset[str]:
+def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str], images: bool) -> frozenset[str]:
     """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
     (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them:
     DeepSeek-V4's, in some releases of transformers, passes a norm's fp32 output to a matmul in bf16.
@@ -240,7 +250,7 @@ def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str]
     Args:
         left_out: paths of the parts that no text passes.
     """
-    model = _build(config, attn_implementation, torch.bfloat16)
+    model = _build(config, attn_implementation, torch.bfloat16, images)
     leave_out(model, left_out)
     plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
     names = set()
@@ -273,15 +283,17 @@ def model_class(config: Any) -> Any:
     return _classes(config)[1]
 
 
-def _classes(config: Any) -> tuple[Any, Any]:
-    """(transformers' class for any config, the one that it makes of this config)"""
+def _classes(config: Any, images: bool = False) -> tuple[Any, Any]:
+    """(transformers' class for any config, the one that it makes of this config)
+
+    Args:
+        images: whether the one that takes images is meant, where there is one for text alone, too.
+    """
     import transformers
 
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForMultimodalLM,
-    ):
+    of_text: list[Any] = [transformers.AutoModelForCausalLM]
+    of_images: list[Any] = [transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM]
+    for auto in of_images + of_text if images else of_text + of_images:
         if type(config) in auto._model_mapping:
             return auto, auto._model_mapping[type(config)]
     raise ExpertMeshError(

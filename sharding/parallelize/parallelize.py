@@ -20,6 +20,7 @@ from ...moe.experts.expert_mlp import ExpertMLP
 from ...moe.experts.lora import first_values
 from ...moe.experts.model_layers import moe_layers
 from ...moe.hf_model.build import fp32_parameters
+from ...moe.hf_model.images import trains_images
 from ...moe.linear.quantized import SCALES, view_codes
 from ...moe.util.change_order import begin_change
 from ...moe.util.gpu import is_gpu
@@ -69,8 +70,9 @@ def parallelize(
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
     shard_dense(model, mesh, precision, placement, strategy.offload_experts)
     experts = {layer.mlp for layer in moe_layers(model)}  # which compute with no tokens, too
-    # what a pipeline's model has around its layers is for the first and the last stage, which have no use for the other
-    around = {model} if stages_of(model) is not None else set()
+    # what a pipeline's model has around its layers is for the first and the last stage, which have no use for the
+    # other; but what images pass is for ranks of the first stage that have some
+    around = {model} if stages_of(model) is not None and not trains_images(model) else set()
     reduce_unreached(model, (unit for unit in fsdp_units(model) if unit not in experts | around))
     for unit in fsdp_units(model):
         _sum_gradients(unit)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...moe.experts.model_layers import decoder_layers, moe_layers
 from ...moe.hf_model.build import fp32_parameters, without_computing
+from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import final_norm, mtp_of
 from ...moe.util.errors import ExpertMeshError
 from ..dataflow import BEFORE, Dim, Given, Leaf, Survey
@@ -64,6 +65,15 @@ def survey(model: Any, compute_dtype: torch.dtype) -> Survey:
         if parameter in around and 0 in uses.get(name, ()):
             # the code around the layers, which every stage runs, computes with it
             uses[name] |= set(range(len(layers) + 1))
+    if (images := images_of(model)) is not None:
+        if images.num_deep:
+            # what images add to the first layers' results is on the first stage, and added where the next layer begins
+            first.skips.add((0, images.num_deep))
+        if any(start == BEFORE for start, _ in first.skips):
+            raise ExpertMeshError(
+                f"--images: every stage of a pipeline would need the images, as layers of {type(model).__name__} read "
+                "embeddings; leave out --pp-size, or --images"
+            )
     if (mtp := mtp_of(model)) is not None:
         # a forward without targets only passes through the layer
         for name, parameter in model.named_parameters():

@@ -320,10 +320,11 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
     return random_model(tiny_config(model_type, **changes), seed)
 
 
-def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """The model of a tiny config, as `tiny_model` makes it."""
+def random_model(config: PreTrainedConfig, seed: int, auto: Any = None) -> PreTrainedModel:
+    """The model of a tiny config, as `tiny_model` makes it; in the class that `auto` makes of it."""
     torch.manual_seed(seed)
-    model = running_text(auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager"))
+    auto = auto or auto_class(config)
+    model = running_text(auto.from_config(config, dtype=torch.float32, attn_implementation="eager"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -87,10 +87,10 @@ def _keep(file: Path, found: dict[str, Any]) -> None:
     own.replace(file)
 
 
-def in_our_layout(config: Any, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def in_our_layout(config: Any, theirs: dict[str, torch.Tensor], images: bool = False) -> dict[str, torch.Tensor]:
     """A HF model's gradients or weights under our names and in our layout, where there are any."""
     figures = {}
-    for name, part in parameters_of(build_model(config, "eager")).items():
+    for name, part in parameters_of(build_model(config, "eager", images)).items():
         if part.expert is None:
             if (tensor := theirs.get(name)) is not None:
                 figures[name] = tensor.t() if part.transposed else tensor

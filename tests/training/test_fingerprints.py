@@ -30,7 +30,8 @@ BASES: list[dict[str, Any]] = [
     {"gradient_checkpointing": "selective"}, {"optim": "shampoo"}, {"teacher": "t"}, {"eval_dataset": ["e"]},
     {"eval_ratio": 0.1, "early_stopping_patience": 1}, {"streaming": True, "max_steps": 5}, {"resume": "auto"},
     {"generate_steps": 1}, {"profile": ["1"]}, {"adapter": "lora", "add_tokens": ["t"]}, {"group_by_length": True},
-    {"add_tokens": ["t"], "eval_ratio": 0.5},
+    {"add_tokens": ["t"], "eval_ratio": 0.5}, {"dataset": [], "max_steps": 0},
+    {"dataset": [], "max_steps": 0, "images": True},
 ]
 # fmt: on
 """Runs in some of which each setting has an effect."""
@@ -44,7 +45,7 @@ VALUES: dict[str, Any] = {
     "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
     "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
     "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "optim": "muon", "task": "dpo",
-    "template_date": "2026-01-02", "base_dtype": "nf4",
+    "template_date": "2026-01-02", "base_dtype": "nf4", "train_vision": ["tower"],
 }  # fmt: skip
 """Of settings whose text has a form."""
 

@@ -34,7 +34,7 @@ from ..data.samples import Sample
 from .by_sample import BySample
 from .complete_sequences import CompleteSequences
 from .layer_kinds import attends, kinds_by_layer, mixers_of, seen_in
-from .packed_attention import CP_PREFIX, OWN, run_model, window_told
+from .packed_attention import BOTH_WAYS, CP_PREFIX, OWN, run_model, window_told
 
 _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
@@ -67,7 +67,14 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
     AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(CP_PREFIX + inner, partial(full_sequence_mask, inner))
+    text, parts = (
+        model.config.get_text_config(),
+        [getattr(model.config, name, None) for name in model.config.sub_configs],
+    )
+    beside = [(part, part._attn_implementation) for part in parts if part and part.get_text_config() is not text]
     model.config._attn_implementation = CP_PREFIX + inner
+    for part, of_images in beside:  # images are complete on every rank
+        part._attn_implementation = of_images
     for module in model.modules():
         if looks_for_longest(module):
             module.register_forward_pre_hook(_with_full_positions, with_kwargs=True)
@@ -217,7 +224,7 @@ def full_sequence_mask(inner: str, **arguments: Any) -> Any:
         return function(**arguments)
     length = arguments["q_length"] * split.cp_group.size
     arguments |= {"q_length": length, "kv_length": length}
-    if split.is_packed and inner != OWN:
+    if split.is_packed and inner not in (OWN, BOTH_WAYS):
         positions_BS = split.positions_BS
         before_BS = torch.cat([positions_BS[:, :1] - 1, positions_BS[:, :-1]], dim=1)
         sample_BS = (positions_BS != before_BS + 1).cumsum(dim=1)

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_causal_mask, sdpa_mask
+from transformers.masking_utils import and_masks, create_causal_mask, packed_sequence_mask_function, sdpa_mask
 
-from ...moe.experts.forward import Forward
+from ...moe.experts.forward import Forward, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.hf_model.build import model_class, settled_attention
+from ...moe.hf_model.images import KINDS, sees_both_ways
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
 from ..data.batch import Batch
@@ -30,6 +31,9 @@ from .layer_kinds import ATTENDING, LAYER_KINDS, attends, kinds_in_config, seen_
 
 OWN = "expertmesh"
 """Name of this attention among those of transformers."""
+
+BOTH_WAYS = "expertmesh_both_ways"
+"""Name of sdpa for packed samples whose images are seen both ways: within a sample, by the masks of the model."""
 
 CP_PREFIX = "expertmesh_shared_"
 """Prefix of the name of a context-parallel attention; the rest is the name of the attention within."""
@@ -41,15 +45,15 @@ _NOT_FOR_ATTENTION = frozenset(
 the window, which is in the mask."""
 
 
-def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
+def choose_attention(attn_implementation: str, packing: bool, config: Any, images: bool = False) -> str:
     """OWN for packed sequences, windows and sinks, where what a token sees is all of its sample's past or a window of
     it; else what was asked for, which keeps samples apart by the mask that transformers makes from their positions.
     "auto" is otherwise sdpa, or eager for a family that has no sdpa; "sdpa" is OWN for packed sequences without windows
-    alone.
+    alone. BOTH_WAYS for packed sequences with images that are seen so.
 
     Raises:
         ExpertMeshError: packed sequences with flash attention: it takes no mask, and finds out only of single sequences
-            where their samples begin.
+            where their samples begin. Or with images that are seen both ways and another attention than sdpa.
     """
     if packing and "flash" in attn_implementation:
         raise ExpertMeshError(
@@ -57,6 +61,13 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
             "--packing use sdpa, which runs a flash-attention kernel per sample on a GPU in bf16"
         )
     settled = settled_attention(config, attn_implementation)
+    if images and sees_both_ways(config):
+        if packing and settled != "sdpa":
+            raise ExpertMeshError(
+                f"--attn-implementation {settled}: keeps no packed samples apart whose images are seen both ways; give "
+                "sdpa, or leave out --packing"
+            )
+        return BOTH_WAYS if packing else settled
     text_config = config.get_text_config()
     seen = [seen_in(kind) for kind in kinds_in_config(text_config)]
     sees_less = any(what not in ("itself", "past") for what in seen)
@@ -86,14 +97,35 @@ def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
     with forward, told_whether_packed(model, batch):
         return model(
             **_attention_arguments(model, batch),
+            **_image_arguments(batch, forward),
             input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
+            position_ids=_positions(batch),
             use_cache=False,
         )
 
 
+def _image_arguments(batch: Batch, forward: Forward) -> dict[str, Tensor]:
+    """What the model takes for a batch's images. In a pipeline every stage makes masks, and the first one embeds
+    images."""
+    if batch.images is None:
+        return {}
+    embeds = forward.stage is None or forward.stage.number == 0
+    kinds = {} if batch.images.kinds_BS is None else {KINDS: batch.images.kinds_BS}
+    return {**batch.images.inputs, **kinds} if embeds else kinds
+
+
+def _positions(batch: Batch) -> Tensor | None:
+    """Within samples; or these before those in time, height and width, as language models of transformers take them."""
+    if batch.images is None or batch.images.positions_3BL is None:
+        return batch.positions_BS
+    positions_3BL = batch.images.positions_3BL
+    return positions_3BL if batch.positions_BS is None else torch.cat([batch.positions_BS[None], positions_3BL])
+
+
 def _attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
+    if inner_attention(model) == BOTH_WAYS or (batch.images is not None and batch.images.kinds_BS is not None):
+        return {}  # its masks are made in the model
     text_config = model.config.get_text_config()
     kinds = kinds_in_config(text_config)
     if batch.segments is None:
@@ -121,7 +153,7 @@ def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
     """Within it, transformers is told where a batch has one sample per sequence: by itself it would look for several in
     every forward, and wait for the device to find out. For a part of each sequence it could not tell, and for our own
     attention it need not."""
-    if batch.segments is not None and batch.split is None and inner_attention(model) != OWN:
+    if batch.segments is not None and batch.split is None and inner_attention(model) not in (OWN, BOTH_WAYS):
         yield
         return
     with replacing_sample_search(lambda position_ids: None, model):
@@ -266,5 +298,22 @@ def _one_by_one(
     return torch.cat(outputs)
 
 
+def mask_within_samples(**arguments: Any) -> Tensor | None:
+    """In the signature of transformers' mask functions: that of sdpa, where no token sees another sample of its
+    sequence. transformers' own asks for an image's tokens by their positions within samples."""
+    forward = current_forward()
+    if forward is None or forward.segments is None:
+        return sdpa_mask(**arguments)
+    device = arguments.get("device")
+    lengths = torch.tensor(forward.segments, device=device)
+    samples_N = torch.arange(len(lengths), device=device)
+    sample_N = samples_N.repeat_interleave(lengths, output_size=sum(forward.segments))
+    of_samples = packed_sequence_mask_function(sample_N.view(arguments["batch_size"], -1))
+    arguments["mask_function"] = and_masks(of_samples, arguments["mask_function"])
+    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+
+
 AttentionInterface.register(OWN, own_attention)
 AttentionMaskInterface.register(OWN, mask_where_needed)
+AttentionInterface.register(BOTH_WAYS, sdpa_attention_forward)
+AttentionMaskInterface.register(BOTH_WAYS, mask_within_samples)

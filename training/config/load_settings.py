@@ -43,6 +43,7 @@ class LoadSettings(TypedDict, total=False):
     add_tokens: list[str] | str
     resize_vocab: bool
     rope_scaling: str | dict[str, Any]
+    images: bool
 
     # What the model is trained on, and what a batch looks like.
     dataset: list[str] | str | Path
@@ -171,6 +172,7 @@ class LoadSettings(TypedDict, total=False):
     adapter_format: AdapterFormat
     merge: bool
     freeze: list[str] | str
+    train_vision: list[str] | str
 
     # Losses and sample generations in between steps.
     eval_dataset: list[str] | str | Path

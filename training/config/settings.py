@@ -236,6 +236,12 @@ def _beside_mtp(name: str, why: str, value: str = "") -> Excludes:
     return name, f"--train-mtp: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
+def _beside_images(name: str, why: str, value: str = "") -> Excludes:
+    return name, f"--images: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
+
+
+IMAGE_PARTS = ("tower", "projector")
+"""Of what images pass, in the order that they pass them."""
 _MAY_CHANGE = ("model", "data", "objective")
 
 
@@ -288,6 +294,23 @@ class ModelSettings:
         also=("dict[str, Any]",),
         metavar="TYPE:X",
         moves=Moves.MODEL | Moves.STATE,
+    )
+
+    images: bool = _flag(
+        False,
+        "Train on images too, which batches of your own loop or Trainer have: load the vision tower with the model",
+        excludes=[
+            (
+                "dataset",
+                "--images: only batches that you make in Python have images, not --dataset; leave out one of them",
+            ),
+            _beside_images("train_mtp", "drafts know no positions of images"),
+            _beside_images("rope_scaling", "positions of images have frequencies of their own"),
+            _beside_images("dense_precision", "it is for the language model alone", " {dense_precision}"),
+            _beside_images("compile", "image features are added between the layers that it compiles"),
+        ],
+        moves=Moves.MODEL | Moves.STATE,
+        in_plans=False,
     )
 
     def check_model(self) -> None:
@@ -1264,8 +1287,19 @@ class AdapterSettings:
         metavar="NAME",
         excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --freeze"),
     )
+    train_vision: list[str] = _list(
+        "What is trained of the parts that --images pass: tower, projector; separated by commas or spaces (default: "
+        "nothing)",
+        metavar="PART",
+        requires=(lambda config: config.images, "--train-vision: there is no vision tower without --images; add it"),
+        excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --train-vision"),
+        in_plans=False,
+    )
 
     def check_adapter(self) -> None:
+        self.train_vision = split_names(self.train_vision)
+        if unknown := [part for part in self.train_vision if part not in IMAGE_PARTS]:
+            raise ExpertMeshError(f"--train-vision {unknown[0]}: give {' or '.join(IMAGE_PARTS)}, or both")
         self.lora_targets = split_names(self.lora_targets)
         self.modules_to_save = split_names(self.modules_to_save)
         if self.freeze and not split_names(self.freeze):

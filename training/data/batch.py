@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...moe.experts.forward import Ahead, Targets
+from ...moe.hf_model.images import PIXELS
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.context_parallel import CPGroup
+from .images import ImageReader, Images
 from .samples import Sample
 from .sequences import LabelledRows, Rows
 
@@ -167,6 +169,7 @@ class Batch:
     for_loss: what a loss gets of it that is a function of each target's log-probability; None: it was not made for one.
     mismatched: of labelled answers, the same prompts before answers to others (see `training.tasks.kto`).
     ahead: for a layer for multi-token prediction; None where there is none.
+    images: None where there is none.
     """
 
     tokens_BS: Tensor
@@ -182,6 +185,7 @@ class Batch:
     for_loss: LossBatch | None = None
     mismatched: "Batch | None" = None
     ahead: Ahead | None = None
+    images: Images | None = None
 
     @property
     def of_loss(self) -> LossBatch:
@@ -226,6 +230,8 @@ class Batch:
         if self.ahead is not None:
             targets = Targets(move(self.ahead.targets.targets_BS), move(self.ahead.targets.index_N))
             changed["ahead"] = replace(self.ahead, tokens_BS=move(self.ahead.tokens_BS), targets=targets)
+        if self.images is not None:
+            changed["images"] = self.images.moved(move)
         return replace(self, **changed)
 
 
@@ -316,6 +322,7 @@ def batch_of(
     cp_group: CPGroup | None = None,
     padding: Padding = AS_LONG_AS_LONGEST,
     for_loss: bool = False,
+    images: ImageReader | None = None,
 ) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
 
@@ -331,6 +338,7 @@ def batch_of(
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become; what they are padded with already is taken off first.
         for_loss: whether the loss is one's own.
+        images: takes the images out of it; None: the model takes none.
 
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
@@ -341,12 +349,15 @@ def batch_of(
     if tokens_BS is None or (labels_BS is None and shifted_BS is None):
         missing = "input_ids" if tokens_BS is None else "labels"
         raise ExpertMeshError(f"a batch has no {missing}; it has {', '.join(map(str, inputs)) or 'nothing'}")
-    is_known = {*known, *_NEEDLESS, *["loss_inputs"] * for_loss}
+    is_known = {*known, *_NEEDLESS, *["loss_inputs"] * for_loss, *(images.names if images is not None else ())}
     if others := [str(name) for name, value in inputs.items() if name not in is_known and value is not None]:
+        of_images = f", {', '.join(images.names)}" if images is not None else ""
+        hint = "; images need expertmesh.load(..., images=True)" if PIXELS in others else ""
         raise ExpertMeshError(
             f"a batch has {', '.join(others)}, which would be ignored; give only input_ids, labels, "
-            "attention_mask, position_ids and shift_labels"
+            f"attention_mask, position_ids and shift_labels{of_images}{hint}"
         )
+    pixels = {} if images is None else images.read(inputs)
     for name, value in given.items():
         if value is not None and value.shape != tokens_BS.shape:
             raise ExpertMeshError(
@@ -396,6 +407,8 @@ def batch_of(
                 targets_BS[index, start - 1] = IGNORED
     tokens_BS = tokens_BS.masked_fill(~is_token_BS, 0)
     targets_BS = targets_BS.masked_fill(~is_token_BS, IGNORED)
+    if images is not None:
+        targets_BS = targets_BS.masked_fill(targets_BS == images.facts.token, IGNORED)
     given_inputs: LossInputs | None = None
     if for_loss:
         by_target = {
@@ -407,9 +420,14 @@ def batch_of(
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
         given_inputs = LossInputs(by_sample, by_target, place_BS)
-    return _batch(
+    batch = _batch(
         tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, given_inputs, padding.looks_ahead
     )
+    if images is None:
+        return batch
+    each, index = (padded, 0) if cp_group is None else (padded // cp_group.size, cp_group.index)
+    here = slice(each * index, each * (index + 1))
+    return replace(batch, images=images.placed(pixels, tokens_BS, is_token_BS, lengths, here))
 
 
 _PLACE = "labels"

@@ -20,6 +20,7 @@ from ...checkpoints.load import load_model, shard_and_load
 from ...checkpoints.new_rows import fill_new_rows, fill_token_rows
 from ...moe.experts.lora import store_frozen, to_quantize
 from ...moe.hf_model.build import kernel_needs, use_kernel
+from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import mtp_of
 from ...moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ...moe.util.errors import ExpertMeshError
@@ -38,7 +39,7 @@ from ..loss.head import attach_loss_head, choose_cross_entropy
 from ..loss.mtp import use_mtp
 from ..model_setup.compiling import compile_layers
 from ..model_setup.dense_precision import multiply_in_fp8
-from ..model_setup.freezing import check_experts_frozen, freeze
+from ..model_setup.freezing import check_experts_frozen, freeze, freeze_images
 from ..model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from ..model_setup.new_tokens import train_new_tokens
 from ..model_setup.rates import experts_apart
@@ -107,10 +108,13 @@ def assemble(
             "--base-dtype mxfp4: keeps experts as a checkpoint in MXFP4 has them, and config.json says of no quantized "
             "tensors; --base-dtype nf4 holds any weights in 4 bits"
         )
-    model = source.build(choose_attention(config.attn_implementation, config.packing, source.config))
+    attention = choose_attention(config.attn_implementation, config.packing, source.config, config.images)
+    model = source.build(attention)
     if config.packing:
         apply_packing(model)
     trained, new_tokens = [], getattr(source, "new_tokens", ())
+    if images_of(model) is not None:
+        trained.append(freeze_images(model, config.train_vision))
     if config.adapter != "none":
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
         ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers, layer_prefixes, moe_layers, router_prefixes
+from ...moe.hf_model.images import parameters_by_part
 from ...moe.util.errors import ExpertMeshError
 from .selection import select
 
@@ -65,6 +66,28 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     if frozen == total:
         raise ExpertMeshError(f"--freeze {' '.join(entries)} leaves nothing to train")
     return Frozen(tuple(entries), frozen, total)
+
+
+def freeze_images(model: Any, trained: list[str]) -> str:
+    """Have the parameters that images alone pass take no gradient, but for those of some parts, in place.
+
+    Args:
+        trained: names of these parts.
+
+    Returns: a line for a run's first lines.
+
+    Raises:
+        ExpertMeshError: the model has no such part.
+    """
+    said = []
+    for part, parameters in parameters_by_part(model).items():
+        for parameter in parameters:
+            parameter.requires_grad_(part in trained)
+        if part in trained and not parameters:
+            raise ExpertMeshError(f"--train-vision {part}: {type(model).__name__} has none; leave it out")
+        number = sum(parameter.numel() for parameter in parameters) / 1e6
+        said.append(f"{part} ({number:,.1f} M parameters) {'trained' if part in trained else 'frozen'}")
+    return f"images: {', '.join(said)}"
 
 
 def check_experts_frozen(model: Any) -> None:

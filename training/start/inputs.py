@@ -229,6 +229,8 @@ def open_model(config: TrainConfig, weights: bool = True) -> ModelSource:
         ExpertMeshError: there is no such model, or it is not what the settings ask for.
     """
     source = with_token_rows(config, open_source(resolve_model(config.model, weights=weights), config.rope))
+    if config.images:
+        source = source.seeing_images() if weights else replace(source, images=True)
     return source.training_mtp() if weights and config.train_mtp > 0 else source
 
 

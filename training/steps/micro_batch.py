@@ -270,6 +270,7 @@ def forward_of(
         split=batch.split,
         segments=batch.segments,
         has_router_losses=has_router_losses,
+        image_rows_N=None if batch.images is None else batch.images.rows_N,
     )
 
 

@@ -1,0 +1,214 @@
+"""Images in a family's model: which of its parts they pass, what its forward takes for them, and where they stand.
+
+transformers' own forward embeds tokens, calls `get_image_features`, and writes the rows that it gives to the places of
+the image tokens, in their order. A rank that has a part of each sequence has some of these places: there it gets the
+rows for them alone. Gradients of the tower are summed over ranks as all others are.
+
+What a family can do is read from its class: from the arguments of its forward, and from the code of
+`get_image_features`.
+"""
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts.forward import current_forward
+from ..experts.layout import expert_modules
+from ..transformers_private import mentions
+from ..util.errors import ExpertMeshError
+
+PIXELS = "pixel_values"
+KINDS = "mm_token_type_ids"
+"""What transformers' processors tell of each token: 1 for an image's. Here the tokens tell it."""
+GRID = "image_grid_thw"
+_BY_IMAGE = (GRID, "image_position_ids")
+"""What tells the images' sizes, an entry each: one of them goes to a family that is supported."""
+_PROJECTORS = re.compile(r"\.(\w+_)?(merger|projector|aligner)(_\w+)?\.")
+"""In the paths of modules of a tower that bring images to the width of the language model."""
+_ATTRIBUTE = "_expertmesh_images"
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """How a model takes images.
+
+    Attributes:
+        paths: of the modules that images alone pass.
+        inputs: what it takes for them: pixels, and what tells each image's size.
+        token: the id of image tokens. others: ids of tokens that stand for, or begin, what is not supported, by name.
+        takes_kinds: whether its forward takes the kinds of tokens.
+        sees_both_ways: whether tokens of an image attend to those behind them, by a mask made of the tokens' kinds.
+        num_deep: to the results of how many of the first layers image features are added, too (DeepStack).
+    """
+
+    paths: tuple[str, ...]
+    inputs: tuple[str, str]
+    token: int
+    others: dict[str, int]
+    takes_kinds: bool
+    sees_both_ways: bool
+    num_deep: int
+
+
+def images_of(model: Any) -> ImageFacts | None:
+    """How a model takes images; None where it was built for text alone."""
+    found: ImageFacts | None = vars(model).get(_ATTRIBUTE)
+    return found
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Whether tokens of an image attend to those behind them."""
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+
+
+def image_paths(model: Any, unmet: Sequence[str]) -> list[str]:
+    """Paths of the modules that images pass, of those that no text passes.
+
+    Args:
+        unmet: the latter.
+
+    Raises:
+        ExpertMeshError: the family takes no images, or otherwise than is supported.
+    """
+    inner = _inner_model(model)
+    _image_inputs(inner)
+    if apart := [path for path, _ in expert_modules(model) if f"{path}.".startswith(tuple(f"{p}." for p in unmet))]:
+        raise _unsupported(model, f"has experts that no text passes ({apart[0]})")
+    code = inspect.unwrap(type(inner).get_image_features)
+    prefix = next(path for path, module in model.named_modules() if module is inner)
+    found = [path for path in unmet if _parent(path) == prefix and mentions(code, path.rpartition(".")[2])]
+    if not found:
+        raise _unsupported(model, "has no vision tower, or none that its get_image_features names")
+    return found
+
+
+def see_images(model: Any, paths: Sequence[str]) -> None:
+    """Have a model's image features be those of the image tokens that are on a rank, in place.
+
+    Args:
+        paths: from `image_paths`.
+    """
+    inner, config = _inner_model(model), model.config
+    ids = {name: getattr(config, name, None) for name in ("video_token_id", "video_start_token_id", "audio_token_id")}
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if token is None:
+        raise _unsupported(model, "names no image_token_id in its config")
+    vision = getattr(config, "vision_config", None)
+    facts = vars(model)[_ATTRIBUTE] = ImageFacts(
+        tuple(paths),
+        _image_inputs(inner),
+        int(token),
+        {name: int(other) for name, other in ids.items() if other is not None and other != token},
+        KINDS in inspect.signature(model.forward).parameters,
+        sees_both_ways(config),
+        len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+    )
+    inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
+
+
+class _FeaturesHere:
+    """A model's `get_image_features`, of whose result the rows for image tokens of this rank are kept."""
+
+    def __init__(self, features: Any, inputs: Sequence[str]):
+        self.features = features
+        self.taken = {*inputs, "return_dict"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # what else comes along is for the language model's attention
+        found = self.features(*args, **{name: kwargs[name] for name in kwargs.keys() & self.taken})
+        forward = current_forward()
+        if forward is not None and forward.image_rows_N is not None:
+            for name in ("pooler_output", "deepstack_features"):
+                if getattr(found, name, None) is not None:
+                    found[name] = _rows(found[name], forward.image_rows_N)
+        return found
+
+
+def parameters_by_part(model: Any) -> dict[str, list[nn.Parameter]]:
+    """The parameters of the tower, and of the projector behind it."""
+    facts = images_of(model)
+    assert facts is not None
+    found: dict[str, list[nn.Parameter]] = {"tower": [], "projector": []}
+    tower = max(facts.paths, key=lambda path: sum(1 for _ in model.get_submodule(path).modules()))
+    for path in facts.paths:
+        for name, parameter in model.get_submodule(path).named_parameters(prefix=path):
+            found["projector" if path != tower or _PROJECTORS.search(name) else "tower"].append(parameter)
+    return found
+
+
+def trains_images(model: Any) -> bool:
+    """Whether something is trained that images alone pass."""
+    return images_of(model) is not None and any(
+        p.requires_grad for ps in parameters_by_part(model).values() for p in ps
+    )
+
+
+def rope_positions(model: Any, tokens_1L: Tensor, grid_I3: Tensor) -> Tensor | None:
+    """Positions of one sample's tokens in time, height and width, (3, L), as the family's own code gives them; None
+    where it has no such positions.
+
+    Raises:
+        ExpertMeshError: the sample's image tokens are not those of its images.
+    """
+    inner, facts = _inner_model(model), images_of(model)
+    assert facts is not None
+    if not hasattr(inner, "get_rope_index"):
+        return None
+    if len(grid_I3) == 0:
+        return torch.arange(tokens_1L.shape[1]).expand(3, -1)
+    kinds_1L = (tokens_1L == facts.token).int()
+    try:
+        found_31L, _ = inner.get_rope_index(tokens_1L, kinds_1L, image_grid_thw=grid_I3)
+    except RuntimeError as error:  # the shape of its result is that of the images, not of the tokens
+        raise ExpertMeshError(
+            f"a sample of a batch has {int(kinds_1L.sum())} image tokens, which are not as many as its images of "
+            f"{GRID} {grid_I3.tolist()} take: it was cut within an image, or its images are others; give complete "
+            "samples"
+        ) from error
+    positions_3L: Tensor = found_31L[:, 0]
+    return positions_3L
+
+
+def _inner_model(model: Any) -> Any:
+    inner = model.base_model
+    if inner is model or not hasattr(inner, "get_image_features"):
+        raise _unsupported(model, "has no get_image_features")
+    return inner
+
+
+def _image_inputs(inner: Any) -> tuple[str, str]:
+    """
+    Raises:
+        ExpertMeshError: they are not those of a family that is supported.
+    """
+    taken = list(inspect.signature(type(inner).get_image_features).parameters.values())[1:]
+    names = [parameter.name for parameter in taken if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(names) != 2 or names[0] != PIXELS or names[1] not in _BY_IMAGE:
+        raise _unsupported(
+            inner, f"takes {', '.join(names)} for images, not {PIXELS} with {' or '.join(_BY_IMAGE)} alone"
+        )
+    return names[0], names[1]
+
+
+def _unsupported(model: Any, why: str) -> ExpertMeshError:
+    return ExpertMeshError(
+        f"--images: {type(model).__name__} {why}: its images are not supported; leave --images out to train on text"
+    )
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _rows(features: Any, rows_N: Tensor) -> Any:
+    """Of a tensor, or of one for each image, or of lists of these: the rows, in one part."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2).index_select(0, rows_N)
+    if isinstance(features, tuple) and all(isinstance(part, Tensor) for part in features):
+        return (torch.cat(features).index_select(0, rows_N),)
+    return type(features)(_rows(part, rows_N) for part in features)

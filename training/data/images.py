@@ -1,0 +1,148 @@
+"""The images of a micro-batch: which inputs the model takes for them, and where they stand in its sequences.
+
+One image is one run of image tokens, as in transformers' own code. Image tokens are never targets.
+
+Shape suffixes: B sequences, S positions of full ones, L of them on this rank, N image tokens on this rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...moe.hf_model.images import GRID, KINDS, images_of, rope_positions
+from ...moe.util.errors import ExpertMeshError
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a micro-batch on one rank.
+
+    inputs: what the model takes for them, complete on every rank that shares the sequences.
+    rows_N: which of the images' features are for the image tokens that are here; None: all of them.
+    positions_3BL: in time, height and width; None where the model has no such positions.
+    kinds_BS: 1 for an image's token, of full sequences; None where no mask is made of them.
+    """
+
+    inputs: Mapping[str, Tensor]
+    rows_N: Tensor | None
+    positions_3BL: Tensor | None
+    kinds_BS: Tensor | None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Images":
+        """The same of moved tensors."""
+        inputs = {name: move(value) for name, value in self.inputs.items()}
+        others = (self.rows_N, self.positions_3BL, self.kinds_BS)
+        return Images(inputs, *(None if x is None else move(x) for x in others))
+
+
+class ImageReader:
+    """Takes the images out of batches as transformers' and trl's data collators make them.
+
+    Args:
+        model: from `build_model`, with the parts that images pass.
+    """
+
+    def __init__(self, model: Any):
+        facts = images_of(model)
+        assert facts is not None
+        self.model, self.facts = model, facts
+        self.names = (*facts.inputs, KINDS)
+
+    def read(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a batch has for its images, in host memory; empty where it has none.
+
+        Raises:
+            ExpertMeshError: it is no tensor, or something is missing.
+        """
+        found: dict[str, Tensor] = {}
+        for name in self.facts.inputs:
+            value = inputs.get(name)
+            if value is not None:
+                try:
+                    found[name] = torch.as_tensor(value).detach().cpu()
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise ExpertMeshError(f"{name} of a batch is not a tensor: {error}") from error
+        found = {name: value for name, value in found.items() if value.numel()}
+        if found and len(found) < len(self.facts.inputs):
+            missing = next(name for name in self.facts.inputs if name not in found)
+            raise ExpertMeshError(f"a batch has {', '.join(found)} and no {missing}; give both, as its processor does")
+        pixels, sizes = (found.get(name) for name in self.facts.inputs)
+        if pixels is not None and sizes is not None:
+            shape = {GRID: (len(sizes), 3)}.get(self.facts.inputs[1], (*pixels.shape[:2], 2))
+            if sizes.shape != shape or sizes.is_floating_point() or not pixels.is_floating_point():
+                raise ExpertMeshError(
+                    f"a batch has {self.facts.inputs[0]} of {pixels.dtype} {tuple(pixels.shape)} and "
+                    f"{self.facts.inputs[1]} of {sizes.dtype} {tuple(sizes.shape)}; give both as the model's processor "
+                    "makes them"
+                )
+            if len(sizes.shape) == 2 and int(sizes.prod(-1).sum()) != len(pixels):
+                raise ExpertMeshError(
+                    f"a batch has {len(pixels)} patches in {self.facts.inputs[0]}, and {int(sizes.prod(-1).sum())} by "
+                    f"its {GRID}"
+                )
+        return found
+
+    def placed(
+        self,
+        found: Mapping[str, Tensor],
+        tokens_BS: Tensor,
+        is_token_BS: Tensor,
+        lengths: Sequence[Sequence[int]],
+        here: slice,
+    ) -> Images | None:
+        """The images of a batch of full sequences; None where it has none.
+
+        Args:
+            found: from `read`.
+            lengths: of each sequence's samples; behind them is padding.
+            here: the positions that are on this rank.
+
+        Raises:
+            ExpertMeshError: there are other images than image tokens say, or tokens for something else than images.
+        """
+        for name, token in self.facts.others.items():
+            if bool(((tokens_BS == token) & is_token_BS).any()):
+                raise ExpertMeshError(
+                    f"input_ids of a batch has {token}, the {name} of this model: only images are supported"
+                )
+        is_image_BS = (tokens_BS == self.facts.token) & is_token_BS
+        number = len(found[self.facts.inputs[1]]) if found else 0
+        samples = [(row, start, length) for row, ls in enumerate(lengths) for start, length in _starts(ls)]
+        runs = [_runs(is_image_BS[row, start : start + length]) for row, start, length in samples]
+        if sum(runs) != number:
+            raise ExpertMeshError(
+                f"a batch has {number} images, and image tokens of {sum(runs)} (a run of {self.facts.token} in "
+                "input_ids is one): give complete samples with all their images"
+            )
+        if not found:
+            return None
+        rows_N, positions_3BS = None, None
+        if here != slice(0, tokens_BS.shape[1]):
+            row_BS = (is_image_BS.flatten().cumsum(0) - 1).view_as(tokens_BS)
+            rows_N = row_BS[:, here][is_image_BS[:, here]]
+        first = 0
+        for (row, start, length), images in zip(samples, runs, strict=True):
+            sizes = found[self.facts.inputs[1]][first : first + images]
+            first += images
+            positions_3L = rope_positions(self.model, tokens_BS[row : row + 1, start : start + length], sizes)
+            if positions_3L is not None:
+                if positions_3BS is None:
+                    positions_3BS = torch.zeros(3, *tokens_BS.shape, dtype=torch.int64)
+                positions_3BS[:, row, start : start + length] = positions_3L
+        kinds_BS = is_image_BS.long() if self.facts.sees_both_ways else None
+        positions_3BL = None if positions_3BS is None else positions_3BS[:, :, here].contiguous()
+        return Images(found, rows_N, positions_3BL, kinds_BS)
+
+
+def _starts(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, length) of each sample of a sequence."""
+    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+    return [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _runs(is_image_L: Tensor) -> int:
+    """How many runs of image tokens there are."""
+    return int((torch.nn.functional.pad(is_image_L.int(), (1, 0)).diff() == 1).sum())
