@@ -21,7 +21,7 @@ on, and takes no value, or `true` or `false`; a list takes its values after one 
   that contradicts one is refused: FIRM.
 - A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). So is one that
   is given twice.
-- A flag without effect beside the others is no error; a note names it.
+- A flag that has no effect with the others is no error; a note names it.
 
 `python -m tests.pages` makes this page.
 """

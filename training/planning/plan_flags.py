@@ -38,10 +38,10 @@ _EPILOG = """\
 All options of train_ep.py are taken, with --config too. Those of the layout
 and the batch are kept as given, and searched where they are not: --ep-size,
 --dense-shard, --tp-size, --pp-size, --pipeline-chunks, --pipeline-schedule,
---gradient-checkpointing, --per-device-train-batch-size. Those that change no
-step are in the launch line alone. Defaults other than train_ep.py's: --bf16,
---max-seq-length 4096, and a global batch of 256 sequences (64 with --adapter
-lora), fewer where they are longer.
+--gradient-checkpointing, --per-device-train-batch-size. Those that do
+not affect a step are only copied to the launch line. Defaults other than
+train_ep.py's: --bf16, --max-seq-length 4096, and a global batch of 256
+sequences (64 with --adapter lora), fewer where they are longer.
 
 examples:
   python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora
