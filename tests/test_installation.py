@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 
 import expertmesh
 from expertmesh.training.cluster import commands as cluster_commands
@@ -221,3 +222,19 @@ def test_with_nothing_but_what_is_required(tiny_model: Path, tiny_data: Path, tm
         assert cluster_commands.main(rehearse) == 0
     assert json.loads(said["sharding rehearse"][1]) == json.loads(told.getvalue())
     assert (Path(out) / "hf" / "config.json").exists()
+
+
+def test_the_image_has_the_versions_of_make_install() -> None:
+    dockerfile, makefile = ((ROOT / name).read_text() for name in (".docker/Dockerfile", "Makefile"))
+    (torch,) = re.findall(r"^TORCH +\?= (.+)$", makefile, re.MULTILINE)
+    assert f'ARG TORCH="{torch}"' in dockerfile
+    (tested,) = re.findall(r"^TESTED \?= (.+)$", makefile, re.MULTILINE)
+    assert f"--constraint {tested} " in dockerfile
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert [cited[name] for name in ("title", "version", "license")] == [
+        project[name] for name in ("name", "version", "license")
+    ]

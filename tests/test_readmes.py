@@ -29,8 +29,16 @@ DOCS = ROOT / "docs"
 PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 CODE_WIDTH = 85
 """Characters of a line of code that a page of the site shows without scrolling."""
-FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
-"""Of tools that are not ours, but for torchrun's: pytest-xdist, pip."""
+FOREIGN_FLAGS = {
+    *("--numprocesses", "--extra-index-url", "--index-url", "--no-index", "--find-links", "--constraint"),
+    *("--gpus", "--rm", "--shm-size", "--local-dir", "--target", "--outfile", "--outtype", "--override-kv", "--base"),
+    *("--port", "--enable-lora", "--lora-modules", "--max-lora-rank", "--model-path"),
+    *("--model", "--model_args", "--tasks", "--include_path", "--build"),
+}
+"""Of tools that are not ours, but for torchrun's: pytest-xdist, pip, docker, hf, cmake, llama.cpp, vLLM, SGLang,
+lm-eval."""
+FILES_ELSEWHERE = ("train_ep.py", "convert_hf_to_gguf.py", "convert_lora_to_gguf.py")
+"""Of the root, and of llama.cpp."""
 
 
 def name_of(path: Path) -> str:
@@ -94,7 +102,7 @@ MODULES = sorted(
 
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-OF_TRAINING = ("train_ep.py", "my_train.py", "torchrun.sh", "slurm.sbatch", "sharding rehearse", "sharding plan")
+OF_TRAINING = ("train_ep", "my_train.py", "torchrun.sh", "slurm.sbatch", "sharding rehearse", "sharding plan")
 """Programs that take the flags of a run."""
 HANDED_OVER = {
     "sharding": "training.cluster.commands",
@@ -180,7 +188,8 @@ def check_files(readme: Path) -> None:
         for word in re.findall(r"[\w./-]+\.(?:py|sh|sbatch|js|css)\b", span):
             near = [readme.parent / word, ROOT / word]
             found = any(path.exists() for path in near) or (
-                "/" not in word and (any(readme.parent.rglob(word)) or word == "train_ep.py" or word.startswith("my_"))
+                "/" not in word
+                and (any(readme.parent.rglob(word)) or word in FILES_ELSEWHERE or word.startswith("my_"))
             )
             assert found, f"{word}: no such file; one that the reader writes is called my_..."
         if re.fullmatch(r"(?:moe|sharding|checkpoints|training|configs|benchmarks|tests)(?:/\w+)+/?", span):
@@ -189,7 +198,7 @@ def check_files(readme: Path) -> None:
 
 def check_flags(readme: Path) -> None:
     """In a command line to that command, be it in a remark behind it; elsewhere to any."""
-    everything = training_options() | TORCHRUN | FOREIGN_FLAGS
+    everything = training_options() | TORCHRUN | {flag.replace("_", "-") for flag in FOREIGN_FLAGS}
     everything = everything.union(*(options_of(module) for module in (*MODULES, REHEARSE, PLAN)))
     for span in code(readme):
         for flag in flags(span):

@@ -40,6 +40,7 @@ from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch
 from ..data.chat import answer_ends
 from ..engine.engine import Engine
+from ..engine.model_card import tell_loss
 from ..loss.objective import CROSS_ENTROPY, Objective
 from ..monitoring.meter import Meter
 from ..monitoring.nonfinite import NonFiniteGuard
@@ -530,7 +531,7 @@ class TrainerMixin(_Base):
             logs["num_tokens"] = self.engine.tokens
         if "loss" in logs:
             loss = float(LossValues.of(self._losses).loss) / max(self._steps, 1)
-            self.engine.has_loss("loss", loss)
+            tell_loss(self.engine, "loss", loss)
             if self._skipped and self.args.logging_nan_inf_filter:
                 # the mean of the others; transformers makes up for a step by less than such a mean
                 logs["loss"] = loss if self._steps else math.nan

@@ -64,7 +64,7 @@ from ..steps.evaluate import Evaluation, label_logprobs, mean_loss
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
 from .assembly import assemble, compute_dtype, place
-from .model_card import training_of
+from .model_card import tell_loss, training_of
 
 MicroBatch = Batch | Mapping[str, Any] | None
 """What a step takes: a `Batch`, what a data collator of transformers or trl makes, or None for a rank that has nothing
@@ -381,11 +381,7 @@ class Engine:
         self.step_number += 1
         self.tokens += result.tokens
         self.is_resumed = False
-        self.has_loss("loss", result.loss)
-
-    def has_loss(self, name: str, loss: float) -> None:
-        """Have the model card tell a loss of the weights as they are."""
-        self.results[name] = f"{loss:.4f} at step {self.step_number:,}"
+        tell_loss(self, "loss", result.loss)
 
     def _wait_for_copies(self) -> None:
         """Before weights change: until those of a checkpoint under way have been copied."""
@@ -524,7 +520,7 @@ class Engine:
         if found.targets == 0 or math.isnan(found.loss):
             why = "it, or what count gave, is no number or 0" if found.targets else NO_TARGETS
             self.tell(f"warning: the loss of an evaluation is NaN: {why}")
-        self.has_loss("evaluation loss", found.loss)
+        tell_loss(self, "evaluation loss", found.loss)
         return found
 
     def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
@@ -639,7 +635,7 @@ class Engine:
         self.find_ends(tokenizer)
         base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
         limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
-        self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts, self.card)
+        self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts, self._card)
 
     def save(
         self, directory: str | Path, order: Mapping[str, int] | None = None, best: Mapping[str, Any] | None = None
@@ -747,10 +743,10 @@ class Engine:
         tokenizer = self._saved(tokenizer)
         config, told = self.config, self.find_ends(tokenizer)
         if config.adapter == "none":
-            how = (config.shard_bytes, tokenizer, self.ranks, self.card())
+            how = (config.shard_bytes, tokenizer, self.ranks, self._card())
             told += export_model(self.model, self.checkpoint, self.topology, out, *how)
         else:
-            written = (lora_of(config), config.model, config.adapter_format, tokenizer, self.card())
+            written = (lora_of(config), config.model, config.adapter_format, tokenizer, self._card())
             told += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
         return told if self.ranks.rank == 0 else []
 
@@ -783,7 +779,7 @@ class Engine:
                 merge_adapter(self.source.path, Path(adapter), Path(directory), how)
         return told
 
-    def card(self) -> str:
+    def _card(self) -> str:
         """The model card of what is exported."""
         return model_card(training_of(self), self.source.path, self.config.adapter != "none")
 

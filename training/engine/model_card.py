@@ -44,6 +44,11 @@ def training_of(engine: "Engine") -> Training:
     )
 
 
+def tell_loss(engine: "Engine", name: str, loss: float) -> None:
+    """Have the card tell a loss of the weights as they are."""
+    engine.results[name] = f"{loss:.4f} at step {engine.step_number:,}"
+
+
 def _command(config: TrainConfig, world_size: int) -> str:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = f"--nnodes {world_size // here} " if world_size > here else ""

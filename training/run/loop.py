@@ -29,6 +29,7 @@ from ..data.batch import Batch, Padding, collate, collate_rows
 from ..data.sequences import DataOrder, Rows, share_out
 from ..data.stream import Stream, place_in
 from ..engine.engine import Engine
+from ..engine.model_card import tell_loss
 from ..metrics import told_of
 from ..model_setup.compiling import Compilation, compilation
 from ..monitoring.alarms import Alarms
@@ -457,7 +458,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     inputs_of = run.task_inputs.evaluation.within(rows, range(len(rows)))
     how = config.per_device_eval_batch_size, run.engine.mesh, run.padding
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
-    run.engine.has_loss("evaluation loss", evaluation.loss)
+    tell_loss(run.engine, "evaluation loss", evaluation.loss)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
     figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
     compared = best.compared(done, config.early_stopping_patience)
