@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes, large numbers and durations as people write them."""
 
 import re
 
@@ -16,3 +16,19 @@ def parse_size(flag: str, text: str) -> int:
         raise ExpertMeshError(f"{flag} {text}: write it like 5GB or 500MB")
     step = 2**10 if match[3] else 10**3
     return int(match[1]) * step ** " KMG".index((match[2] or " ").upper())
+
+
+def thousands(value: float) -> str:
+    """Three digits of a large number, such as 950, 6.34k, 181k or 1.25M."""
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.3g}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """As 1:02:03, or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

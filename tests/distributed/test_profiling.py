@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,8 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
         assert parts["expert GEMMs"]["allocated_bytes"] > 0
 
     page = (tmp_path / "report.html").read_text()
-    shown = json.loads(page.partition('id="run">')[2].partition("</script>")[0])["runs"][0]["profiles"]
-    assert [(entry["rank"], entry["steps"]) for entry in shown] == [(0, [2, 3]), (1, [2, 3])]
-    assert shown[0]["parts"] == profile_of(tmp_path, "rank-0.steps-2-3")["parts"]
+    assert re.findall("<summary>(rank .*?)</summary>", page) == ["rank 0, steps 2 – 3", "rank 1, steps 2 – 3"]
+    assert set(re.findall("</span>(.*?)</td>", page)) >= profile_of(tmp_path, "rank-0.steps-2-3")["parts"].keys()
 
 
 @pytest.mark.release

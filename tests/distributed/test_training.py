@@ -205,7 +205,7 @@ def test_report_and_trackers(chats: Runs) -> None:
     data = json.loads(text)["runs"][0]
     assert {"loss", "eval_loss", "grad_norm", "learning_rate", "peak_memory_mb"} <= data["curves"].keys()
     assert data["state"] == "finished"
-    assert data["generations"]
+    assert "<summary>after step 2</summary>" in report
     events = EventAccumulator(str(next(ended.out.rglob("events.out.tfevents*")).parent))
     events.Reload()
     for name in ("eval_loss", "loss"):

@@ -73,7 +73,8 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) ->
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
     assert data is not None
     content = json.loads(data[1])["runs"][0]
-    assert (content["step"], content["num_steps"], content["summary"]["tokens"]) == (1, 1, alone["tokens"])
+    tokens = content["positions"]["tokens"]
+    assert (content["step"], content["num_steps"], tokens) == (1, 1, [alone["tokens"]])
 
     prompts = [sample.tokens for sample in SAMPLES[:3]]
     found = ranks.run(answers_of_ours, 2, model, PAIR, prompts, [], Case([], family=family), NEW_TOKENS)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
 from expertmesh.checkpoints.files.lock import DirectoryLock
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -24,7 +25,7 @@ from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
 from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, Stretch
 from expertmesh.training.report.page import State, write_comparison, write_report
-from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
+from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES, read_profiles
 
 LAYERS, EXPERTS = 2, 4
 
@@ -51,14 +52,34 @@ def make_run(output_dir: Path, lines: list[dict[str, Any]], **config: Any) -> Pa
     return output_dir
 
 
+def content_of(page: Path) -> tuple[str, dict[str, Any]]:
+    """A page without plotly, and what its script draws."""
+    text = page.read_text(encoding="utf-8")
+    assert text.count(get_plotlyjs()) == 1
+    text = text.replace(get_plotlyjs(), "")
+    data = re.search(r'<script type="application/json" id="run">(.*?)</script', text, re.DOTALL)
+    assert data is not None
+    drawn: dict[str, Any] = json.loads(data[1])
+    return text, drawn
+
+
+def tiles(page: str) -> dict[str, str]:
+    """The single figures of a run."""
+    return dict(re.findall(r'<span class="quiet">([^<]*)</span><b>([^<]*)</b>', page))
+
+
+def rows(page: str, title: str) -> dict[str, str]:
+    """A table of settings, by its title."""
+    table = page.partition(f"<h3>{title}</h3>")[2].partition("</table>")[0]
+    return {html.unescape(n): html.unescape(v) for n, v in re.findall(r"<td>(.*?)</td><td>(.*?)</td>", table)}
+
+
 def report(output_dir: Path, *lines: dict[str, Any], state: State | None = None, **config: Any) -> Any:
-    """The page of a run that has logged these lines, and the content that its script draws."""
+    """The page of a run that has logged these lines, without plotly, and what its script draws of the run."""
     if lines:
         make_run(output_dir, list(lines), **config)
-    page = write_report(output_dir, state).read_text(encoding="utf-8")
-    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
-    assert data is not None
-    return page, json.loads(data[1])["runs"][0]
+    page, drawn = content_of(write_report(output_dir, state))
+    return page, drawn["runs"][0]
 
 
 def test_content(tmp_path: Path) -> None:
@@ -68,11 +89,11 @@ def test_content(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text('{"torch": "2.13.0", "ranks": 4, "num_steps": 20}')
     page, content = report(tmp_path)
     assert "<title>first try</title>" in page
-    assert (content["model"], content["step"], content["num_steps"]) == ("m/model", 7, 20)
-    assert content["summary"] == {
-        "loss": pytest.approx(3.3), "best_eval_loss": 3.0, "best_eval_step": 5, "tokens": 700,
-        "tokens_per_second": 50.0, "mfu": None, "peak_memory_mb": 307, "wall_seconds": 14.0, "num_starts": 1,
-        "dropped_tokens": 3, "skipped_steps": 0,
+    assert "m/model" in page
+    assert (content["step"], content["num_steps"], content["best"]) == (7, 20, [5, 3.0])
+    assert tiles(page) == {
+        "Loss": "3.3", "Best eval loss": "3", "Tokens seen": "700", "Tokens/s": "50", "Peak memory": "307MB",
+        "Wall time": "0:14", "Dropped tokens": "3",
     }  # fmt: skip
     assert content["curves"]["eval_loss"] == {"steps": [5, 7], "mean": [3.0, 3.5], "per_point": 1}
     assert content["curves"]["router_entropy"]["low"] == [1.0] * 7
@@ -80,10 +101,11 @@ def test_content(tmp_path: Path) -> None:
     assert not {"mfu", "tflops_per_second", "balance_loss", "z_loss"} & set(content["curves"])
     assert content["load"]["load"] == [[[200, 80, 80, 40], [120, 120, 160, 0]]] * 7
     assert content["load"]["entropy"] == [[1.0, 1.25]] * 7
-    assert content["config"]["learning_rate"] == "0.25"
-    assert {"run_name", "learning_rate", "max_steps"} < set(content["not_default"])
-    assert "seed" not in content["not_default"]
-    assert content["environment"] == {"torch": "2.13.0", "ranks": "4", "num_steps": "20"}
+    changed = rows(page, "Differs from the defaults")
+    assert changed["learning_rate"] == "0.25"
+    assert {"run_name", "max_steps"} < changed.keys()
+    assert "seed" not in changed
+    assert rows(page, "Environment") == {"torch": "2.13.0", "ranks": "4", "num_steps": "20"}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"metrics.jsonl", "config.yaml", "environment.json", "report.html"}
 
@@ -101,8 +123,9 @@ def test_state(tmp_path: Path, last: int, given: State | None, shown: State | No
 def test_starts_of_a_resumed_run_are_added_up(tmp_path: Path) -> None:
     """The last two are of starts of their own: the steps of each took 2 seconds."""
     lines = [training(step, seconds=seconds) for step, seconds in enumerate([10, 20, 5, 15, 1, 2.5], start=1)]
-    summary = report(tmp_path, *lines)[1]["summary"]
-    assert (summary["wall_seconds"], summary["num_starts"]) == (20 + 15 + 1 + 2.5, 4)
+    page = report(tmp_path, *lines)[0]
+    assert tiles(page)["Wall time"] == "0:38"
+    assert "in 4 starts" in page
 
 
 def test_a_file_of_an_older_release_alone(tmp_path: Path) -> None:
@@ -110,27 +133,29 @@ def test_a_file_of_an_older_release_alone(tmp_path: Path) -> None:
     for name in ("seconds", "peak_memory_mb", "dead_experts", "router_entropy", "dropped_tokens"):
         del line[name]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    content = report(tmp_path)[1]
-    assert content["summary"]["wall_seconds"] is content["summary"]["dropped_tokens"] is None
-    assert (content["load"]["entropy"], content["name"]) == ([[None, None]], "expertmesh")
-    assert content["config"] == content["environment"] == {}
+    page, content = report(tmp_path)
+    assert not {"Wall time", "Dropped tokens"} & tiles(page).keys()
+    assert (content["load"]["entropy"], content["label"]) == ([[None, None]], "expertmesh")
+    assert "<h2>Settings" not in page
 
 
 def test_a_run_that_has_logged_little(tmp_path: Path) -> None:
     """Nothing yet, a cut-off line, skipped steps alone, evaluations alone."""
     for text in ("", '{"step": 3, "lo'):
         (tmp_path / "metrics.jsonl").write_text(text)
-        content = report(tmp_path)[1]
-        assert (content["step"], content["curves"], content["load"], content["generations"]) == (0, {}, None, [])
-        assert content["unreadable_lines"] == bool(text)
+        page, content = report(tmp_path)
+        assert (content["step"], content["curves"], content["load"]) == (0, {}, None)
+        assert "No step has been logged yet" in page
+        assert ("Unreadable lines of metrics.jsonl, skipped: 1" in page) == bool(text)
     make_run(tmp_path, [training(1), training(2)])
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(training(3))[:-5])
-    content = report(tmp_path)[1]
-    assert (content["step"], content["unreadable_lines"]) == (2, 1)
+    page, content = report(tmp_path)
+    assert content["step"] == 2
+    assert "skipped: 1" in page
     skipped = {"step": 1, "loss": None, "grad_norm": None, "skipped_steps": 1, "tokens": 10}
-    content = report(tmp_path, skipped)[1]
-    assert (content["summary"]["loss"], content["load"], content["curves"]) == (None, None, {})
+    page, content = report(tmp_path, skipped)
+    assert (content["load"], content["curves"], "Loss" in tiles(page)) == (None, {}, False)
     content = report(tmp_path, evaluation(3, 1.0))[1]
     assert (content["step"], content["load"], list(content["curves"])) == (3, None, ["eval_loss", "eval_perplexity"])
 
@@ -152,10 +177,11 @@ def test_skipped_steps_and_warnings(tmp_path: Path) -> None:
     for name in ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens"):
         del skipped[name]
     warning = {"step": 2, "warning": "loss spike"}
-    content = report(tmp_path, training(1), skipped, warning, training(3, skipped_steps=4))[1]
+    page, content = report(tmp_path, training(1), skipped, warning, training(3, skipped_steps=4))
     assert content["curves"]["loss"]["steps"] == content["curves"]["grad_norm"]["steps"] == [1, 3]
-    assert (content["summary"]["skipped_steps"], content["summary"]["tokens"]) == (5, 300)
-    assert content["warnings"] == [{"step": 2, "text": "loss spike"}]
+    assert (tiles(page)["Skipped steps"], tiles(page)["Tokens seen"]) == ("5", "300")
+    assert content["marks"]["warning"] == [[2, "loss spike"]]
+    assert "Step 2: loss spike" in page
 
 
 HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=alert(1)> ${data} $data \u2028 \x00 é 漢"
@@ -165,33 +191,36 @@ def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
     generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE, "reference": HOSTILE}]}
     warning = {"step": 1, "warning": HOSTILE}
     page, content = report(tmp_path, training(1), generations, warning, run_name=HOSTILE, prompt_column=HOSTILE)
-    assert page.count("<script") == page.count("</script") == 2
+    assert page.count("<script") == page.count("</script") == 3
     assert "<img" not in page
     assert "<!--" not in page
-    assert content["name"] == content["config"]["prompt_column"] == HOSTILE
-    assert content["generations"][0]["samples"] == [{"prompt": HOSTILE, "text": "?" + HOSTILE, "reference": HOSTILE}]
+    assert content["label"] == rows(page, "Differs from the defaults")["prompt_column"] == HOSTILE
+    texts = [html.unescape(text) for text in re.findall(r'<pre class="\w+" dir="auto">(.*?)</pre>', page, re.DOTALL)]
+    assert texts == [HOSTILE, "?" + HOSTILE, HOSTILE]
 
 
 def test_page_loads_nothing(tmp_path: Path) -> None:
-    """Its policy names its own script and style, and nothing else."""
+    """Its policy names its own scripts, of which one is plotly, and nothing else."""
     page = report(tmp_path, training(1))[0]
-    assert re.findall(r"""(?:src|href|action|data)\s*=\s*["']?([^"'\s>]*)""", page) == ["data:,"]
+    assert re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]*)""", page) == ["data:,"]
     assert not re.search(r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
     assert allowed["default-src"] == "'none'"
-    for directive, tag in (("script-src", "script"), ("style-src", "style")):
-        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert allowed[directive] == f"'sha256-{digest}'"
+    digests = [
+        hashlib.sha256(text.encode()).digest() for text in re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    ]
+    assert allowed["script-src"].split() == [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    assert len(digests) == 2
 
 
 def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     steps = 10 * history.MAX_POINTS + 3
     lines = [training(step, loss=1.0) for step in range(1, steps + 1)]
     lines[5000]["loss"], lines[7000]["loss"] = 9.0, 0.5
-    content = report(tmp_path, *lines)[1]
+    page, content = report(tmp_path, *lines)
     loss = content["curves"]["loss"]
     assert len(loss["steps"]) <= history.MAX_POINTS
     assert loss["steps"][-1] == steps
@@ -203,7 +232,7 @@ def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     assert load["first_steps"][0] == 1
     assert load["last_steps"][-1] == steps
     assert [last + 1 for last in load["last_steps"][:-1]] == load["first_steps"][1:]
-    assert content["summary"]["tokens"] == 100 * steps
+    assert tiles(page)["Tokens seen"] == "1M"
     # one token among many is not none
     few = training(1, expert_tokens=[[10**6, 10**6, 1, 0]], router_entropy=[1.0])
     assert report(tmp_path, few)[1]["load"]["load"] == [[[200, 200, 1, 0]]]
@@ -233,12 +262,12 @@ def test_size_is_bounded_for_many_experts_and_long_generations(tmp_path: Path) -
         tokens = rng.integers(0, 10**6, (48, 128)).tolist()
         lines.append(training(step, expert_tokens=tokens, router_entropy=[1.0] * 48))
         lines.append({"step": step, "generations": [{"prompt": "p", "text": "<" * 10_000}] * 2})
-    page, content = report(tmp_path, *lines)
+    page = report(tmp_path, *lines)[0]
     assert len(page) < 4e6
-    assert [logged["step"] for logged in content["generations"]][:: len(content["generations"]) - 1] == [1, 100]
-    assert content["num_generations"] == 100
-    text = content["generations"][0]["samples"][0]["text"]
-    assert text.startswith("<" * MAX_TEXT + "… (6,000 more")
+    shown = [int(step) for step in re.findall(r"<summary>after step (\d+)</summary>", page)]
+    assert (shown[0], shown[-1], len(shown) <= 17) == (1, 100, True)
+    assert f"{len(shown)} of 100 times, evenly spread" in page
+    assert f">{'&lt;' * MAX_TEXT}… (6,000 more" in page
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,18 +316,23 @@ def add_profile(output_dir: Path, name: str, content: str) -> None:
 
 def test_profiles_by_steps_and_ranks(tmp_path: Path) -> None:
     make_run(tmp_path, [training(1)])
-    assert report(tmp_path)[1]["profiles"] == []
+    assert "Profiled steps" not in report(tmp_path)[0]
     made = [profile(0, [5]), profile(2, [5]), profile(10, [5]), profile(0, [12, 13])]
     for entry in reversed(made):
         add_profile(tmp_path, f"rank-{entry['rank']}.{entry['steps'][0]}.json", json.dumps(entry))
-    content = report(tmp_path)[1]
-    assert content["profiles"] == made
-    assert content["profiles_not_shown"] == 0
+    page = report(tmp_path)[0]
+    titles = ["rank 0, step 5", "rank 2, step 5", "rank 10, step 5", "rank 0, steps 12 – 13"]
+    assert re.findall(r"<summary>(rank .*?)</summary>", page) == titles
+    # of the last, a mean over its two steps
+    table = page.partition(f"<summary>{titles[-1]}</summary>")[2].partition("</table>")[0]
+    cells = [re.findall(r"<td>(?:<span.*?</span>)?(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    assert cells == [["norms", "250 ms", "25.0%", "6", "2.05kB"], [BETWEEN, "750 ms", "75.0%", "", "0B"]]
+    assert "more profiles are in the directory" not in page
     for rank in range(MAX_PROFILES + 3):
         add_profile(tmp_path, f"rank-{rank}.5.json", json.dumps(profile(rank, [5])))
-    content = report(tmp_path)[1]
-    assert [entry["rank"] for entry in content["profiles"]] == list(range(MAX_PROFILES))
-    assert content["profiles_not_shown"] == 4
+    page = report(tmp_path)[0]
+    assert re.findall(r"<summary>(rank .*?)</summary>", page) == [f"rank {r}, step 5" for r in range(MAX_PROFILES)]
+    assert "4 more profiles are in the directory" in page
 
 
 def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
@@ -313,7 +347,8 @@ def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
     ]  # fmt: skip
     for number, text in enumerate(broken):
         add_profile(tmp_path, f"rank-{number + 1}.step-5.json", text)
-    assert report(tmp_path)[1]["profiles"] == [profile(0, [5])]
+    assert read_profiles(tmp_path) == ([profile(0, [5])], 0)
+    assert report(tmp_path)[0].count("<summary>rank") == 1
 
 
 def test_where_time_went_and_what_curves_are_marked_with(tmp_path: Path) -> None:
@@ -326,26 +361,32 @@ def test_where_time_went_and_what_curves_are_marked_with(tmp_path: Path) -> None
     # the clock of another start, which resumed after step 2
     lines += [training(3, steps=1, step_seconds=1.0, data_seconds=0.0, seconds=2.0), {"step": 3, "save_seconds": 1.0}]
     (tmp_path / "environment.json").write_text('{"num_steps": 5}')
-    content = report(tmp_path, *lines, state="finished", learning_rate=0.25)[1]
-    seconds = {"number": 3, "steps": 4.0, "data": 0.5, "evaluations": 1.0, "generations": 0.5, "saves": 3.0}
-    assert content["seconds"] == seconds
-    assert content["marks"] == {"saves": [2, 3], "resumes": [2]}
+    page, content = report(tmp_path, *lines, state="finished", learning_rate=0.25)
+    table = page.partition("<h2>Where the time went")[2].partition("</table>")[0]
+    found = re.findall(r"</span>([a-z ]+)</td>\s*<td>(.*?),", table)
+    # of three steps; of the clocks' six seconds nothing is left
+    assert dict(found) == {
+        "waiting for data": "166.7 ms", "training": "1.167 s", "evaluation": "333.3 ms",
+        "sample generations": "166.7 ms", "saving": "1 s",
+    }  # fmt: skip
+    marks = {"save": [2, 3], "resume": [2], "stop": [3], "warning": []}
+    assert {kind: [step for step, _ in found] for kind, found in content["marks"].items()} == marks
     assert content["positions"] == {
         "steps": [1, 2, 3], "tokens": [100, 200, 300], "epochs": [0.1, 0.2, 0.3], "seconds": [2, 4, 6],
     }  # fmt: skip
-    assert content["stopped_early"]
+    assert "finished at step 3 of 5, early" in page
     assert not {"save_seconds", "generate_seconds"} & content["curves"].keys()
-    assert content["command"] == "train_ep.py --model m/model --dataset d --output-dir output --learning-rate 0.25"
+    assert "train_ep.py --model m/model --dataset d --output-dir output --learning-rate 0.25" in page
 
 
 @pytest.mark.parametrize("number", [1, 7, 8, 9, 1000])
-def test_a_spread_has_the_first_and_the_last(number: int) -> None:
-    spread = history.Spread(8)
+def test_what_is_bounded_has_the_first_and_the_last(number: int) -> None:
+    spread = history.Bounded(8)
     for item in range(number):
         spread.add(item)
-    kept = spread.items()
+    kept = spread.with_last()
     assert (kept[0], kept[-1]) == (0, number - 1)
-    assert min(number, 4) <= len(kept) <= 8
+    assert min(number, 4) <= len(kept) <= 9
     assert len(set(np.diff(kept[:-1]))) <= 1
 
 
@@ -358,12 +399,11 @@ def test_several_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     command = [*map(str, runs), "--output", str(page)]
     assert main(command) == 0
     assert capsys.readouterr().out.strip() == str(page)
-    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
-    assert data is not None
-    content = json.loads(data[1])
+    text, content = content_of(page)
     # both have the default name
     assert [run["label"] for run in content["runs"]] == list(map(str, runs))
-    assert [run["config"]["learning_rate"] for run in content["runs"]] == ["0.25", "0.5"]
+    assert re.search(r"<tr><td>learning_rate</td><td>0\.25</td><td>0\.5</td></tr>", text)
+    assert "<td>model</td>" not in text.partition("<details")[0], "which is the same"
     assert content["refresh_seconds"] is None
     for wrong, said in (
         ([runs[0], runs[0] / ".." / "a"], "a run is given twice"),
@@ -389,9 +429,7 @@ def test_a_page_of_several_runs_is_written_again_until_all_have_ended(
     found: list[tuple[list[int], list[str | None], int | None]] = []
 
     def look() -> None:
-        data = re.search(r'<script type="application/json" id="run">(.*?)</script', page.read_text(), re.DOTALL)
-        assert data is not None
-        content = json.loads(data[1])
+        content = content_of(page)[1]
         steps, states = zip(*((run["step"], run["state"]) for run in content["runs"]), strict=True)
         found.append((list(steps), list(states), content["refresh_seconds"]))
 
@@ -424,21 +462,23 @@ MEASURING = """<iframe style="width: 375px; height: 800px; border: 0"></iframe><
 const frame = document.querySelector("iframe");
 const found = {};
 let loads = 0;
-frame.onload = () => {
+frame.onload = async () => {
   loads += 1;
-  const page = frame.contentDocument;
-  try { measure(page, loads); } catch (error) { found.error = String(error.stack); }
+  const [page, view] = [frame.contentDocument, frame.contentWindow];
+  try { await measure(page, view, loads); } catch (error) { found.error = String(error.stack); }
   document.querySelector("pre").textContent = JSON.stringify(found);
 };
-const card = (page, title) => [...page.querySelectorAll(".card")].find((card) => card.textContent.startsWith(title));
-const button = (page, text) => [...page.querySelectorAll("button")].find((made) => made.textContent === text);
-const texts = (shown) => [...shown.querySelectorAll("text")].map((made) => made.textContent);
-function pointer(shown, kind, x) {
-  const [left, top] = [shown.getBoundingClientRect().left, shown.getBoundingClientRect().top];
-  const where = { clientX: left + x, clientY: top + 80, pointerId: 1, bubbles: true };
-  shown.dispatchEvent(new frame.contentWindow.PointerEvent(kind, where));
+const card = (page, title) => [...page.querySelectorAll(".curves")].find((card) => card.textContent.startsWith(title));
+const plot = (page, title) => card(page, title).querySelector(".plot");
+const field = (page, name) => page.querySelector(`[name=${name}]`);
+const isLine = (trace) => trace.mode?.startsWith("lines");
+const lines = (plot) => plot.data.filter(isLine).map(({ x, y }) => [[...x], [...y]]);
+function choose(page, view, name, value) {
+  if (field(page, name).type === "checkbox") return field(page, name).click();
+  field(page, name).value = value;
+  field(page, name).dispatchEvent(new view.Event("input", { bubbles: true }));
 }
-function measure(page, loads) { MEASURE }
+async function measure(page, view, loads) { MEASURE }
 frame.src = "SOURCE";
 </script>"""
 
@@ -452,22 +492,31 @@ def in_browser(directory: Path, source: str, measure: str, seconds: int = 4) -> 
         *(f"--virtual-time-budget={1000 * seconds}", f"--user-data-dir={directory / 'profile-of-browser'}"),
         *("--dump-dom", (directory / "measuring.html").as_uri()),
     ]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    page = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     found = re.search("<pre>(.+?)</pre>", page)
-    assert found is not None, page
+    assert found is not None, page[-2000:]
     measured: dict[str, Any] = json.loads(html.unescape(found[1]))
     assert "error" not in measured, measured["error"]
     return measured
 
 
 NARROW = """
-  const parts = [...page.querySelectorAll(".card canvas, .card > svg, .card > * > svg")];
   const right = (shown) => shown.getBoundingClientRect().right;
+  const parts = [...page.querySelectorAll(".plot .main-svg, .bar")];
   found.parts = parts.map((part) => [right(part), right(part.closest(".card")) - 1]);
   found.too_wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
-  const band = card(page, "Router entropy").querySelector(".band");
-  found.band = band && [...band.points].map((point) => point.y);
+  const drawn = (plot) => plot.querySelectorAll(".trace, .heatmaplayer image").length;
+  found.drawn = [...page.querySelectorAll(".plot")].map(drawn);
+  const marks = plot(page, "Loss").data.filter((trace) => trace.yaxis === "y2").flatMap((trace) => trace.text);
+  found.marks = marks.map((mark) => mark.replace("<br>", " "));
+  await view.Plotly.Fx.hover(plot(page, "Loss"), { xval: 4 });
+  found.labels = plot(page, "Loss").querySelector(".hoverlayer").textContent;
+  found.markup = plot(page, "Loss").querySelectorAll(".hoverlayer a, .hoverlayer [style*=bold]").length;
+  found.colours = ["--page", "--text"].map((name) => view.colour(name.slice(2)));
 """
+
+
+WARNING = "experts without <b>tokens</b> & <a href='javascript:alert(1)'>more</a> " * 3
 
 
 def write_two_runs(directory: Path) -> None:
@@ -475,7 +524,7 @@ def write_two_runs(directory: Path) -> None:
     lines += [
         evaluation(3, 3.0),
         {"step": 4, "save_seconds": 1.0},
-        {"step": 4, "warning": "experts without tokens " * 9},
+        {"step": 4, "warning": WARNING},
     ]
     lines += [{"step": 5, "generations": [{"prompt": "p" * 999, "text": "t</s>", "reference": "r"}]}]
     for name in "ab":
@@ -489,33 +538,67 @@ def write_two_runs(directory: Path) -> None:
 @needs_browser
 @pytest.mark.parametrize("source", ["a/report.html", pytest.param("both.html", marks=pytest.mark.slow)])
 def test_in_a_narrow_window(tmp_path: Path, source: str) -> None:
-    """On a telephone nothing leaves its card; and the entropy's band, from the lowest layer to the highest, is drawn as
-    it is, not cut off where the mean of all layers ends."""
+    """On a telephone nothing leaves its card, all is drawn, and a run's text is no markup for plotly either."""
     write_two_runs(tmp_path)
     measured = in_browser(tmp_path, source, NARROW)
     assert measured["too_wide"] == 0
     assert len(measured["parts"]) > 8
     assert all(right <= card for right, card in measured["parts"]), measured["parts"]
-    # five steps' highest and lowest layers, each step nearer to one another
-    assert measured["band"] is None if source == "both.html" else len(set(measured["band"])) == 10
+    assert all(measured["drawn"])
+    assert "saved at step 4" in measured["marks"]
+    assert "<b>tokens</b> & <a href=" in measured["labels"]
+    assert measured["markup"] == 0
+    assert len(set(measured["colours"])) == 2
+
+
+DRAWN = """
+  for (const title of ["Loss", "Gradient norm", "Router entropy"]) found[title] = lines(plot(page, title));
+  choose(page, view, "x", "tokens");
+  found.tokens = lines(plot(page, "Loss"))[0][0];
+  choose(page, view, "x", "seconds");
+  found.seconds = lines(plot(page, "Loss"))[0][0];
+  const [grid, time] = page.querySelectorAll(".load .plot");
+  found.shares = grid.data[0].customdata.map((row) => row.map(([share]) => share));
+  found.crossed = grid.data[0].text;
+  found.busiest = time.data[0].customdata.map((row) => row[0].slice(0, 2));
+"""
+
+
+@needs_browser
+def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
+    """plotly's lines and cells against the lines of metrics.jsonl."""
+    logged = [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)]
+    (tmp_path / "run").mkdir()
+    write_report(make_run(tmp_path / "run", [*logged, evaluation(2, 3.0), evaluation(4, 2.5)]))
+    measured = in_browser(tmp_path, "run/report.html", DRAWN)
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in logged if "loss" in line]
+    of = {name: [line[name] for line in steps] for name in ("step", "loss", "grad_norm", "router_entropy", "seconds")}
+    assert measured["Loss"] == [[of["step"], pytest.approx(of["loss"])], [[2, 4], [3.0, 2.5]]]
+    assert measured["Gradient norm"] == [[of["step"], of["grad_norm"]]]
+    entropies = np.array(of["router_entropy"])
+    band = [entropies.min(axis=1), entropies.max(axis=1), entropies.mean(axis=1)]
+    assert [y for _, y in measured["Router entropy"]] == [pytest.approx(list(edge)) for edge in band]
+    assert measured["tokens"] == list(np.cumsum([line["tokens"] for line in steps]))
+    assert measured["seconds"] == of["seconds"]
+    tokens_LE = np.array(steps[-1]["expert_tokens"])
+    assert np.allclose(measured["shares"], tokens_LE / tokens_LE.mean(axis=1, keepdims=True))
+    assert np.array_equal(np.array(measured["crossed"]) == "×", tokens_LE == 0)
+    assert measured["busiest"] == [[0, 2.0], [2, 1.6]]
 
 
 CHOICES = """
-  // a pointer of no device cannot be captured
-  frame.contentWindow.Element.prototype.setPointerCapture = () => {};
-  const loss = card(page, "Loss");
-  const shown = loss.querySelector("svg");
-  const state = (name) => (found[name] = [texts(shown), frame.contentWindow.location.hash]);
-  found.marks = [...shown.querySelectorAll(".mark title, .best title")].map((made) => made.textContent);
+  const shown = plot(page, "Loss");
+  const state = (name) => (found[name] = [shown.layout.xaxis.title.text, shown.layout.yaxis.type, view.location.hash]);
   state("first");
-  button(page, "tokens").click();
-  button(page, "log scale").click();
+  choose(page, view, "x", "tokens");
+  choose(page, view, "log");
   state("chosen");
-  pointer(shown, "pointerdown", 150);
-  pointer(shown, "pointermove", 250);
-  pointer(shown, "pointerup", 250);
+  await view.Plotly.relayout(shown, { "xaxis.range[0]": 150, "xaxis.range[1]": 350 });
+  await new Promise((done) => setTimeout(done, 200));
   state("zoomed");
-  shown.dispatchEvent(new frame.contentWindow.MouseEvent("dblclick", { bubbles: true }));
+  found.ranges = ["Loss", "Gradient norm"].map((title) => plot(page, title).layout.xaxis.range);
+  page.getElementById("reset").click();
   state("reset");
   found.generated = [...page.querySelectorAll(".sample pre")].map((made) => made.textContent);
   found.special = [...page.querySelectorAll(".special")].map((made) => made.textContent);
@@ -527,13 +610,10 @@ def test_what_a_reader_chooses(tmp_path: Path) -> None:
     """The axis, its scale and a part of it are drawn at once, and are kept in the address."""
     write_two_runs(tmp_path)
     measured = in_browser(tmp_path, "a/report.html", CHOICES)
-    assert {"step", "4"} <= set(measured["first"][0])
-    assert measured["first"][1] == ""
-    assert {"saved at step 4", "best: 3 at step 3"} <= set(measured["marks"])
-    assert {"tokens", "400"} <= set(measured["chosen"][0])
-    assert measured["chosen"][1] == "#x=tokens&log=yes"
-    assert "0" not in measured["zoomed"][0]
-    assert re.fullmatch(r"#x=tokens&log=yes&from=[\d.]+&to=[\d.]+", measured["zoomed"][1])
+    assert measured["first"] == ["steps", "linear", ""]
+    assert measured["chosen"] == ["tokens", "log", "#x=tokens&log=true"]
+    assert measured["zoomed"] == ["tokens", "log", "#x=tokens&log=true&from=150&to=350"]
+    assert measured["ranges"] == [[150, 350]] * 2, "all charts follow"
     assert measured["reset"] == measured["chosen"]
     assert measured["generated"][1:] == ["t</s>", "r"]
     assert measured["special"] == ["</s>"]
@@ -541,13 +621,13 @@ def test_what_a_reader_chooses(tmp_path: Path) -> None:
 
 AGAIN = """
   if (loads === 1) {
-    button(page, "log scale").click();
-    frame.contentWindow.scrollTo(0, 700);
+    choose(page, view, "log");
+    view.scrollTo(0, 700);
     return;
   }
   found.loads = loads;
-  found.scroll = frame.contentWindow.scrollY;
-  found.log = button(page, "log scale").getAttribute("aria-pressed");
+  found.scroll = view.scrollY;
+  found.log = field(page, "log").checked;
 """
 
 
@@ -558,4 +638,4 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path) -> No
     lines = [training(step) for step in range(1, 6)]
     report(tmp_path, *lines, state="running")
     measured = in_browser(tmp_path, "report.html", AGAIN, seconds=70)
-    assert measured == {"loads": 2, "scroll": 700, "log": "true"}
+    assert measured == {"loads": 2, "scroll": 700, "log": True}

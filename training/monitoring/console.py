@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ...moe.util.sizes import duration, thousands
 from ..metrics import Record, told_of
 
 HEADER_EVERY = 20
@@ -92,19 +93,3 @@ def _seconds(line: Record) -> str:
 def _gib(megabytes: float) -> str:
     gib = megabytes * 1e6 / 2**30
     return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"
-
-
-def thousands(value: float) -> str:
-    """Three digits of a large number, such as 950, 6.34k, 181k or 1.25M."""
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5 or unit == "G":
-            break
-        value /= 1000
-    return f"{value:.3g}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """As 1:02:03, or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,14 @@ import numpy as np
 from ...moe.util.errors import ExpertMeshError
 from ..metrics import METRICS
 
-MAX_POINTS = 1000
-"""Points of a curve."""
-MAX_CELLS = 200_000
-"""Layers x experts x stretches of the expert load."""
-MAX_GENERATIONS = 20
-"""Logged steps whose generations are shown, evenly spread from the first to the last."""
-MAX_SAMPLES = 16
-"""Generations of a logged step that are shown."""
-MAX_TEXT = 4000
-"""Characters of a prompt or generation that are shown."""
-MAX_WARNINGS = 50
-"""Warnings that are shown, the latest."""
-MAX_MARKS = 200
-"""Saves, and resumes, that curves are marked with, evenly spread."""
-MAX_OTHERS = 50
-"""Figures that METRICS do not have, as those that another script has registered, of which there are curves."""
+MAX_POINTS = 1000  # of a curve
+MAX_CELLS = 200_000  # layers x experts x stretches of the expert load
+MAX_GENERATIONS = 16  # logged steps whose generations are shown, evenly spread
+MAX_SAMPLES = 16  # of a logged step
+MAX_TEXT = 4000  # characters of a prompt or generation
+MAX_WARNINGS = 50  # the latest
+MAX_MARKS = 200  # saves, and resumes, evenly spread
+MAX_OTHERS = 50  # figures that METRICS do not have, as those that another script has registered
 
 Record = dict[str, Any]
 
@@ -49,93 +41,93 @@ class Stretch:
     high: float = 0.0
     count: int = 1
 
-    def add(self, later: "Stretch") -> None:
-        self.last_step = later.last_step
-        self.total = self.total + later.total
-        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
-        self.count += later.count
+    def join(self, later: "Stretch") -> "Stretch":
+        low, high = min(self.low, later.low), max(self.high, later.high)
+        total, count = self.total + later.total, self.count + later.count
+        return Stretch(self.first_step, later.last_step, total, low, high, count)
 
     @property
     def mean(self) -> Any:
         return self.total / self.count
 
 
-class Stretches:
-    """Logged values in at most `limit` stretches, an even number, of equally many each (the last perhaps fewer).
+def _first(item: Any, later: Any) -> Any:
+    return item
 
-    When the limit is reached, neighbours are added together: from then on a stretch is twice as long.
+
+class Bounded:
+    """What was added, in order, as at most `limit` items, an even number.
+
+    When there would be more, neighbours are joined, by default into the first of them: from then on an item stands for
+    twice as many.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.length = 1
-        self.items: list[Stretch] = []
+    def __init__(self, limit: int, join: Callable[[Any, Any], Any] = _first) -> None:
+        self.limit, self.join = limit, join
+        self.length, self.number = 1, 0  # what an item stands for, the last perhaps for less; what has been added
+        self.items: list[Any] = []
+        self.last: Any = None
 
-    def add(self, logged: Stretch) -> None:
-        """Take in a value, which may be added to by later ones."""
-        if self.items and self.items[-1].count < self.length:
-            self.items[-1].add(logged)
-            return
-        if len(self.items) == self.limit:
-            for even, odd in zip(self.items[::2], self.items[1::2], strict=True):
-                even.add(odd)
-            del self.items[1::2]
-            self.length *= 2
-        self.items.append(logged)
+    def add(self, item: Any) -> None:
+        self.last = item
+        if self.number % self.length:
+            self.items[-1] = self.join(self.items[-1], item)
+        else:
+            if len(self.items) == self.limit:
+                self.items = [self.join(*pair) for pair in zip(self.items[::2], self.items[1::2], strict=True)]
+                self.length *= 2
+            self.items.append(item)
+        self.number += 1
+
+    def with_last(self) -> list[Any]:
+        """Returns the items and the last that was added, where it is none of them."""
+        return [*self.items, self.last] if self.number and (self.number - 1) % self.length else self.items
 
 
-class Curve(Stretches):
-    """One figure over the steps it was logged at, in at most MAX_POINTS points.
+class Curve(Bounded):
+    """One figure over the steps it was logged at.
 
     Attributes:
-        last, lowest, lowest_step: the latest value; the lowest, and the first step that had it.
+        lowest, lowest_step: the lowest value, and the first step that had it.
     """
 
     def __init__(self) -> None:
-        super().__init__(MAX_POINTS)
-        self.last = self.lowest = math.inf
-        self.lowest_step = 0
+        super().__init__(MAX_POINTS, Stretch.join)
+        self.lowest, self.lowest_step = math.inf, 0
 
-    def add(self, logged: Stretch) -> None:
-        self.last = logged.mean
-        if self.last < self.lowest:
-            self.lowest, self.lowest_step = self.last, logged.last_step
-        super().add(logged)
+    def add(self, item: Stretch) -> None:
+        if item.mean < self.lowest:
+            self.lowest, self.lowest_step = item.mean, item.last_step
+        super().add(item)
 
     def median(self) -> float:
-        """Returns the median of the points."""
         return float(np.median([point.mean for point in self.items]))
 
     def highest(self) -> float:
         return max(point.high for point in self.items)
 
     def summary(self) -> Record:
-        """What the page shows of it.
+        """What the page draws of it.
 
         Returns:
             `steps` (the last one of each point), `mean`, `per_point` (logged values, of the last point perhaps fewer);
             `low` and `high` where they differ from the mean.
         """
-        curve: Record = {
-            "steps": [point.last_step for point in self.items],
-            "mean": [_short(point.mean) for point in self.items],
-            "per_point": self.length,
-        }
+        columns = {"mean": [_short(point.mean) for point in self.items]}
         if any(point.low < point.high for point in self.items):
-            curve["low"] = [_short(point.low) for point in self.items]
-            curve["high"] = [_short(point.high) for point in self.items]
-        return curve
+            columns |= {side: [_short(getattr(point, side)) for point in self.items] for side in ("low", "high")}
+        return {"steps": [point.last_step for point in self.items], "per_point": self.length, **columns}
 
 
-class ExpertLoad(Stretches):
-    """Of each layer the tokens of each expert and, last, the router's entropy, in at most MAX_CELLS."""
+class ExpertLoad(Bounded):
+    """Of each layer the tokens of each expert and, last, the router's entropy."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        super().__init__(min(max(MAX_CELLS // (num_layers * num_experts), 8), 64) // 2 * 2)
+        super().__init__(min(max(MAX_CELLS // (num_layers * num_experts), 8), 64) // 2 * 2, Stretch.join)
         self.num_experts = num_experts
 
     def summary(self) -> Record:
-        """What the page shows of it.
+        """What the page draws of it.
 
         Returns:
             `per_stretch`, the logged steps of each; their `first_steps` and `last_steps`; `load`, by stretch, layer and
@@ -151,110 +143,29 @@ class ExpertLoad(Stretches):
         }
 
 
-class Spread:
-    """Every n-th of what is added, the first included, and the last: at most `limit` of them."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._every, self._number = 1, 0
-        self._kept: list[Any] = []
-        self._last: Any = None
-
-    def add(self, item: Any) -> None:
-        if self._number % self._every == 0:
-            self._kept.append(item)
-        self._last = item
-        self._number += 1
-        if len(self._kept) == self.limit:
-            del self._kept[1::2]
-            self._every *= 2
-
-    def items(self) -> list[Any]:
-        is_last_kept = not self._kept or (self._number - 1) % self._every == 0
-        return self._kept if is_last_kept else [*self._kept, self._last]
-
-
-@dataclass
-class Seconds:
-    """Where wall time was spent, as the host's clock of the main process has it.
-
-    number: of steps. steps: training, waiting for data included; data: that alone, on the rank that waits longest. The
-    others are pauses between steps.
-    """
-
-    number: int = 0
-    steps: float = 0.0
-    data: float = 0.0
-    evaluations: float = 0.0
-    generations: float = 0.0
-    saves: float = 0.0
-
-    def add(self, record: Record) -> None:
-        """Take in a line of the file."""
-        if (step_seconds := _number(record.get("step_seconds"))) is not None:
-            number = int(_number(record.get("steps")) or 0)
-            self.number += number
-            self.steps += number * step_seconds
-            self.data += number * (_number(record.get("data_seconds")) or 0.0)
-        self.evaluations += _number(record.get("eval_seconds")) or 0.0
-        self.generations += _number(record.get("generate_seconds")) or 0.0
-        self.saves += _number(record.get("save_seconds")) or 0.0
-
-
-class Generations:
-    """The first and the latest sample generations, and of those between them some, evenly spread.
+class History:
+    """A run so far, in bounded memory. Every figure may be absent: older files have fewer.
 
     Attributes:
-        number: how many were logged.
+        seconds: of wall time, as the main process's clock has it: in `steps`, of which waiting for `data`, on the rank
+            that waits longest; and in the pauses between steps.
+        positions: step, tokens, epoch and seconds at logged steps.
     """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._every = 1
-        self._kept: dict[int, Record] = {}
-
-    def add(self, step: int, samples: list[dict[str, str]]) -> None:
-        """Take in what was generated at a step, of which MAX_SAMPLES are kept, each cut to MAX_TEXT."""
-        if (self.number - 1) % self._every:
-            del self._kept[self.number - 1]  # was only there as the latest
-        names = ("prompt", "text", "reference")
-        shown = [{name: _cut(s[name]) for name in names if name in s} for s in samples[:MAX_SAMPLES]]
-        self._kept[self.number] = {"step": step, "samples": shown, "not_shown": len(samples) - len(shown)}
-        self.number += 1
-        if len(self._kept) > 2 * MAX_GENERATIONS:
-            self._every *= 2
-            self._kept = {n: kept for n, kept in self._kept.items() if n % self._every == 0 or n == self.number - 1}
-
-    def spread(self) -> list[Record]:
-        """At most MAX_GENERATIONS of them: `step`, `samples` (each with `prompt`, `text` and perhaps `reference`), and
-        how many more were `not_shown`."""
-        kept = list(self._kept.values())
-        if len(kept) <= MAX_GENERATIONS:
-            return kept
-        return [kept[i] for i in np.linspace(0, len(kept) - 1, MAX_GENERATIONS).round().astype(int)]
-
-
-class History:
-    """A run so far, in bounded memory. Every figure may be absent: older files have fewer."""
 
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.load: ExpertLoad | None = None
-        self.generations = Generations()
-        self.last_step = 0
-        self.tokens = 0
+        self.generations = Bounded(MAX_GENERATIONS)
+        self.last_step = self.tokens = self.skipped_steps = self.unreadable_lines = 0
         self.dropped_tokens: int | None = None
-        self.skipped_steps = 0
         self.warnings: deque[Record] = deque(maxlen=MAX_WARNINGS)
         self.num_starts = 1
-        self.unreadable_lines = 0
-        self.seconds = Seconds()
-        self.positions = Spread(MAX_POINTS)
-        self.saves = Spread(MAX_MARKS)
-        self.resumes = Spread(MAX_MARKS)
+        self.num_timed = 0
+        self.seconds = dict.fromkeys(("steps", "data", "eval", "generate", "save"), 0.0)
+        self.positions = Bounded(MAX_POINTS)
+        self.saves, self.resumes = Bounded(MAX_MARKS), Bounded(MAX_MARKS)
         self._last_logged = 0
-        self._seconds_before = 0.0
-        self._seconds = 0.0
+        self._seconds_before = self._seconds = 0.0
 
     @property
     def wall_seconds(self) -> float:
@@ -265,7 +176,7 @@ class History:
         """Take in a line of the file: of training, evaluation, generations, or a warning."""
         step = record["step"]
         self.last_step = max(self.last_step, step)
-        self.seconds.add(record)
+        self._add_times(record)
         if "save_seconds" in record:
             self.saves.add(step)
         drawn = [metric.name for metric in METRICS if metric.chart is not None]
@@ -277,7 +188,9 @@ class History:
             self.load = self.load or ExpertLoad(*tokens_LE.shape)
             self.load.add(Stretch(step, step, np.column_stack([tokens_LE, np.array(entropy_L, float)])))
         if "generations" in record:
-            self.generations.add(step, record["generations"])
+            shown = [{name: _cut(text) for name, text in s.items()} for s in record["generations"][:MAX_SAMPLES]]
+            not_shown = len(record["generations"]) - len(shown)
+            self.generations.add({"step": step, "samples": shown, "not_shown": not_shown})
         if record.get("dropped_tokens") is not None:
             self.dropped_tokens = (self.dropped_tokens or 0) + record["dropped_tokens"]
         if "warning" in record:
@@ -293,7 +206,16 @@ class History:
     def place(self) -> Record:
         """Where the run was at some of its logged steps, by each measure of progress; None where it is not known."""
         names = ("steps", "tokens", "epochs", "seconds")
-        return dict(zip(names, map(list, zip(*self.positions.items(), strict=True)), strict=False))
+        return dict(zip(names, map(list, zip(*self.positions.with_last(), strict=True)), strict=False))
+
+    def _add_times(self, record: Record) -> None:
+        number, seconds = int(_number(record.get("steps")) or 0), _number(record.get("step_seconds"))
+        if seconds is not None:
+            self.num_timed += number
+            self.seconds["steps"] += number * seconds
+            self.seconds["data"] += number * (_number(record.get("data_seconds")) or 0.0)
+        for pause in ("eval", "generate", "save"):
+            self.seconds[pause] += _number(record.get(f"{pause}_seconds")) or 0.0
 
     def _others(self, record: Record) -> list[str]:
         """Names of scalars that no metric has."""
@@ -332,11 +254,17 @@ def read_history(metrics: Path) -> History:
         ExpertMeshError: the file is not there, or cannot be read.
     """
     history = History()
-    for record in _records(metrics):
-        if record is None:
-            history.unreadable_lines += 1
-        else:
-            history.add(record)
+    try:
+        with metrics.open(encoding="utf-8", errors="replace") as lines:
+            for record in map(read_record, lines):
+                if record is None:
+                    history.unreadable_lines += 1
+                else:
+                    history.add(record)
+    except OSError as error:
+        raise ExpertMeshError(
+            f"{metrics}: cannot be read: {error.strerror}; give the directory that --output-dir of a run named"
+        ) from error
     return history
 
 
@@ -347,16 +275,6 @@ def read_record(line: str | bytes) -> Record | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _records(metrics: Path) -> Iterator[Record | None]:
-    try:
-        with metrics.open(encoding="utf-8", errors="replace") as lines:
-            yield from map(read_record, lines)
-    except OSError as error:
-        raise ExpertMeshError(
-            f"{metrics}: cannot be read: {error.strerror}; give the directory that --output-dir of a run named"
-        ) from error
 
 
 def _hundredths(tokens_LE: np.ndarray) -> np.ndarray:

@@ -1,46 +1,61 @@
-"""Writes report.html: the figures as JSON inside a page with its own style and script, and no request to anywhere.
+"""Writes report.html: a page of tables, and the figures that its script draws with plotly, which the page has inside.
 
-The page is of one run, or compares several.
+The page is of one run, or compares several, and loads nothing from anywhere.
 """
 
 import base64
 import hashlib
-import html
 import json
 import os
+import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any, Literal
 
 import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from ...checkpoints.files.directories import write_errors
 from ...checkpoints.files.lock import DirectoryLock
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.sizes import duration, thousands
 from ..config.train_config import TrainConfig, flags_of_config
 from ..metrics import METRICS, Chart
 from .history import History, read_history
-from .profiles import BETWEEN, EXCHANGE, read_profiles
+from .profiles import BETWEEN, EXCHANGE, FIGURES, Profile, read_profiles
 
 State = Literal["running", "stopped", "finished"]
+Run = dict[str, Any]
 
 REPORT = "report.html"
 COMPARISON = "comparison.html"
 REFRESH_SECONDS = 60
 """Between two reports of a run while it trains, beside those that its evaluations and other events write; and between
 two looks that an open page takes at it."""
+PLOTLY = "plotly"
 MAX_RUNS = 8
 """Runs of a page, as many as there are colours."""
-SCRIPTS = ("elements.js", "curves.js", "experts.js", "page.js")
-"""In the order in which they make the page's one script."""
+TIMES = {
+    "waiting for data": "host clock, rank that waits longest",
+    "training": "host clock, main process: compute, exchange between ranks, logging",
+    "evaluation": "host clock, main process",
+    "sample generations": "host clock, main process",
+    "saving": "host clock: how long training waited",
+    "other": "the rest of the wall time: comparing replicas, writing profiles",
+}
+"""What wall time is spent on, and who measures it."""
+SPECIAL = re.compile(r"(<[|｜][^<>|｜]{1,48}[|｜]>|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_\w+>|\[/?INST\])")
+"""Tokens with a meaning of their own, as the families write them."""
 
 
 def write_report(output_dir: Path, state: State | None = None, history: History | None = None) -> Path:
@@ -60,9 +75,8 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
     Raises:
         ExpertMeshError: there is no metrics.jsonl, a file cannot be read, or the report cannot be written.
     """
-    content = _read_run(output_dir, state, history)
-    refresh = REFRESH_SECONDS if content["state"] == "running" else None
-    return _write(output_dir / REPORT, render_page([content], content["name"], refresh))
+    run = _read_run(output_dir, state, history)
+    return _write(output_dir / REPORT, [run], run["name"], run["drawn"]["state"] == "running")
 
 
 def write_comparison(output_dirs: Sequence[Path], page: Path, running: Collection[Path] = ()) -> Path:
@@ -79,11 +93,11 @@ def write_comparison(output_dirs: Sequence[Path], page: Path, running: Collectio
         raise ExpertMeshError(f"{len(output_dirs)} runs are too many; a page shows up to {MAX_RUNS}")
     if len({output_dir.resolve() for output_dir in output_dirs}) < len(output_dirs):
         raise ExpertMeshError("a run is given twice")
-    contents = [_read_run(output_dir, "running" if output_dir in running else None) for output_dir in output_dirs]
-    names = [content["name"] for content in contents]
-    labels = names if len(set(names)) == len(names) else [str(output_dir) for output_dir in output_dirs]
-    runs = [{**content, "label": label} for content, label in zip(contents, labels, strict=True)]
-    return _write(page, render_page(runs, " · ".join(labels), REFRESH_SECONDS if running else None))
+    runs = [_read_run(output_dir, "running" if output_dir in running else None) for output_dir in output_dirs]
+    if len({run["name"] for run in runs}) < len(runs):
+        for run, output_dir in zip(runs, output_dirs, strict=True):
+            run["name"] = run["drawn"]["label"] = str(output_dir)
+    return _write(page, runs, f"{len(runs)} runs compared", bool(running))
 
 
 def watch(output_dirs: Sequence[Path], page: Path) -> None:
@@ -95,126 +109,216 @@ def watch(output_dirs: Sequence[Path], page: Path) -> None:
     write_comparison(output_dirs, page)
 
 
-def _read_run(output_dir: Path, state: State | None = None, history: History | None = None) -> dict[str, Any]:
-    """Everything that the page shows of a run."""
-    if history is None:
-        history = read_history(output_dir / "metrics.jsonl")
-    profiles, unshown = read_profiles(output_dir)
-    config, environment = _read_table(output_dir / "config.yaml"), _read_table(output_dir / "environment.json")
-    return _content(history, config, environment, state) | {"profiles": profiles, "profiles_not_shown": unshown}
-
-
-def _write(path: Path, page: bytes) -> Path:
-    # a run writes its report while somebody has it made again
-    with write_errors(path), whole(path, writer=str(os.getpid())) as partial:
-        partial.write_bytes(page)
-    return path
-
-
 def sweep_reports(output_dir: Path) -> None:
     """Delete the reports that killed processes left half-written."""
     for partial in output_dir.glob(f"{REPORT}.*{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 
-def render_page(runs: list[dict[str, Any]], title: str, refresh_seconds: int | None = None) -> bytes:
-    """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing.
+def _write(path: Path, runs: list[Run], title: str, is_live: bool) -> Path:
+    page = _render(runs, title, REFRESH_SECONDS if is_live else None).encode("utf-8", errors="replace")
+    # a run writes its report while somebody has it made again
+    with write_errors(path), whole(path, writer=str(os.getpid())) as partial:
+        partial.write_bytes(page)
+    return path
 
-    Args:
-        refresh_seconds: after which an open page loads its file again, whose run goes on; None: never.
-    """
-    page, style, *scripts = (
-        files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
-    )
-    script = "\n".join(scripts)
-    content = {"runs": runs, "refresh_seconds": refresh_seconds, "between": BETWEEN, "exchange": EXCHANGE}
+
+@cache
+def _script(name: str) -> tuple[Markup, str]:
+    """A script, ours or plotly's, and the hash by which the page's policy knows it."""
+    if name == PLOTLY:
+        from plotly.offline import get_plotlyjs  # not for what writes no report
+
+        text = get_plotlyjs()
+    else:
+        text = _file(name)
+    return Markup(text), "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _file(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _render(runs: list[Run], title: str, refresh_seconds: int | None) -> str:
+    charts = _charts(runs)
+    drawn = {
+        "runs": [run["drawn"] for run in runs],
+        "charts": charts,
+        "refresh_seconds": refresh_seconds,
+    }
     # a browser reads a script element up to the first "</script": JSON does without "<"
-    data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    policy = (
-        f"default-src 'none'; script-src '{_policy_hash(script)}'; style-src '{_policy_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+    data = json.dumps(drawn, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    page.filters |= {"number": _number, "seconds": _seconds, "size": _size, "duration": duration, "text": _as_text}
+    page.filters |= {"percent": "{:.1%}".format, "total": lambda sizes: sum(sizes.values()), "marked": _marked}
+    return page.from_string(_file("page.html")).render(
+        runs=runs,
+        title=title,
+        charts=charts,
+        axes=_axes(runs),
+        per_point=max([curve["per_point"] for run in drawn["runs"] for curve in run["curves"].values()], default=1),
+        measured_by=TIMES,
+        times={run["name"]: run["times"] for run in runs if run["times"]},
+        colours=_colours([*TIMES], "other"),
+        differing={part: _differing(runs, part) for part in ("config", "environment")},
+        between=BETWEEN,
+        is_live=refresh_seconds is not None,
+        data=Markup(data),
+        style=Markup(_file("page.css")),
+        scripts=[_script(name) for name in (PLOTLY, "page.js")],
     )
-    text = Template(page).substitute(title=html.escape(title), policy=policy, style=style, data=data, script=script)
-    return text.encode("utf-8", errors="replace")
 
 
-def _policy_hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _content(
-    history: History, config: dict[str, Any], environment: dict[str, Any], state: State | None
-) -> dict[str, Any]:
-    """Everything that the page shows."""
-    num_steps = environment.get("num_steps")
-    if state is None and num_steps is not None and history.last_step >= num_steps:
+def _read_run(output_dir: Path, state: State | None = None, history: History | None = None) -> Run:
+    """Everything that the page shows of a run; under `drawn` what its script draws."""
+    if history is None:
+        history = read_history(output_dir / "metrics.jsonl")
+    config, environment = _read_table(output_dir / "config.yaml"), _read_table(output_dir / "environment.json")
+    profiles, unshown = read_profiles(output_dir)
+    name, step, num_steps = str(config.get("run_name") or "expertmesh"), history.last_step, environment.get("num_steps")
+    if state is None and num_steps is not None and step >= num_steps:
         state = "finished"
+    is_early = state == "finished" and num_steps is not None and step < num_steps
+    reached = f"step {step:,}" + ("" if num_steps is None else f" of {num_steps:,}") + (", early" if is_early else "")
+    by_state = {"finished": "finished at ", "running": "running, ", "stopped": "stopped at ", None: ""}
+    evaluation, now = history.curves.get("eval_loss"), datetime.now(UTC)
+    written = f"{now:%Y-%m-%d %H:%M} UTC"
+    verb = "resumed" if history.num_starts > 1 else "started"
+    started = [f"{verb} {environment['started']}"] if "started" in environment else []
     return {
-        "name": str(config.get("run_name") or "expertmesh"),
-        "model": config.get("model"),
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "state": state,
-        "stopped_early": state == "finished" and num_steps is not None and history.last_step < num_steps,
-        "step": history.last_step,
-        "num_steps": num_steps,
-        "summary": _summary(history),
-        "curves": {name: curve.summary() for name, curve in history.curves.items()},
-        "charts": _charts(history, config),
-        "positions": history.place(),
-        "marks": {"saves": history.saves.items(), "resumes": history.resumes.items()},
-        "seconds": asdict(history.seconds),
+        "name": name,
+        "dates": [config.get("model") or "", *started, f"written {written}"],
+        "badge": by_state[state] + reached,
+        "progress": min(1, step / num_steps) if num_steps else None,
+        "written": written,
+        "history": history,
+        "figures": _figures(history),
+        "times": _times(history),
+        "profiles": profiles,
+        "profiles_not_shown": unshown,
+        "exchanged": _exchanged(profiles),
+        "parts": _colours(_parts(profiles), BETWEEN),
+        "per_step": {figure: _per_step(profiles, figure) for figure in FIGURES},
         "command": _command(config),
-        "load": None if history.load is None else history.load.summary(),
-        "warnings": list(history.warnings),
-        "generations": history.generations.spread(),
-        "num_generations": history.generations.number,
-        "config": {str(name): _as_text(value) for name, value in config.items()},
+        "config": config,
         "not_default": [name for name, value in _defaults().items() if name in config and config[name] != value],
-        "environment": {str(name): _as_text(value) for name, value in environment.items()},
-        "unreadable_lines": history.unreadable_lines,
+        "environment": environment,
+        "drawn": {
+            "label": name,
+            "state": state,
+            "written": now.isoformat(timespec="seconds"),
+            "step": step,
+            "num_steps": num_steps,
+            "curves": {name: curve.summary() for name, curve in history.curves.items()},
+            "positions": history.place(),
+            "marks": {
+                "save": [(at, f"saved at step {at:,}") for at in history.saves.with_last()],
+                "resume": [(at, f"resumed after step {at:,}") for at in history.resumes.with_last()],
+                "stop": [(step, f"stopped at step {step:,}")] if state == "stopped" or is_early else [],
+                "warning": [(warning["step"], warning["text"]) for warning in history.warnings],
+            },
+            "best": evaluation and [evaluation.lowest_step, evaluation.lowest],
+            "load": history.load and history.load.summary(),
+        },
     }
 
 
-def _charts(history: History, config: dict[str, Any]) -> list[dict[str, Any]]:
+def _charts(runs: list[Run]) -> list[dict[str, Any]]:
     """How the page draws the curves, and where, in order."""
-    num_experts = None if history.load is None else history.load.num_experts
-    others = [(name, Chart(name)) for name in history.curves.keys() - {metric.name for metric in METRICS}]
+    logged = {name: run for run in reversed(runs) for name in run["history"].curves}
+    others = [(name, Chart(name)) for name in logged.keys() - {metric.name for metric in METRICS}]
     charts: dict[str, dict[str, Any]] = {}
     for name, chart in [*((metric.name, metric.chart) for metric in METRICS), *sorted(others)]:
-        if chart is None:
+        if chart is None or name not in logged:
             continue
+        load = logged[name]["history"].load
         shared = {
             "title": chart.title,
             "note": chart.note,
             "format": chart.format,
             "include": chart.include,
-            "references": chart.references(config, num_experts),
+            "references": chart.references(logged[name]["config"], load and load.num_experts),
             "reaches_all": chart.reaches_all,
             "series": [],
         }
-        line = {"name": name, "label": chart.label, "smooth": chart.smooth}
-        charts.setdefault(chart.title, shared)["series"].append(line)
-    return [chart for chart in charts.values() if any(line["name"] in history.curves for line in chart["series"])]
+        charts.setdefault(chart.title, shared)["series"].append(
+            {"name": name, "label": chart.label, "smooth": chart.smooth}
+        )
+    return list(charts.values())
 
 
-def _summary(history: History) -> dict[str, Any]:
-    """Single figures of the whole run; None for what was not logged."""
-    curves = history.curves
-    loss, evaluation, mfu = curves.get("loss"), curves.get("eval_loss"), curves.get("mfu")
-    speed, memory = curves.get("tokens_per_second"), curves.get("peak_memory_mb")
-    return {
-        "loss": loss.last if loss else None,
-        "best_eval_loss": evaluation.lowest if evaluation else None,
-        "best_eval_step": evaluation.lowest_step if evaluation else None,
-        "tokens": history.tokens or None,
-        "tokens_per_second": speed.median() if speed else None,
-        "mfu": mfu.median() if mfu else None,
-        "peak_memory_mb": memory.highest() if memory else None,
-        "wall_seconds": history.wall_seconds or None,
-        "num_starts": history.num_starts,
-        "dropped_tokens": history.dropped_tokens,
-        "skipped_steps": history.skipped_steps,
+def _axes(runs: list[Run]) -> list[str]:
+    """What curves may be drawn over: that of which all runs have positions."""
+    positions = [run["drawn"]["positions"] for run in runs]
+    axes = ("tokens", "epochs", "seconds")
+    return ["steps", *(axis for axis in axes if all(None not in places.get(axis, [None]) for places in positions))]
+
+
+def _figures(history: History) -> dict[str, tuple[str, str, str]]:
+    """Single figures of the whole run, what each is of, and its style; without those that were not logged."""
+    loss, evaluation, speed, mfu, memory = map(
+        history.curves.get, ("loss", "eval_loss", "tokens_per_second", "mfu", "peak_memory_mb")
+    )
+    dropped, starts, seconds = history.dropped_tokens, history.num_starts, history.wall_seconds
+    figures = {
+        "Loss": loss and (_number(loss.last.mean), f"at step {loss.last.last_step:,}", ""),
+        "Best eval loss": evaluation and (_number(evaluation.lowest), f"at step {evaluation.lowest_step:,}", ""),
+        "Tokens seen": history.tokens and (thousands(history.tokens), "without padding", ""),
+        "Tokens/s": speed and (thousands(speed.median()), "median", ""),
+        "MFU": mfu and (f"{mfu.median():.1%}", "median", ""),
+        "Peak memory": memory and (_size(1e6 * memory.highest()), "of any rank", ""),
+        "Wall time": seconds and (duration(seconds), f"in {starts} starts" if starts > 1 else "", ""),
+        "Dropped tokens": dropped is not None and (f"{dropped:,}", "all logged steps", "bad" if dropped else "good"),
+        "Skipped steps": history.skipped_steps and (f"{history.skipped_steps:,}", "not finite", "bad"),
     }
+    return {label: figure for label, figure in figures.items() if figure}
+
+
+def _times(history: History) -> dict[str, float]:
+    """What the wall time was spent on, by TIMES; nothing if no step was timed."""
+    steps, data, *pauses = history.seconds.values()
+    known = [min(data, steps), max(steps - data, 0.0), *pauses]
+    return dict(zip(TIMES, [*known, max(history.wall_seconds - sum(known), 0.0)], strict=True)) if steps else {}
+
+
+def _colours(names: Sequence[str], rest: str) -> dict[str, str]:
+    """Of each part of a bar; of the one that is none, and of those beyond eight, others."""
+    return {name: "rest" if name == rest else f"part-{at}" if at < 8 else "more" for at, name in enumerate(names)}
+
+
+def _parts(profiles: list[Profile]) -> list[str]:
+    """Those with the most time first, and last what is no part's."""
+    sums: Counter[str] = Counter()
+    for profile in profiles:
+        sums.update({name: figures["seconds"] for name, figures in profile["parts"].items()})
+    return sorted(sums, key=lambda name: (name == BETWEEN, -sums[name]))
+
+
+def _title(profile: Profile) -> str:
+    first, last = profile["steps"][0], profile["steps"][-1]
+    return f"rank {profile['rank']}, " + (f"step {first:,}" if first == last else f"steps {first:,} – {last:,}")
+
+
+def _per_step(profiles: list[Profile], figure: str) -> dict[str, dict[str, float]]:
+    """Of each profile, by its title, the figure of each part."""
+    return {
+        _title(profile): {name: figures[figure] / len(profile["steps"]) for name, figures in profile["parts"].items()}
+        for profile in profiles
+    }
+
+
+def _exchanged(profiles: list[Profile]) -> float | None:
+    """The share of profiled time in which ranks exchange; None without a profile."""
+    parts = [(name, figures["seconds"]) for profile in profiles for name, figures in profile["parts"].items()]
+    total = sum(seconds for _, seconds in parts) or 1
+    return sum(seconds for name, seconds in parts if name in EXCHANGE) / total if parts else None
+
+
+def _differing(runs: list[Run], part: str) -> list[list[str]]:
+    """What is not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run[part])
+    rows = [[str(name), *(_as_text(run[part].get(name, "–")) for run in runs)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _command(config: dict[str, Any]) -> str | None:
@@ -223,10 +327,6 @@ def _command(config: dict[str, Any]) -> str | None:
         return shlex.join(["train_ep.py", *flags_of_config(TrainConfig(**config), ("model", "dataset", "output_dir"))])
     except (TypeError, ExpertMeshError):
         return None
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _defaults() -> dict[str, Any]:
@@ -244,3 +344,28 @@ def _read_table(file: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ExpertMeshError(f"{file}: contains a {type(table).__name__}, not a table")
     return table
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 or value == 0 else f"{1000 * value:.4g} ms"
+
+
+def _size(value: float) -> str:
+    return f"{thousands(value)}B"
+
+
+def _marked(text: str) -> Markup:
+    """A generated text, its special tokens marked."""
+    marked = [
+        Markup('<span class="special">{}</span>').format(part) if at % 2 else part
+        for at, part in enumerate(SPECIAL.split(text))
+    ]
+    return Markup("").join(marked)
