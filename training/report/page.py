@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...checkpoints.files.directories import write_errors
@@ -139,19 +139,24 @@ def _file(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
+@cache
+def _template() -> Template:
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    page.filters |= {"number": _number, "seconds": _seconds, "size": _size, "duration": duration, "text": _as_text}
+    page.filters |= {"percent": "{:.1%}".format, "total": lambda sizes: sum(sizes.values()), "marked": _marked}
+    return page.from_string(_file("page.html"))
+
+
 def _render(runs: list[Run], title: str, refresh_seconds: int | None) -> str:
     charts = _charts(runs)
-    drawn = {
+    drawn: dict[str, Any] = {
         "runs": [run["drawn"] for run in runs],
         "charts": charts,
         "refresh_seconds": refresh_seconds,
     }
     # a browser reads a script element up to the first "</script": JSON does without "<"
     data = json.dumps(drawn, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    page.filters |= {"number": _number, "seconds": _seconds, "size": _size, "duration": duration, "text": _as_text}
-    page.filters |= {"percent": "{:.1%}".format, "total": lambda sizes: sum(sizes.values()), "marked": _marked}
-    return page.from_string(_file("page.html")).render(
+    return _template().render(
         runs=runs,
         title=title,
         charts=charts,
