@@ -90,15 +90,19 @@ class Given:
         leaves = [c if leaf is None else next(following) for leaf, c in zip(self.leaves, self.constants, strict=True)]
         return tree_unflatten(leaves, self.spec)
 
-    def blank(self, size: Size, device: torch.device) -> Any:
-        """The pytree for a batch of this size with NaN for every number, so that none is used unnoticed."""
-        return self.tree([_blank(leaf.shape(size), leaf.dtype, device) for leaf in self.tensors])
+    def blank(self, size: Size, device: torch.device, made: dict[Leaf, Tensor]) -> Any:
+        """The pytree for a batch of this size with NaN for every number, so that none is used unnoticed.
+
+        made: blank tensors of such a batch, which are taken again, and to which others are added.
+        """
+        for leaf in self.tensors:
+            if leaf not in made:
+                made[leaf] = _blank(leaf.shape(size), leaf.dtype, device)
+        return self.tree([made[leaf] for leaf in self.tensors])
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    value = float("nan") if dtype.is_floating_point else 0
-    # of one element only, until somebody writes to it
-    return torch.full((1,) * len(shape), value, dtype=dtype, device=device).expand(shape).clone()
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

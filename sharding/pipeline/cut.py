@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers
 from ...moe.util.change_order import begin_change
-from ..dataflow import Size
+from ..dataflow import Given, Leaf, Size
 from ..stages import Stages
 
 
@@ -53,6 +53,7 @@ class StageForward:
     micro_batch: int = 0
     gave: list[Tensor] | None = field(default=None, init=False)
     has_values: bool = field(default=False, init=False)
+    _blank: dict[Leaf, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.has_values = self.number == 0
@@ -69,8 +70,13 @@ class StageForward:
         """What a layer before the stage is said to have given."""
         given = self.stages.survey.given[layer]
         if layer == self.layers.start - 1:
+            self._blank.clear()
             return given.tree(self.received)
-        return given.blank(self.size, self.device)
+        return self.blank(given)
+
+    def blank(self, given: Given) -> Any:
+        """What is used by nothing; of many layers the same tensor."""
+        return given.blank(self.size, self.device, self._blank)
 
     def end(self, output: Any) -> None:
         """Take what the last layer has given, and end the forward.
@@ -159,7 +165,7 @@ class _Elsewhere:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = _running()
         assert running is not None, "a part of a model that other ranks hold was called"
-        return running.stages.survey.given_outside[self.__dict__["_path"]].blank(running.size, running.device)
+        return running.blank(running.stages.survey.given_outside[self.__dict__["_path"]])
 
 
 def _ending(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,7 +55,7 @@ world_materialize = world.materialize
 def on_a_cpu(is_real: bool) -> Iterator[None]:
     """Within it, a dry run is of what a CPU runs; with `is_real`, with tensors that have values."""
     with (
-        mock.patch.object(world, "_telling", return_value=nullcontext()),
+        mock.patch.object(world._Given, "told", return_value=nullcontext()),
         mock.patch.object(world, "micro_batches_to_run", lambda pipeline, number: number),
         mock.patch.object(world, "FakeTensors", Real if is_real else world.FakeTensors),
         mock.patch.object(world, "materialize", materialized if is_real else world_materialize),
@@ -66,7 +66,7 @@ def on_a_cpu(is_real: bool) -> Iterator[None]:
 def figures(config: TrainConfig, world_size: int, is_real: bool) -> Figures:
     with on_a_cpu(is_real):
         model = build_rehearsed(config, tiny_config(num_hidden_layers=5), "cpu")
-        step: Rehearsed = world._rehearse(config, model, world_size, EVEN, 8)
+        step: Rehearsed = world._rehearse(config, model, world_size, EVEN, 8, "cpu")
     events = [
         (event.name, str(event.place), event.phase, event.micro, str(event.action), event.collective, event.flops)
         for event in step.recorder.events
