@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ from expertmesh.training.attention.layer_kinds import LAYER_KINDS, register_laye
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.cluster.commands import main as plan_or_rehearse
 from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
+from expertmesh.training.config.tasks import TASKS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data import formats
 from expertmesh.training.data.batch import collate
@@ -68,7 +70,7 @@ from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
 from expertmesh.training.data.labels import table_of_label_formats
 from expertmesh.training.data.pairs import table_of_pair_formats
-from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
+from expertmesh.training.data.samples import DataOptions, Pairs, Sample, Samples, load_samples
 from expertmesh.training.engine.assembly import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
 from expertmesh.training.monitoring import meter
@@ -77,9 +79,10 @@ from expertmesh.training.planning import imbalance
 from expertmesh.training.planning.planner import forecasts, kept
 from expertmesh.training.report.page import write_report
 from expertmesh.training.start.resume import changed_state
+from expertmesh.training.tasks.registry import _TASKS, register_task
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference, sharded_model
-from tests.distributed.whole_runs import assert_equal_weights
+from tests.distributed.whole_runs import Runs, assert_equal_weights, tell
 from tests.encoded import change_config
 from tests.families.configs import tiny_model as tiny_family
 from tests.families.test_context_parallel import all_ranks, losses_and_grads
@@ -87,6 +90,7 @@ from tests.flags import last_of_each
 from tests.moe.test_experts import KINDS, check, random
 from tests.parity.case import Case, Figures, hf_model, random_samples
 from tests.rounding import AFTER_ADAMW, OF_ADDED, OTHER_ORDER, error_beyond, gradient_errors, near, norm_of
+from tests.tiers import tiered
 from tests.tiny import save_tokenizer, tiny_config, tiny_mixtral
 from tests.untrained import assert_same_bits, read
 
@@ -99,14 +103,15 @@ SCRIPTS = {
     "attention": "AttentionInterface",
     "layer kind": "register_layer_kind",
     "optimizer": "register_optimizer(",
+    "task": "register_task(",
     "dispatcher": "register_dispatcher(",
 }
 """By what they add: what the script in docs/how-to/extend.md calls."""
 TABLES: tuple[Any, ...] = (
-    FORMATS, formats._added, METRICS, CODES, LAYER_KINDS, DISPATCHERS,
+    FORMATS, formats._added, METRICS, CODES, LAYER_KINDS, DISPATCHERS, _TASKS,
     ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
 )  # fmt: skip
-REGISTRIES: tuple[Any, ...] = (KERNEL_ENTRIES, KERNELS, OPTIMIZERS, DISPATCHER_ENTRIES)
+REGISTRIES: tuple[Any, ...] = (KERNEL_ENTRIES, KERNELS, OPTIMIZERS, DISPATCHER_ENTRIES, TASKS)
 """With the tables, all that can be added to."""
 
 
@@ -247,6 +252,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"build": None}, "--optim mine: build is None, not a function of 3 arguments"),
         ({"occasional": no_arguments}, "--optim mine: occasional is .*, not a function of 1 argument"),
     ],
+    "task": [
+        ({"name": "dpo"}, "--task dpo is already registered"),
+        ({"help": ""}, "--task mine: has no help"),
+        ({"records": "texts"}, "--task mine: records is 'texts', not one of conversations, pairs, labelled"),
+        ({"heeds": ("preference_gamma",)}, "--task mine: there is no setting preference_gamma"),
+        ({"has_reference": None}, "--task mine: has_reference is None, not True or False"),
+        ({"task": no_arguments}, "--task mine: .* is no class made of Task"),
+    ],
     "dispatcher": [
         ({"name": "plain", "without_nodes": "plain"}, "--dispatch plain is already registered"),
         ({"name": "auto", "without_nodes": "auto"}, "--dispatch auto is already registered"),
@@ -288,6 +301,8 @@ def of_page(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
             case "optimizer":
                 given = {"build": names["build"], "occasional": nothing_occasional}
                 return register_optimizer, replace(names["entry"], name="mine"), given
+            case "task":
+                return register_task, replace(names["entry"], name="mine"), {"task": names["SimPO"]}
             case _:
                 entry = replace(names["entry"], name="mine", without_nodes="mine")
                 return register_dispatcher, entry, {"make": DISPATCHERS["last-first"]}
@@ -793,6 +808,56 @@ def test_figures_with_attention_from_outside_are_not_kept() -> None:
     assert not is_kept("capped")
     add("layer kind")
     assert not is_kept("auto")
+
+
+# A task, whose loss and gradients are trl's.
+
+
+def train_on_pairs(argv: list[str]) -> tuple[int, str, str]:
+    """By SGD, whose first update is the gradient."""
+    with restored():
+        add("optimizer")
+        add("task")
+        return tell(argv)
+
+
+def by_trl(model: Path, data: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss of trl's SimPO of all pairs on transformers' model, its gradients, and the weights."""
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    pairs = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(model), DataOptions(64, pairs=True), 0)
+    assert isinstance(pairs, Pairs)
+    theirs, means = AutoModelForCausalLM.from_pretrained(model), []
+    for side in range(2):
+        for sample in (pairs.both(number)[side] for number in range(len(pairs))):
+            tokens, trained = torch.tensor([sample.tokens]), torch.tensor([sample.is_trained])
+            logits, labels = theirs(input_ids=tokens).logits, tokens.masked_fill(~trained, -100)
+            means.append(cpo.get_batch_logps(logits, labels, average_log_prob=True))
+    settings = {"loss_type": "simpo", "simpo_gamma": 0.5, "beta": 2.0, "alpha": 0.0, "label_smoothing": 0.0}
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **settings)
+    losses, *_ = cpo.cpo_loss(trainer, *torch.cat(means).chunk(2))
+    losses.mean().backward()
+    grads = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    return float(losses.mean()), grads, theirs.state_dict()
+
+
+@pytest.mark.parametrize(
+    "layout", tiered(["--ep-size 2 --packing"], slow=["--cp-size 2", "--pp-size 2", "--tp-size 2"])
+)
+def test_a_task(ranks: RankPool, tiny_model: Path, tmp_path: Path, layout: str) -> None:
+    data = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"say {i}:", "chosen": " hello" * (i + 1), "rejected": " no" * (5 - i)} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--task simpo --preference-beta 2 --optim sgd --learning-rate 1 --lr-scheduler-type constant --max-steps 1"
+    batches = "--max-grad-norm 0 --global-batch-size 4 --save-steps 0 --max-seq-length 64"
+    ended = Runs(ranks, tiny_model, data, tmp_path)(2, f"{flags} {batches} {layout}", call=train_on_pairs)
+    loss, grads, before = by_trl(tiny_model, data)
+    (line,) = ended.lines("loss")
+    assert line["loss"] == near(loss)
+    assert line["grad_norm"] == near(norm_of(grads))
+    found = AutoModelForCausalLM.from_pretrained(ended.out / "hf").state_dict()
+    for name, grad in grads.items():
+        rounding = OF_ADDED * float(before[name].norm())
+        assert error_beyond(rounding, before[name] - found[name], grad) < OTHER_ORDER, name
 
 
 # An optimizer, whose updates are torch's own.

@@ -3,8 +3,9 @@
 One of your own is one call of `register_task`; docs/how-to/extend.md has an example.
 """
 
+from ...moe.util.entry_checks import check_fields
 from ..config.tasks import DPO, KTO, SFT, TASKS, TaskEntry
-from ..config.train_config import TrainConfig
+from ..config.train_config import SETTINGS, TrainConfig
 from .distillation import Distillation
 from .dpo import PreferencePairs
 from .kto import LabelledAnswers
@@ -23,7 +24,12 @@ def register_task(entry: TaskEntry, task: type[Task]) -> None:
     """Add a value of `--task`.
 
     Raises:
-        ValueError: its name is taken, or something of it is missing.
+        ValueError: its name is taken, something of it is missing or is no setting, or the class is none of `Task`.
     """
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        raise ValueError(f"--task {entry.name}: {task!r} is no class made of Task")
+    check_fields(f"--task {entry.name}", entry)
+    if unknown := [name for name in entry.heeds if name not in SETTINGS]:
+        raise ValueError(f"--task {entry.name}: there is no setting {unknown[0]}")
     TASKS.register(entry)
     _TASKS[entry.name] = task
