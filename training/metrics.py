@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..moe.experts.router_stats import Routing
     from .steps.interval import Interval
 
+LOSS_OF, SHARE_OF = "loss/", "share/"
+"""What figures by data set begin with: the sum of what the loss is a mean of, and how many of these there are, both
+divided by the number in all."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
@@ -131,6 +134,11 @@ def _of_student(figure: str, meaning: str, console: Callable[[float], str] | Non
     return _of_own_loss(figure, f"{meaning}; with `--teacher`", f"Teacher: {figure}", console)
 
 
+def _of_data_set(name: str) -> list[Metric]:
+    meaning = f"the loss of the data set {name}, with `--loss-by-dataset`"
+    return _of_own_loss(LOSS_OF + name, meaning, f"Loss: {name}", lambda loss: f"{name} {loss:.4f}")
+
+
 def _of_own_loss(figure: str, meaning: str, title: str, console: Callable[[float], str] | None) -> list[Metric]:
     """What another loss than the cross-entropy tells beside itself, in steps and in evaluations."""
     name = f"eval_{figure}"
@@ -165,11 +173,14 @@ def _is_told(figure: str, figures: Mapping[str, float]) -> bool:
 
 
 def of_preferences(figure: str, means: Mapping[str, float]) -> float | None:
-    """A figure of preferences, of means over pairs, or over labelled answers; None where there are none.
+    """A figure, of means over what the loss is a mean of; None where there are none.
 
     Of labelled answers, those of chosen and rejected ones are sums over them divided by all answers, and `chosen` and
     `rejected` are their shares.
     """
+    if figure.startswith(LOSS_OF):
+        share = means.get(figure.replace(LOSS_OF, SHARE_OF, 1))
+        return means[figure] / share if share else None
     if "chosen" not in means or figure == "kl":
         return means.get(figure)
     if figure == "rewards/margins":
@@ -486,6 +497,13 @@ METRICS = [
 """In the order of the console's line and of the report's charts."""
 
 
+def metrics_of(names: Iterable[str]) -> list[Metric]:
+    """METRICS, and those of data sets, of figures or of keys of metrics.jsonl."""
+    figures = (name.removeprefix("eval_") for name in names)
+    data_sets = dict.fromkeys(name.removeprefix(LOSS_OF) for name in figures if name.startswith(LOSS_OF))
+    return [*METRICS, *(metric for name in data_sets for metric in _of_data_set(name))]
+
+
 def register_metric(added: Metric, before: str | None = None) -> None:
     """Log one more figure; docs/how-to/extend.md has an example.
 
@@ -520,13 +538,14 @@ def told_of(line: Record, verbose: bool = False) -> list[str]:
     """
     return [
         metric.console(line)
-        for metric in METRICS
+        for metric in metrics_of(line)
         if metric.console and line.get(metric.name) is not None and (verbose or not metric.verbose)
     ]
 
 
 def table_of_metrics() -> str:
     """The list in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
-    names = {f"eval_{metric.name}" for metric in METRICS}
-    told = [metric for metric in METRICS if metric.name not in names]
+    known = metrics_of([LOSS_OF + "NAME"])
+    names = {f"eval_{metric.name}" for metric in known}
+    told = [metric for metric in known if metric.name not in names]
     return "".join(f"- `{each.name}`{f' ({each.unit})' if each.unit else ''}: {each.meaning}\n" for each in told)

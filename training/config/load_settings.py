@@ -19,6 +19,7 @@ from .settings import (
     CpuMatmul,
     CrossEntropy,
     ExportEncoding,
+    LossAverage,
     OnNonfinite,
     OnSaveError,
     PreferenceLoss,
@@ -126,6 +127,8 @@ class LoadSettings(TypedDict, total=False):
     per_device_train_batch_size: int
     gradient_accumulation_steps: int | None
     global_batch_size: int | None
+    loss_average: LossAverage
+    loss_by_dataset: bool
     num_train_epochs: float
     max_steps: int
     lr_scheduler_type: str

@@ -29,6 +29,7 @@ from .tasks import SFT, TASKS, tasks_in_words
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
+LossAverage = Literal["token", "sample"]
 PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
 QuantizedBase = Literal["fp8", "nf4", "mxfp4"]
@@ -222,6 +223,20 @@ def _may_dispatch(config: Any, can: str) -> bool:
 
 def _of_a_stream(name: str, why: str, value: str = "") -> Excludes:
     return name, f"{flag_of(name)}{value}: does not work with --streaming: {why}; leave it out"
+
+
+def _of_next_tokens(name: str, value: str = "") -> list[Excludes]:
+    """Of what needs the log-probability of each target token, and counts them by itself."""
+    said = f"{flag_of(name)}{value}"
+    return [
+        ("task", f"{said}: is for supervised fine-tuning; leave it out with --task {{task}}"),
+        ("teacher", f"{said}: does not work with --teacher; leave out one of them"),
+        ("train_mtp", f"{said}: does not work with --train-mtp; leave out one of them"),
+        (
+            lambda config: config.cross_entropy == "liger",
+            f"{said}: needs the loss of each token, which --cross-entropy liger does not give; give auto or chunked",
+        ),
+    ]
 
 
 def _evaluations_for(flag: str) -> Requires:
@@ -469,6 +484,7 @@ class DataSettings:
             _of_a_stream("group_by_length", "lengths are not known; give --packing"),
             _of_a_stream("prepare_only", "nothing is kept in the cache"),
             _of_a_stream("dataset_num_proc", "each rank tokenizes by itself"),
+            _of_a_stream("loss_by_dataset", "its data sets are read one after the other"),
         ],
         moves=Moves.BATCHES,
     )
@@ -956,6 +972,20 @@ class ScheduleSettings:
         of=_DATA,
         moves=Moves.BATCHES,
         in_plans=True,
+    )
+    loss_average: LossAverage = _flag(
+        "token",
+        "What the loss is a mean of: target tokens, or samples, each by the mean of its target tokens",
+        excludes=_of_next_tokens("loss_average", " {loss_average}"),
+        of=_LOOP,
+        moves=Moves.OBJECTIVE,
+    )
+    loss_by_dataset: bool = _flag(
+        False,
+        "Also log the loss of each data set of --dataset and --eval-dataset",
+        excludes=_of_next_tokens("loss_by_dataset"),
+        of=_LOOP,
+        moves=Moves.SPEED,
     )
     num_train_epochs: float = _flag(
         1.0,

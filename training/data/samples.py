@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.versions import installed_version
 from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
-from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
+from .data_files import KINDS, DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
 from .labels import find_label_format, read_labelled
 from .pairs import find_pair_format, paired, read_pair
@@ -122,7 +122,7 @@ class Samples(Sequence[Sample]):
         lengths: tokens of each, int64.
         targets: trained tokens of each, int64.
         is_cut: 1 for those that lost their end to max_seq_length, int64.
-        origins: where they come from.
+        origins: where they come from. sources: of each, the number of its origin, int64.
     """
 
     def __init__(self, dataset: Any, origins: list[Origin]):
@@ -131,6 +131,7 @@ class Samples(Sequence[Sample]):
         self.lengths = _column(dataset, "length")
         self.targets = _column(dataset, "num_targets")
         self.is_cut = _column(dataset, "is_cut")
+        self.sources = torch.zeros(len(dataset), dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -143,6 +144,14 @@ class Samples(Sequence[Sample]):
     def is_weighted(self) -> bool:
         """Whether some losses have another weight than 1."""
         return any(origin.weighted for origin in self.origins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the origins, as short as tells them apart."""
+        given = [origin.name for origin in self.origins]
+        short = [PurePath(name).stem if PurePath(name).suffix in KINDS else PurePath(name).name for name in given]
+        names = [one if short.count(one) == 1 else name for one, name in zip(short, given, strict=True)]
+        return tuple(name if names.count(name) == 1 else f"{name}#{n}" for n, name in enumerate(names, 1))
 
     @property
     def ends(self) -> list[int]:
@@ -167,7 +176,9 @@ class Samples(Sequence[Sample]):
 
     def select(self, indices: Sequence[int], origins: list[Origin] | None = None) -> "Samples":
         """Those at `indices`, in that order."""
-        return type(self)(self.dataset.select(indices), self.origins if origins is None else origins)
+        selected = type(self)(self.dataset.select(indices), self.origins if origins is None else origins)
+        selected.sources = self.sources[torch.as_tensor(indices, dtype=torch.int64)]
+        return selected
 
 
 class Pairs(Samples):
@@ -318,7 +329,9 @@ def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -
             _take(part, min(n, len(part)), seed + i) for i, (part, n) in enumerate(zip(parts, counts, strict=True))
         ]
     origins = [origin for part in parts for origin in part.origins]
-    return type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
+    mixed = type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
+    mixed.sources = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts]))
+    return mixed
 
 
 def _take(part: Samples, number: int, seed: int) -> Samples:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ...moe.experts.router_stats import NO_ROUTING, Routing
 from ...moe.hf_model.counts import ParameterCounts
 from ..loss.balance import LossWeights
-from ..metrics import METRICS, Metric
+from ..metrics import Metric, metrics_of
 from ..steps.interval import Interval, ModelOnDevice
 from ..steps.step import StepResult
 
@@ -131,7 +131,8 @@ def measured(
     Raises:
         ValueError: a metric's value is not what metrics.jsonl can have of it.
     """
-    wanted = [metric for metric in METRICS if metric.of == of and only(metric) and metric.is_logged(known)]
+    figures = known.steps[0].figures if of == "steps" else known.figures
+    wanted = [metric for metric in metrics_of(figures) if metric.of == of and only(metric) and metric.is_logged(known)]
     metrics = {metric.name: metric.value(known) for metric in wanted}
     for metric in wanted:
         if not _can_be_logged(metrics[metric.name], of_each_rank=metric.over_ranks != "alike"):

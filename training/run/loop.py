@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from ..start.resume import check_data_order
 from ..steps.evaluate import Best, evaluate
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS
-from ..tasks.task import Task, TaskInputs
+from ..tasks.task import DataTraits, Task, TaskInputs
 
 T = TypeVar("T")
 
@@ -178,6 +178,8 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best, owed = (Best(), []) if resume_from is None else _resume(run, resume_from)
+    assert run.inputs.training is not None
+    data = DataTraits.of(run.inputs.training.samples)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step, owed)
@@ -197,7 +199,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             with meter.waiting():
                 batches = next(following)
             # of a stream, each batch may have weights, or none
-            objective = run.task.objective(config, batches[0].is_weighted)
+            objective = run.task.objective(config, replace(data, is_weighted=batches[0].is_weighted))
             with profiler.step(done):
                 result = engine.train_step(batches, watchdog.at, stop.is_asked, objective)
             guard.check(done, result)
@@ -454,7 +456,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     run.watchdog.at("evaluation")
     rows, config = run.inputs.evaluation, run.config
     assert run.task_inputs.evaluation is not None
-    objective = run.task.objective(config, rows.samples.is_weighted)
+    objective = run.task.objective(config, DataTraits.of(rows.samples))
     inputs_of = run.task_inputs.evaluation.within(rows, range(len(rows)))
     how = config.per_device_eval_batch_size, run.engine.mesh, run.padding
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)

@@ -18,7 +18,7 @@ from ..loss.objective import Objective
 from ..start.consistency import compare_teachers
 from ..start.fingerprints import Facts
 from ..start.inputs import Inputs
-from .task import Preparation, Task, TaskInputs
+from .task import DataTraits, Preparation, Task, TaskInputs
 from .teacher import TEACHER, be_taught, open_teacher
 
 FIGURES = ("teacher_kl", "cross_entropy")
@@ -57,7 +57,7 @@ class Distillation(Task):
     _teacher: ModelSource
     _inputs: TaskInputs | None = None
 
-    def objective(self, config: TrainConfig, is_weighted: bool = False) -> Objective:
+    def objective(self, config: TrainConfig, data: DataTraits) -> Objective:
         return distillation_objective(config)
 
     def example_inputs(self, config: TrainConfig, samples: int, targets: int) -> Mapping[str, Tensor]:

@@ -15,8 +15,8 @@ from ..data.batch import LossBatch, LossInputs
 from ..data.samples import Pairs
 from ..data.sequences import Rows
 from ..loss.objective import Objective
-from .reference_logprobs import REFERENCE, ReferencePass, entries_of, references
-from .task import InputsOf, Preparation, Task, TaskInputs
+from .reference_logprobs import REFERENCE, ReferencePass, references
+from .task import DataTraits, InputsOf, Preparation, Task, TaskInputs, samples_in
 
 FIGURES = (
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
@@ -56,7 +56,7 @@ def pair_objective(beta: float, is_ipo: bool = False, sft_weight: float = 0.0) -
 
 
 class PreferencePairs(Task):
-    def objective(self, config: TrainConfig, is_weighted: bool = False) -> Objective:
+    def objective(self, config: TrainConfig, data: DataTraits) -> Objective:
         return pair_objective(config.preference_beta, config.preference_loss == "ipo", config.preference_sft_weight)
 
     def example_inputs(self, config: TrainConfig, samples: int, targets: int) -> Mapping[str, Tensor]:
@@ -90,12 +90,12 @@ class PairInputs:
         Args:
             together: the entries whose loss is one mean: those of a step, or of an evaluation.
         """
-        pairs = entries_of(rows, together)
+        pairs = samples_in(rows, together)
         # by which a target token's share in the mean of their chosen answers becomes one in a mean over pairs
         share = len(pairs) / max(int(self.targets_P2[pairs, 0].sum()), 1)
 
         def inputs(numbers: list[int]) -> LossInputs:
-            here = entries_of(rows, numbers)
+            here = samples_in(rows, numbers)
             sft_P2 = torch.tensor([share, 0.0], dtype=torch.float64).expand(len(here), 2)
             by_sample = {REFERENCE: self.reference_P2[here], TARGETS: self.targets_P2[here].double(), SFT: sft_P2}
             return LossInputs({name: values.flatten() for name, values in by_sample.items()})

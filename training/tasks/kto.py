@@ -24,8 +24,8 @@ from ..data.samples import Labelled, Samples
 from ..data.sequences import LabelledRows, Rows
 from ..loss.objective import Completion, Objective, as_they_are
 from ..steps.evaluate import head_outputs, inference
-from .reference_logprobs import REFERENCE, ReferencePass, entries_of, references
-from .task import InputsOf, Preparation, Task, TaskInputs
+from .reference_logprobs import REFERENCE, ReferencePass, references
+from .task import DataTraits, InputsOf, Preparation, Task, TaskInputs, samples_in
 
 DESIRABLE, KL = "desirable", "kl"
 """Inputs by answer: 1 where it is desirable, else 0, and the estimate of the divergence."""
@@ -59,7 +59,7 @@ def answer_objective(config: TrainConfig) -> Objective:
 
 
 class LabelledAnswers(Task):
-    def objective(self, config: TrainConfig, is_weighted: bool = False) -> Objective:
+    def objective(self, config: TrainConfig, data: DataTraits) -> Objective:
         return answer_objective(config)
 
     def example_inputs(self, config: TrainConfig, samples: int, targets: int) -> Mapping[str, Tensor]:
@@ -110,7 +110,7 @@ class LabelledInputs:
         """See `BatchInputs`."""
 
         def inputs(numbers: list[int]) -> LossInputs:
-            here = entries_of(rows, numbers)
+            here = samples_in(rows, numbers)
             known, others = self.reference_A2[here].unbind(1)
             mismatched = LossInputs({REFERENCE: others}) if self.estimates else None
             return LossInputs({REFERENCE: known, DESIRABLE: self.desirable_A[here]}, mismatched=mismatched)

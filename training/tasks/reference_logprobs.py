@@ -3,7 +3,7 @@
 They are computed once, before anything is trained, and kept in the output directory, where a resumed run finds them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..engine.engine import Engine
 from ..start.fingerprints import reference_key
 from ..steps.evaluate import by_length, head_outputs, inference
 from .kept import KeptPass
-from .task import BatchInputs, Preparation, TaskInputs
+from .task import BatchInputs, Preparation, TaskInputs, samples_in
 
 FILE, RECORD = "reference.safetensors", "reference.json"
 REFERENCE = "reference"
@@ -50,7 +50,7 @@ class ReferencePass:
         with inference(model):
             for several, heads in head_outputs(model, batches, device, by_token=True):
                 for place, batch in enumerate(several):
-                    entries = entries_of(rows, next(following))
+                    entries = samples_in(rows, next(following))
                     if place >= len(heads):  # a pipeline's last stage is elsewhere
                         continue
                     sums = batch.of_loss.sums(heads[place])
@@ -58,11 +58,6 @@ class ReferencePass:
                         found[entries.to(device)] = sums.view(-1, each)
         dist.all_reduce(found)
         return found.cpu()
-
-
-def entries_of(rows: Rows, numbers: Iterable[int]) -> Tensor:
-    """Numbers of the pairs, or labelled answers, in entries of the data."""
-    return torch.tensor([entry for number in numbers for entry in rows.numbers(number)], dtype=torch.int64)
 
 
 def references(

@@ -1,10 +1,11 @@
 """What is learned, and what it needs of a run: a `Task`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ...checkpoints.hf.source import ModelSource
@@ -32,6 +33,11 @@ class BatchInputs(Protocol):
         Args:
             together: the entries whose loss is one mean: those of a step, or of an evaluation.
         """
+
+
+def samples_in(rows: Rows, numbers: Iterable[int]) -> Tensor:
+    """Numbers of the samples, or pairs, in entries of the data."""
+    return torch.tensor([sample for number in numbers for sample in rows.numbers(number)], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -86,15 +92,26 @@ class Preparation:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+@dataclass(frozen=True)
+class DataTraits:
+    """What of some data decides how their loss is computed.
+
+    is_weighted: whether they have weights. datasets: names of the data sets that they come from, by their numbers.
+    """
+
+    is_weighted: bool = False
+    datasets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Samples) -> "DataTraits":
+        return cls(samples.is_weighted, samples.names)
+
+
 class Task:
     """What a run learns, from the check of its data to its loss. One is made for each run."""
 
-    def objective(self, config: TrainConfig, is_weighted: bool = False) -> Objective:
-        """What is minimised.
-
-        Args:
-            is_weighted: whether the data have weights.
-        """
+    def objective(self, config: TrainConfig, data: DataTraits) -> Objective:
+        """What is minimised."""
         raise NotImplementedError
 
     def example_inputs(self, config: TrainConfig, samples: int, targets: int) -> Mapping[str, Tensor]:
@@ -135,5 +152,5 @@ class Task:
 
     def inputs(self, run: Preparation) -> TaskInputs:
         """What batches need, once the model is loaded."""
-        nothing = NoInputs(self.objective(run.config).by_token)
+        nothing = NoInputs(self.objective(run.config, DataTraits()).by_token)
         return TaskInputs(nothing, nothing)

@@ -61,6 +61,7 @@ from ...steps import step
 from ...steps.micro_batch import StepCounts, figure_names, no_losses
 from ...steps.step import Gradients, train_step
 from ...tasks.registry import task_of
+from ...tasks.task import DataTraits
 from ..imbalance import EVEN, GivenRouting
 from ..planner.account import KINDS, Moment
 from .building import DeviceType, build_rehearsed
@@ -205,7 +206,7 @@ def _rehearse(
         batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         # forwards of mismatched answers are not modelled
-        objective = replace(task_of(config).objective(config), complete=as_they_are)
+        objective = replace(task_of(config).objective(config, DataTraits()), complete=as_they_are)
         of_step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
         recorder = Recorder(Parts(model))
         given = _Given(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, device)
@@ -435,7 +436,7 @@ def sized_batch(
         whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
         shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
     for_loss: LossBatch | None = None
-    if config is not None and (task := task_of(config)).objective(config).by_token:
+    if config is not None and (task := task_of(config)).objective(config, DataTraits()).by_token:
         number = rows * (cp_group is None or cp_group.index == 0)
         inputs = task.example_inputs(config, number, targets)
         for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
