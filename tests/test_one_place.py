@@ -837,7 +837,7 @@ def by_trl(model: Path, data: Path) -> tuple[float, dict[str, Tensor], dict[str,
     losses, *_ = cpo.cpo_loss(trainer, *torch.cat(means).chunk(2))
     losses.mean().backward()
     grads = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
-    return float(losses.mean()), grads, theirs.state_dict()
+    return float(losses.mean().detach()), grads, theirs.state_dict()
 
 
 @pytest.mark.parametrize(

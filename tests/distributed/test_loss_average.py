@@ -67,7 +67,7 @@ def expected(path: Path, data: Sequence[Path], average: str) -> tuple[dict[str, 
     assert isinstance(total, torch.Tensor)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    of_data = {f"loss/{name}": float(sum(sums[name])) / sum(counts[name]) for name in sums}
+    of_data = {f"loss/{name}": float(sum(sums[name]).detach()) / sum(counts[name]) for name in sums}
     return {"loss": float(total.detach()), **of_data}, norm_of(grads)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from expertmesh.moe.experts.model_facts import Attention
 from expertmesh.moe.experts.router_stats import NO_ROUTING, Routing
 from expertmesh.moe.hf_model.counts import ParameterCounts
+from expertmesh.training import metrics as of_metrics
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring import meter as of_meter
 from expertmesh.training.monitoring.meter import Meter, measured, peak_tflops
@@ -69,7 +70,7 @@ def test_metrics_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     metrics = [metric(name, name) for name in ("sum", "mean", "max")]
     metrics += [metric("own", None), metric("unknown", "max", None)]
-    monkeypatch.setattr(of_meter, "METRICS", metrics)
+    monkeypatch.setattr(of_metrics, "METRICS", metrics)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     found = measured("steps", None, torch.device("cpu"))

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -115,7 +115,7 @@ class Meter:
         seconds = now - self.begun - self.seconds_paused
         taken = (now - self.started, seconds, self.routing, self.seconds_waited)
         interval = Interval(self.model, self.steps, epoch, learning_rate, weights, *taken)
-        metrics = measured("steps", interval, self.model.device, only)
+        metrics = measured("steps", interval, self.model.device, only, self.steps[0].figures if self.steps else ())
         self._begin(now)
         return metrics
 
@@ -125,13 +125,16 @@ def measured(
     known: Any,
     device: torch.device,
     only: Callable[[Metric], bool] = lambda _: True,
+    figures: Iterable[str] = (),
 ) -> dict[str, Any]:
     """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together.
+
+    Args:
+        figures: names of those that the loss has given, of which data sets may have metrics.
 
     Raises:
         ValueError: a metric's value is not what metrics.jsonl can have of it.
     """
-    figures = known.steps[0].figures if of == "steps" else known.figures
     wanted = [metric for metric in metrics_of(figures) if metric.of == of and only(metric) and metric.is_logged(known)]
     metrics = {metric.name: metric.value(known) for metric in wanted}
     for metric in wanted:

@@ -462,7 +462,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
     tell_loss(run.engine, "evaluation loss", evaluation.loss)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
-    figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device)
+    figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device, figures=evaluation.figures)
     compared = best.compared(done, config.early_stopping_patience)
     found = str(evaluation)
     if evaluation.figures:
