@@ -63,11 +63,10 @@ def expected(path: Path, data: Sequence[Path], average: str) -> tuple[dict[str, 
             number = int((targets != -100).sum())
             sums.setdefault(file.stem, []).append(loss / number if average == "sample" else loss)
             counts.setdefault(file.stem, []).append(1 if average == "sample" else number)
-    total = sum(map(sum, sums.values())) / sum(map(sum, counts.values()))
-    assert isinstance(total, torch.Tensor)
+    total = torch.stack([loss for losses in sums.values() for loss in losses]).sum() / sum(map(sum, counts.values()))
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    of_data = {f"loss/{name}": float(sum(sums[name]).detach()) / sum(counts[name]) for name in sums}
+    of_data = {f"loss/{name}": float(torch.stack(sums[name]).sum().detach()) / sum(counts[name]) for name in sums}
     return {"loss": float(total.detach()), **of_data}, norm_of(grads)
 
 
