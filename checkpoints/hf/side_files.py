@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ...moe.hf_model.family_exceptions import LLAMA_CPP_NORMALISES
 from ...moe.util.errors import ExpertMeshError
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
@@ -83,7 +84,7 @@ def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) 
     Returns:
         What of the config that has changed, or is still wrong, in lines.
     """
-    source, told, lacking = checkpoint.source, [], Unfilled()
+    source, told, lacking = checkpoint.source, [*_served_otherwise(checkpoint.source)], Unfilled()
     if not checkpoint.drops_untrained:
         try:
             lacking = unfilled(read_json(source.path / CONFIG), checkpoint)
@@ -105,6 +106,14 @@ def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) 
         quantized_as=None if checkpoint.origin is None else checkpoint.origin.source.path,
     )
     return told
+
+
+def _served_otherwise(source: ModelSource) -> Iterator[str]:
+    config = source.text_config
+    fixed = LLAMA_CPP_NORMALISES.get(config.model_type)
+    if fixed is not None and config.norm_topk_prob is not fixed:
+        said, there = json.dumps(config.norm_topk_prob), json.dumps(fixed)
+        yield f"note: norm_topk_prob is {said}, which llama.cpp takes for {there} in a {config.model_type}"
 
 
 def copy_side_files(

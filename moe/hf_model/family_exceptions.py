@@ -20,3 +20,7 @@ UNDIVIDED = {"minimax_m3_vl": _CHOOSES_BY_HEAD, "minimax_m3_vl_text": _CHOOSES_B
 SHARING_OUT = ("ErnieFuseAndSplitTextVisionExperts",)
 """Operations of transformers that stack the experts of a layer, gate beside up, and give each of several modules as
 many of them as the others."""
+
+LLAMA_CPP_NORMALISES = {"olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
+"""Families whose norm_topk_prob llama.cpp does not read, and what it is there: norm_w of `build_moe_ffn` in its
+src/models/ (as of llama-cpp-python 0.3.36)."""

@@ -9,8 +9,10 @@ import transformers
 
 from expertmesh.checkpoints.hf.side_files import copy_side_files, side_files, write_beside_adapter
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.hf_model.family_exceptions import LLAMA_CPP_NORMALISES
 from expertmesh.moe.util.errors import ExpertMeshError
-from tests.families.configs import tiny_config
+from tests.checkpoints.commands import run
+from tests.families.configs import tiny_config, tiny_model
 
 ALONG = {
     "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "modeling_own.py", "LICENSE.txt",
@@ -77,3 +79,13 @@ def test_what_is_not_copied_is_refused_by_name(model: Path, tmp_path: Path) -> N
         os.truncate(file.fileno(), 2**30 + 1)
     with pytest.raises(ExpertMeshError, match=r"large\.txt: has 1,073,741,825 bytes"):
         side_files(model)
+
+
+@pytest.mark.parametrize("family", LLAMA_CPP_NORMALISES)
+def test_what_llama_cpp_takes_otherwise_is_told(tmp_path: Path, family: str) -> None:
+    for is_normalised in (False, True):
+        model, made = tmp_path / f"{is_normalised}", tmp_path / f"made {is_normalised}"
+        tiny_model(family, 0, norm_topk_prob=is_normalised).save_pretrained(model)
+        told = run("export", model, made)
+        is_told = f"norm_topk_prob is {json.dumps(is_normalised)}, which llama.cpp takes for" in told
+        assert is_told is (LLAMA_CPP_NORMALISES[family] is not is_normalised), told
