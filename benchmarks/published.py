@@ -6,6 +6,7 @@ first one counts. Our step stands for theirs, also where they have what ours has
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, inf, log
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import LINKS, Hardware, preset
+from expertmesh.training.planning.planner.pipelines import dry_run
 from expertmesh.training.planning.planner.search import Plan
 from expertmesh.training.planning.planner.search import forecast as planned
 
@@ -63,9 +65,13 @@ ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's ke
 GB = 1e9 / 2**30
 
 
-def pipeline(pp_size: int, chunks: int, micro_batches: int) -> dict[str, Any]:
+NOT_FLAGS = ("in_turn", "turns")
+
+
+def pipeline(pp_size: int, chunks: int, micro_batches: int, turns: int = 1) -> dict[str, Any]:
+    """turns: not of train_ep.py: so many pipelines of these micro-batches, one after the other, are a step."""
     schedule = dict(pipeline_schedule="interleaved", pipeline_chunks=chunks) if chunks > 1 else {}
-    return dict(pp_size=pp_size, gradient_accumulation_steps=micro_batches, **schedule)
+    return dict(pp_size=pp_size, gradient_accumulation_steps=micro_batches, turns=turns, **schedule)
 
 
 ROWS = (
@@ -186,9 +192,9 @@ ROWS = (
     ),
     Row(
         "Automodel, pp 4 vp 8", "DeepSeek-V3", 1024, H100, {"tok/s": 865.0, "TFLOP/s": 216.0},
-        dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 32)),
+        dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8, turns=4)),
         [("sent as theirs", IN_TURN), ("to each expert", EACH)],
-        theirs=ONCE + "; their 32 micro-batches are four pipelines of 8 in turn", is_balanced=True,
+        theirs=ONCE, is_balanced=True,
     ),
     Row(
         "PyTorch, NCCL", "DeepSeek-V3", 256, B200, {"tok/s": 651.0},
@@ -198,9 +204,9 @@ ROWS = (
     ),
     Row(
         "Automodel, pp 8 vp 4", "Kimi K2", 256, H100, {"tok/s": 924.0, "TFLOP/s": 189.0},
-        dict(ep_size=32, **FULL, **AUTOMODEL, **pipeline(8, 4, 16)),
+        dict(ep_size=32, **FULL, **AUTOMODEL, **pipeline(8, 4, 8, turns=2)),
         [("sent as theirs", IN_TURN), ("to each expert", EACH)],
-        theirs=ONCE + "; their 16 micro-batches are two pipelines of 8 in turn", is_balanced=True,
+        theirs=ONCE, is_balanced=True,
     ),
     Row(
         "Bridge, FP8, tp 2 pp 8 vp 4", "Qwen3 235B-A22B", 256, H100, {"tok/s": 1_686.0, "TFLOP/s": 250.0},
@@ -229,25 +235,26 @@ def forecast(row: Row, further: dict[str, Any]) -> dict[Unit, float]:
     """The forecast under one assumption."""
     settings: dict[str, Any] = dict(bf16=True, per_device_train_batch_size=1, max_seq_length=4096)
     flags = settings | row.flags | further
-    sends_in_turn = flags.pop("in_turn", False)
+    sends_in_turn, turns = flags.pop("in_turn", False), flags.pop("turns", 1)
     config, of_model = TrainConfig(model=row.model, dataset=["-"], **flags), model_config(row.model)
-    forecasts = Forecasts(of_model.to_dict(), lambda: of_model)
+    forecasts = Forecasts(of_model.to_dict(), partial(model_config, row.model))
     facts = forecasts.facts(config)
     share = sent_in_turn(facts.num_experts, facts.top_k, config.ep_size) if sends_in_turn else 1.0
     # stages are cut by time alone: what a run of ours could hold decided nothing in theirs
     cluster = Cluster(sending(row.hardware, share), 8, inf)
     routing = EVEN if row.is_balanced else GivenRouting(busiest=None)
     timed = _planned(forecasts, Asked(config, row.gpus, cluster, routing=routing))
+    update = timed.account.time.update
+    seconds = turns * (timed.seconds - update) + update
     found: dict[Unit, float] = {
-        "tok/s": timed.tokens_per_second,
-        "TFLOP/s": timed.account.needed / timed.seconds / 1e12,
-        "steps/s": 1 / timed.seconds,
+        "tok/s": timed.tokens_per_second * turns * timed.seconds / seconds,
+        "TFLOP/s": turns * timed.account.needed / seconds / 1e12,
+        "steps/s": 1 / seconds,
     }
     if "GiB" in row.figures:
         # memory is told of even loads: what a rank holds is of all layers, in each of which another one is the busiest
         asked = Asked(timed.config, row.gpus, cluster)
-        ranks = {0, row.gpus - row.gpus // config.pp_size}
-        found["GiB"] = max(forecasts.account(replace(asked, rank=rank)).memory.peak for rank in ranks) / 2**30
+        found["GiB"] = _planned(forecasts, asked).account.memory.peak / 2**30
     return found
 
 
@@ -255,7 +262,7 @@ def _planned(forecasts: Forecasts, asked: Asked) -> Plan:
     (found,) = planned(forecasts, [asked])
     if not isinstance(found, Plan):
         raise found
-    return found
+    return found if found.pipeline is None else replace(found, account=dry_run(forecasts, found.pipeline)[0])
 
 
 def sent_in_turn(experts: int, top_k: int, ep_size: int) -> float:

@@ -25,7 +25,6 @@ from expertmesh.training.config.optimizers import LARGEST_BLOCK, block_size
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.planning import plan_flags
 from expertmesh.training.planning.imbalance import GivenRouting
-from expertmesh.training.planning.memory import NEAR
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
@@ -287,7 +286,7 @@ def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
     asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
     if config.pp_size > 1:
         # as a run of it does
-        asked = replace(asked, config=with_open_settings(forecasts, asked, NEAR * H100.device.memory)[0])
+        asked = replace(asked, config=with_open_settings(forecasts, asked)[0])
     plan, even = forecast(forecasts, [asked, replace(asked, routing=replace(natural, busiest=1.0))])
     assert isinstance(plan, Plan), plan
     assert isinstance(even, Plan), even

@@ -3,6 +3,7 @@ allocator gave out."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -14,13 +15,21 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import Communicator, Memory
 from expertmesh.training.planning.planner import kept
-from expertmesh.training.planning.planner.account import Account, LayerCosts, PartCost, PeakMemory, SentBytes
+from expertmesh.training.planning.planner.account import (
+    Account,
+    LayerCosts,
+    PartCost,
+    PeakMemory,
+    SentBytes,
+    action_name,
+)
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.clock import StepTime
 from expertmesh.training.planning.planner.costs import Cluster, seconds_among, share_away
 from expertmesh.training.planning.planner.facts import Cuts, Held, LayerFacts, ModelFacts
 from expertmesh.training.planning.planner.forecasts import Forecasts, alike
 from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.pipelines import PlannedPipeline, one_stage
 from tests.tiny import tiny_config
 
 ODD_SIZES = {"hidden_size": 40, "intermediate_size": 24, "vocab_size": 331, "num_attention_heads": 4, "head_dim": 16}
@@ -166,10 +175,34 @@ def _mark(*asked: Any) -> int:
     return int(kept.key_of(*asked)[:3], 16)
 
 
+SLOWER, FULLER = 1.1, 1.02
+"""By how much a pipeline's ranks take longer, and hold more, than by estimate."""
+
+
+def _rank_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool) -> Account:
+    whole = account_by_formula(facts, one_stage(asked), is_marked)
+    step = PlannedPipeline(asked, facts, Cuts("Mixtral", (1.0,) * (len(facts.layers) + 1), ()), whole)
+    stages = step.cut()
+    held = step.held(stages)[asked.rank // asked.topology.ranks_per_stage]
+    held = replace(held, working=held.working + (FULLER - 1) * held.total)
+    costs = step._costs(stages)
+    assert asked.own_stages is not None
+    actions = {
+        action_name(kind, stage): SLOWER * getattr(costs, kind)[stage]
+        for kind in ("forward", "backward", "weights")
+        for stage in asked.own_stages
+    }
+    memory = replace(whole.memory, peak=round(held.total), kinds=held)
+    account = step.account()
+    time = replace(StepTime.none(), matrices=account.forwards * sum(actions.values()), update=account.time.update)
+    return replace(account, rank=asked.rank, memory=memory, time=time, actions=actions)
+
+
 def account_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool = False) -> Account:
     """A step that overlaps half of FSDP's collectives; of few tokens launches take longer than products."""
     config, cluster, topology = asked.config, asked.cluster, asked.topology
-    assert config.pp_size == 1, "pipelines are estimated from the step of one stage"
+    if config.pp_size > 1:
+        return _rank_by_formula(facts, asked, is_marked)
     forwards, mode, layers = config.micro_batches(asked.world_size), config.gradient_checkpointing, len(facts.layers)
     sequences = config.per_device_train_batch_size * config.sequences_per_row
     tokens = sequences * config.max_seq_length / config.ranks_per_sequence
@@ -231,6 +264,7 @@ def account_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool = False)
         tuple(sorted(sent, key=lambda each: -each.total)),
         {"experts": PartCost(flops=flops, seconds=matrices)},
         time,
+        {},
         flops * forwards,
         0,
         0,

@@ -13,10 +13,13 @@ import pytest
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning import plan_command
+from expertmesh.training.planning.imbalance import GivenRouting
+from expertmesh.training.planning.memory import NEAR
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.pipelines import pipelined, with_open_settings
-from expertmesh.training.planning.rank_memory import ChosenPipeline, NoForecast
+from expertmesh.training.planning.rank_memory import ChosenPipeline, NoForecast, _forecast_alone
 from expertmesh.training.planning.rehearsal import rehearse_command
 from tests.sharding.planned import ByFormula, cluster_of, flags_of
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, PLENTY, asked_of
@@ -29,9 +32,14 @@ def by_formula() -> ByFormula:
     return ByFormula(tiny_config(**WIDE).to_dict())
 
 
+def within(asked: Asked, limit: float) -> Asked:
+    """On cards of which a rank is to hold no more."""
+    return replace(asked, cluster=cluster_of(limit / NEAR))
+
+
 def scheduled(asked: Asked, schedule: Any) -> Account:
     other = replace(asked, config=replace(asked.config, pipeline_schedule=schedule))
-    return pipelined(by_formula(), other, PLENTY).account()
+    return pipelined(by_formula(), other).account()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -44,21 +52,21 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     held = [account.fit(PLENTY).total for account in (plain, queued)]
     assert held[1] > held[0]
 
-    chosen, why = with_open_settings(by_formula(), asked, PLENTY)
+    chosen, why = with_open_settings(by_formula(), asked)
     assert (chosen.pipeline_schedule, chosen.pipeline_layers) == ("zero-bubble", queued.stages)
     assert why == f"by forecast {plain.time.total / queued.time.total - 1:.1%} faster than {name}"
 
-    chosen, why = with_open_settings(by_formula(), asked, sum(held) / 2)
+    chosen, why = with_open_settings(by_formula(), within(asked, sum(held) / 2))
     assert chosen.pipeline_schedule == name
     assert why == f"by forecast zero-bubble would take {held[1] / 2**30:,.1f} GiB per rank"
 
-    chosen, why = with_open_settings(by_formula(), asked, held[0] / 2)
+    chosen, why = with_open_settings(by_formula(), within(asked, held[0] / 2))
     assert chosen.pipeline_schedule == name
     assert why == "none fits by forecast, and this one needs the least memory"
 
     # what was asked for is not argued with
     given = replace(asked, config=replace(asked.config, pipeline_schedule="zero-bubble"))
-    chosen, why = with_open_settings(by_formula(), given, held[0] / 2)
+    chosen, why = with_open_settings(by_formula(), within(given, held[0] / 2))
     assert (chosen.pipeline_schedule, why) == ("zero-bubble", "as asked")
 
 
@@ -68,7 +76,7 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     ids=["adapters", "another package's kernel"],
 )
 def test_no_queue_without_weight_gradients_that_can_wait(flags: dict[str, Any], can_queue: bool) -> None:
-    chosen, why = with_open_settings(by_formula(), asked_of(2, pp_size=2, **flags), PLENTY, can_queue)
+    chosen, why = with_open_settings(by_formula(), asked_of(2, pp_size=2, **flags), can_queue)
     assert chosen.pipeline_schedule == "1f1b"
     assert why == "no expert weight gradients can wait for zero-bubble"
 
@@ -76,14 +84,14 @@ def test_no_queue_without_weight_gradients_that_can_wait(flags: dict[str, Any], 
 def test_no_queue_where_it_gains_nothing() -> None:
     """Of many micro-batches the bubble is a small part."""
     asked = asked_of(2, pp_size=2, gradient_accumulation_steps=256)
-    chosen, why = with_open_settings(by_formula(), asked, PLENTY)
+    chosen, why = with_open_settings(by_formula(), asked)
     assert (chosen.pipeline_schedule, why) == ("1f1b", "by forecast zero-bubble gains less than 1%")
 
 
 def test_layers_that_were_asked_for_stay() -> None:
     """As those of a run that is resumed do."""
     asked = asked_of(2, pp_size=2, pipeline_layers="3,5", pipeline_schedule="1f1b")
-    chosen, why = with_open_settings(by_formula(), asked, 0.0)
+    chosen, why = with_open_settings(by_formula(), within(asked, 0.0))
     assert (chosen.pipeline_layers, chosen.pipeline_schedule, why) == ("3,5", "1f1b", "as asked")
 
 
@@ -150,6 +158,42 @@ def test_stages_of_a_rank_are_balanced_against_one_another() -> None:
     assert (len(found[3]), len(found[7])) == (1, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+def test_plan_and_dry_run_and_run_tell_one_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    """To the byte, of the rank that holds the most; and plan and dry run the same seconds."""
+    tiny_config(**EIGHT_LAYERS | {"hidden_size": 128, "vocab_size": 4096}).save_pretrained(tmp_path)
+    chunks = "2" if schedule == "interleaved" else "1"
+    both = ["--model", str(tmp_path), "--gpus", "4", "--pp-size", "2", "--ep-size", "2", "--imbalance", "1"]
+    both += ["--gradient-accumulation-steps", "8", "--pipeline-schedule", schedule, "--pipeline-chunks", chunks]
+    both += ["--gradient-checkpointing", "full", "--per-device-train-batch-size", "1", "--max-seq-length", "256"]
+    assert main(["plan", *both, "--dense-shard", "full", "--json"]) == 0
+    best, *others = json.loads(capsys.readouterr().out)
+    assert (best["is_estimate"], others) == (False, [])
+    layers = ["--pipeline-layers", ",".join(map(str, best["stage_layers"]))]
+    found = []
+    for rank in ("0", "2"):
+        assert main(["rehearse", *both, *layers, "--bf16", "--rank", rank, "--samples-per-row", "1", "--json"]) == 0
+        found += json.loads(capsys.readouterr().out)
+    fullest = max(found, key=lambda account: account["memory"]["peak"])
+    assert best["memory"]["total"] == round(fullest["needed_bytes"])
+    assert best["seconds"]["total"] == pytest.approx(found[0]["seconds"])
+    flags: dict[str, Any] = dict(ep_size=2, pp_size=2, pipeline_chunks=int(chunks), gradient_accumulation_steps=8)
+    flags |= dict(gradient_checkpointing="full", per_device_train_batch_size=1, max_seq_length=256, bf16=True)
+    config, model_config = (
+        flags_of(**flags, pipeline_schedule=schedule),
+        tiny_config(**EIGHT_LAYERS | {"hidden_size": 128, "vocab_size": 4096}),
+    )
+    asked = Asked(config, 4, cluster_of(), 0, GivenRouting(samples=1))
+    forecasts = Forecasts(model_config.to_dict(), lambda: model_config, is_kept=False)
+    (_, memory), chosen = _forecast_alone(forecasts, asked, True, True, config)
+    assert chosen is not None
+    assert list(chosen.layers) == best["stage_layers"]
+    assert round(memory.total) == best["memory"]["total"]
+
+
 def test_plan_and_dry_run_have_the_stages_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +210,7 @@ def test_plan_and_dry_run_have_the_stages_of_a_run(
     told = ",".join(map(str, best["stage_layers"]))
     asked = Asked(flags_of(pp_size=4, gradient_accumulation_steps=8, bf16=True), 4, cluster_of())
     schedule = replace(asked, config=replace(asked.config, pipeline_schedule=best["schedule"]))
-    assert with_open_settings(forecasts, schedule, PLENTY)[0].pipeline_layers == told
+    assert with_open_settings(forecasts, within(schedule, PLENTY))[0].pipeline_layers == told
     assert main(plan) == 0
     assert f"--pipeline-layers {told}" in capsys.readouterr().out
     seen = ByFormula(forecasts.said, lambda asked: "seen" if asked.config.pp_size > 1 else None)

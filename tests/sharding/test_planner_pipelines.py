@@ -11,7 +11,7 @@ from expertmesh.sharding.pipeline.schedule import make_schedule
 from expertmesh.sharding.pipeline.timeline import Timetable, bubble
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.cluster.commands import main
-from expertmesh.training.planning.memory import Memory
+from expertmesh.training.planning.memory import NEAR, Memory
 from expertmesh.training.planning.planner.account import LayerCosts
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.pipelines import PlannedPipeline, one_stage, pipelined
@@ -24,9 +24,10 @@ EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 64, "inte
 PLENTY = 1e15
 
 
-def asked_of(world_size: int, **flags: Any) -> Asked:
+def asked_of(world_size: int, limit: float = PLENTY, **flags: Any) -> Asked:
+    """limit: of what a rank is to hold."""
     settings = {"gradient_accumulation_steps": 8, "bf16": True, **flags}
-    return Asked(flags_of(**settings), world_size, cluster_of(PLENTY))
+    return Asked(flags_of(**settings), world_size, cluster_of(limit / NEAR))
 
 
 def step_of(
@@ -34,7 +35,7 @@ def step_of(
 ) -> PlannedPipeline:
     """By a formula. costs: of a layer, and of what is around them, in place of the formula's."""
     forecasts = ByFormula(tiny_config(**(EIGHT_LAYERS | (sizes or {}))).to_dict())
-    step = pipelined(forecasts, asked_of(world_size, **flags), limit)
+    step = pipelined(forecasts, asked_of(world_size, limit, **flags))
     return step if costs is None else replace(step, whole=replace(step.whole, layer_costs=costs))
 
 
@@ -80,7 +81,7 @@ def test_a_first_stage_that_would_not_fit_gets_fewer_layers() -> None:
         assert len(stages[0]) < 3 < len(stages[-1])
         most.append(max(held.total for held in by_memory.held(stages)))
     assert most[2] <= most[1] <= 0.9 * most[0]
-    on_cpu = replace(by_time, limit=0.0, asked=replace(by_time.asked, device="cpu"))
+    on_cpu = replace(by_memory, asked=replace(by_memory.asked, device="cpu"))
     assert on_cpu.cut() == by_time.cut(), "what is free there is another at every start"
 
 
@@ -188,7 +189,7 @@ def test_memory_is_nearly_that_of_a_dry_run_of_the_pipeline(flags: dict[str, Any
     sizes = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256}
     forecasts = tiny_forecasts(sizes, "cuda")
     asked = asked_of(2, pp_size=2, max_seq_length=256, **flags)
-    step = pipelined(forecasts, asked, PLENTY)
+    step = pipelined(forecasts, asked)
     stages = step.cut()
     config = replace(asked.config, pipeline_layers=",".join(str(len(stage)) for stage in stages))
     for rank, estimated in enumerate(step.held(stages)):

@@ -17,8 +17,10 @@ from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.clock import StepTime
 from expertmesh.training.planning.planner.facts import Held
 from expertmesh.training.planning.planner.forecasts import Forecasts
+from expertmesh.training.planning.planner.pipelines import one_stage
 from expertmesh.training.planning.planner.search import (
     AT_ONCE,
+    PIPELINES,
     ROUNDS,
     Estimate,
     Plan,
@@ -30,7 +32,8 @@ from expertmesh.training.planning.planner.search import (
 )
 from expertmesh.training.planning.planner.tried import MICRO_BATCHES, Tried
 from expertmesh.training.planning.tables import launch_line
-from tests.sharding.planned import H100, ByFormula, cluster_of, flags_of, mixtral_facts
+from tests.sharding import planned
+from tests.sharding.planned import H100, SLOWER, ByFormula, cluster_of, flags_of, mixtral_facts
 from tests.tiers import tiered
 from tests.tiny import tiny_config
 
@@ -185,9 +188,42 @@ def test_the_best_is_found_by_few_dry_runs(question: str) -> None:
     found, best = searched.run()[0], every_plan(searched)[0]
     assert found.fits == best.fits is True
     assert found.tokens_per_second >= 0.97 * best.tokens_per_second
-    assert len(searched.plans) <= 3 + ROUNDS * AT_ONCE
+    run = {json.dumps(vars(one_stage(searched.asked(plan.config)).config), default=str) for plan in searched.plans}
+    assert len(run) <= 2 * 3 + (ROUNDS + PIPELINES) * AT_ONCE
     assert len(searched.plans) < searched.number
     assert found == best_first(searched.plans)[0]
+
+
+def test_ranks_of_the_best_pipeline_are_dry_run() -> None:
+    """Its memory is that of the rank that holds the most. The time of other pipelines grows as its own does."""
+    searched = search(Tried((1,), pp_size=4, ep_size=8, checkpointing="none"), 64)
+    best, *others = searched.run()
+    assert not best.is_estimate
+    assert best.pipeline is not None
+    accounts = [searched.forecasts.account(asked) for asked in best.pipeline.rehearsed()]
+    assert best.account.memory == max((account.memory for account in accounts), key=lambda memory: memory.peak)
+    assert best.account.rank in [asked.rank for asked in best.pipeline.rehearsed()]
+    estimated = [other for other in others if other.is_estimate]
+    assert estimated
+    for plan in (best, *estimated):
+        (before,) = forecast(ByFormula(SAID), [searched.asked(replace(plan.config, pipeline_layers=None))])
+        assert isinstance(before, Plan)
+        update = before.account.time.update
+        assert plan.seconds - update == pytest.approx(SLOWER * (before.seconds - update), rel=0.01)
+        assert (plan.memory == before.memory) == plan.is_estimate
+
+
+def test_a_pipeline_that_is_slower_than_it_seemed_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of which a rank needs more than there is, or that fails."""
+    tried = replace(WHATEVER, tp_sizes=(1,), checkpointing="none", ep_size=8)
+    best = search(tried, 64, global_batch_size=512).run()[0]
+    assert best.config.pp_size > 1
+    for name in ("SLOWER", "FULLER"):
+        with monkeypatch.context() as patched:
+            patched.setattr(planned, name, 3.0)
+            assert search(tried, 64, global_batch_size=512).run()[0].config.pp_size == 1
+    fails = ByFormula(SAID, lambda asked: "fails" if asked.config.pp_size > 1 else None)
+    assert search(tried, 64, global_batch_size=512, forecasts=fails).run()[0].config.pp_size == 1
 
 
 def test_where_nothing_fits_the_smallest_is_found() -> None:

@@ -15,7 +15,7 @@ def event(phase: str, part: str, layer: int | None, micro: int | None = 0) -> Ev
 
 
 def figures_of(held: Any) -> Figures:
-    return Figures(2, 80, 64, 64, 0, held, {}, {}, StepTime.none(), 0.0, 0, 0)
+    return Figures(2, 80, 64, 64, 0, held, {}, {}, StepTime.none(), {}, 0.0, 0, 0)
 
 
 def test_by_hand() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from expertmesh.sharding.pipeline.schedule import Action
 from expertmesh.training.model_setup.rates import RateConstant, Rates
 from expertmesh.training.monitoring.attribution import FSDP, StepPlace
 from expertmesh.training.planning.planner.costs import Cluster
@@ -96,15 +97,32 @@ STEPS: dict[str, tuple[list[Event], dict[str, float], dict[str, float]]] = {
 @pytest.mark.parametrize("name", STEPS)
 def test_by_hand(name: str) -> None:
     events, constants, told = STEPS[name]
-    found = step_seconds(events, {None: 1, 0: 1}, cluster(**constants))
+    found, _ = step_seconds(events, {None: 1, 0: 1}, cluster(**constants))
     terms = asdict(found) | {"total": found.total}
     assert {term: terms[term] for term in told} == pytest.approx(told)
 
 
 def test_a_micro_batch_stands_for_several() -> None:
     events = [kernel(1), kernel(2, micro=1), kernel(4, **UPDATE)]
-    found = step_seconds(events, {None: 1, 0: 1, 1: 3}, cluster())
+    found, _ = step_seconds(events, {None: 1, 0: 1, 1: 3}, cluster())
     assert (found.elementwise, found.update, found.total) == (7, 4, 11)
+
+
+def test_seconds_of_a_pipelines_actions() -> None:
+    """Of the mean micro-batch, with all that an action has begun, and without what it waits for other stages."""
+    forward, backward = (Action(kind, 3, 0) for kind in ("forward", "backward"))
+    events = [
+        event(action=forward, collective="receive", sent=9.0, ranks=PAIR),
+        kernel(2, action=forward),
+        event(action=forward, collective="send", sent=9.0, ranks=PAIR),
+        kernel(4, action=backward),
+        event(FSDP, collective="reduce-scatter", sent=6.0, ranks=PAIR, action=backward),
+        kernel(3, action=Action("forward", 3, 1), micro=1),
+        kernel(5, **UPDATE),
+    ]
+    step, actions = step_seconds(events, {None: 1, 0: 1, 1: 3}, cluster())
+    assert actions == {"forward of stage 3": (2 + 3 * 3) / 4, "backward of stage 3": 10 / 4}
+    assert step.total == 2 + 10 + 3 * 3 + 5
 
 
 def test_kernels_of_a_layer_come_after_the_wait_for_its_parameters() -> None:

@@ -69,6 +69,8 @@ def test_stages_keep_layers_of_their_own() -> None:
     assert (base.layers, base.layers_of_stages) == ([0, 7, 8, 11], [1, 3])
     ((longer, times),) = base.longer([1])
     assert (longer.layers, longer.layers_of_stages, times) == ([0, 7, 8, 10, 11], [1, 4], 2)
+    assert [each.number([1]) for each in (complete, base, longer)] == [5, 3, 4]
+    assert complete.number() == 12
     assert complete.shortest().layers_of_stages == [3, 3]
 
 
@@ -179,7 +181,7 @@ def test_figures_of_a_hybrid_are_told_by_few_periods(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "rank"),
-    [("1f1b", "6,6", 0), ("1f1b", "5,7", 4), ("zero-bubble", "6,6", 0), ("interleaved", "8,8,8,8", 4)],
+    [("1f1b", "9,6", 0), ("1f1b", "5,9", 4), ("zero-bubble", "9,6", 0), ("interleaved", "4,12,4,12", 4)],
 )
 def test_figures_of_a_stage_are_told_by_short_stages(name: str, stages: str, rank: int) -> None:
     """Other stages, of which a rank holds nothing, are as short as can be."""
@@ -193,6 +195,7 @@ def test_figures_of_a_stage_are_told_by_short_stages(name: str, stages: str, ran
     assert told.total.moved == pytest.approx(run.total.moved, rel=1e-3)
     # of a pipeline's time its timetable tells
     assert told.time.total == pytest.approx(run.time.total, rel=5e-3)
+    assert told.actions == pytest.approx(run.actions, rel=2e-2)
 
 
 @pytest.mark.slow

@@ -166,7 +166,9 @@ def _check_layout(asked: PlanFlags, config: TrainConfig, facts: ModelFacts) -> N
 def _balanced(search: Search, best: Plan, progress: ProgressLine) -> Plan | None:
     """The plan with balanced routing."""
     evenly = forecast(search.forecasts, [search.asked(best.config, replace(search.routing, busiest=1.0))], progress)[0]
-    return None if isinstance(evenly, ExpertMeshError) else evenly
+    if isinstance(evenly, ExpertMeshError):
+        return None
+    return evenly if best.pipeline is None else evenly.if_longer(best.pipeline.longer)
 
 
 def _fixed_by_file(asked: PlanFlags) -> list[str]:

@@ -31,7 +31,7 @@ from .memory import NEAR, Memory
 from .planner.account import Account
 from .planner.asked import Asked
 from .planner.forecasts import Forecasts
-from .planner.pipelines import with_open_settings
+from .planner.pipelines import pipelined, with_open_settings
 from .tables import memory_terms
 from .this_machine import this_machine
 
@@ -213,8 +213,7 @@ def _forecast_alone(
     forget_process_groups()
     chosen = None
     if is_open:
-        limit = asked.cluster.memory
-        settled, why = with_open_settings(forecasts, asked, limit, can_queue)
+        settled, why = with_open_settings(forecasts, asked, can_queue)
         recorded = {name: getattr(asked.config, name) != getattr(config, name) for name in _OPEN}
         layers = tuple(settled.layers_of_stages or ())
         balance = "as asked" if config.pipeline_layers is not None else "balanced by forecast seconds"
@@ -224,19 +223,13 @@ def _forecast_alone(
         ]
         chosen = ChosenPipeline(settled.schedule_name, layers, *reasons)
         asked = replace(asked, config=settled)
-    accounts = [forecasts.account(replace(asked, rank=rank)) for rank in _fullest(forecasts, asked)]
+    of_pipeline = asked.config.pp_size > 1
+    ranks = pipelined(forecasts, asked).rehearsed() if of_pipeline else [asked]
+    accounts = map(forecasts.account, ranks)
     return _held(max(accounts, key=lambda account: account.memory.peak), asked), chosen
 
 
 _OPEN = ("pipeline_schedule", "pipeline_layers")
-
-
-def _fullest(forecasts: Forecasts, asked: Asked) -> list[int]:
-    """The ranks of which one holds the most."""
-    if asked.config.pp_size == 1:
-        return [0]
-    stages = asked.config.pp_size
-    return [rank * asked.topology.ranks_per_stage for rank in {0, stages - 1}]
 
 
 def _held(account: Account, asked: Asked) -> tuple[str, Memory]:
@@ -268,7 +261,7 @@ def _asked(
     settings = replace(config, **recorded, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)
     device: Any = ranks.device.type
     before = _before(ranks)
-    cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
+    cluster = this_machine(config, ranks, available_memory(ranks.device, before) - before)
     routing = GivenRouting(samples=1, trained=trained)
     return Asked(settings, topology.world_size, cluster, 0, routing, device)
 

@@ -138,7 +138,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     def total(plan: Plan) -> str:
         share = plan.memory.total / cluster.memory
         colour = "red" if not plan.fits else "yellow" if share > 0.9 else "green"
-        return f"[{colour}]{plan.memory.total / GIB:.1f}[/]"
+        return f"[{colour}]{'~' * plan.is_estimate}{plan.memory.total / GIB:.1f}[/]"
 
     words = ["yes" if plan.fits else "no" for plan in plans]
     fits = Column("fits", words, spare=1, is_text=True, meaning="whether the memory of a GPU is enough")
@@ -188,7 +188,11 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column("gathered", gib(m.gathered for m in memories), spare=5),
         Column("work-\ning", gib(m.working for m in memories), "working", spare=5),
         Column("slack", gib(m.slack for m in memories), spare=5),
-        Column("GiB\nper GPU", [total(plan) for plan in plans], meaning="memory at the peak"),
+        Column(
+            "GiB\nper GPU",
+            [total(plan) for plan in plans],
+            meaning="memory at the peak" + ("; ~: by estimate" if any(plan.is_estimate for plan in plans) else ""),
+        ),
         Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
         Column("between", [f"{plan.between / 1e9:.1f}" for plan in plans], "GB/step between", spare=2),
         Column("s per\nstep", [f"{plan.seconds:.2f}" for plan in plans], spare=2),

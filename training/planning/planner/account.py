@@ -109,7 +109,7 @@ class Figures:
         held: at each moment, bytes by kind, in the order of `KINDS`.
         sent: calls, bytes, and bytes that leave the node; by the group's purpose, its ranks and the kind of collective.
         parts: by name.
-        time: of the step.
+        time: of the step; actions: of a pipeline, seconds by name (see `action_name`), of a mean micro-batch.
         needed: FLOPs of the mean rank without recomputation.
         host_waits: how often the host waits for the device, in the micro-batches that were run. update_operators: that
             it calls outside of forwards and backwards.
@@ -124,6 +124,7 @@ class Figures:
     sent: Mapping[tuple[str, int, str], tuple[int, float, float]]
     parts: Mapping[str, PartCost]
     time: StepTime
+    actions: Mapping[str, float]
     needed: float
     host_waits: int
     update_operators: int
@@ -133,6 +134,11 @@ class Figures:
         when, kinds = max(self.held.items(), key=lambda item: sum(item[1]))
         memory = Memory(**dict(zip(KINDS, kinds, strict=True)))
         return PeakMemory(sum(kinds), str(when), memory, self.parameter_bytes, self.trained_bytes, self.state)
+
+
+def action_name(kind: str, stage: int) -> str:
+    """Of what a rank of a pipeline computes without a pause."""
+    return f"{kind} of stage {stage}"
 
 
 T = TypeVar("T")
@@ -183,7 +189,7 @@ class Account:
         at: the most bytes by phase, micro-batch and layer, of layers near an end of those that are alike. moments: the
             most by phase. sent: the most bytes first.
         parts: the one that takes longest first.
-        needed, host_waits, update_operators: see `Figures`.
+        actions, needed, host_waits, update_operators: see `Figures`.
         layer_costs: of each kind of layer, by its number; "before", "after" and "root" of what is around
             them (see `rehearsal.seconds`). None of a pipeline.
     """
@@ -202,6 +208,7 @@ class Account:
     sent: Sequence[SentBytes]
     parts: Mapping[str, PartCost]
     time: StepTime
+    actions: Mapping[str, float]
     needed: float
     host_waits: int
     update_operators: int

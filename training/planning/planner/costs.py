@@ -2,7 +2,7 @@
 
 Links: a ring's rank sends to the next one alone, and a node's k ranks of the group each begin a ring of their own (as
 nccl has it, a ring a network card), so of what each sends 1/k leaves the node. An all-to-all goes straight from rank to
-rank.
+rank. What a stage sends goes to one rank, as a ring's of two.
 """
 
 from collections import Counter
@@ -51,9 +51,12 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
     inside, between, rates = hardware.inside, hardware.between, hardware.rates
     here = ranks_a_node(ranks, gpus_per_node)
     nodes = -(-len(ranks) // here)
-    is_direct = kind in ("all-to-all", "send", "receive")
-    share_inside = rates.share("all-to-all inside" if is_direct else "ring inside", here)
-    share_between = rates.share("all-to-all between" if is_direct else "ring between", nodes)
+    if kind == "all-to-all":
+        share_inside, share_between = rates.share("all-to-all inside", here), rates.share("all-to-all between", nodes)
+    else:
+        is_pair = kind in ("send", "receive")
+        share_inside = rates.share("ring inside", 2 if is_pair else here)
+        share_between = rates.share("ring between", 2 if is_pair else nodes)
     transfer = max(
         sent * (1 - away) / (inside.bandwidth * share_inside), sent * away / (between.bandwidth * share_between)
     )

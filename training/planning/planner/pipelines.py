@@ -1,15 +1,19 @@
-"""A pipeline's step, by the step of one stage of all layers: which layers each stage has, how long its schedule takes,
-and what its ranks hold."""
+"""A pipeline's step: which layers each stage has, how long its schedule takes, and what its ranks hold. First by the
+step of one stage of all layers, which many pipelines have in common; then by dry runs of a few of its ranks."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from types import MappingProxyType
+from typing import get_args
 
+from ....moe.util.errors import ExpertMeshError
 from ....sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
-from ....sharding.pipeline.schedule import ScheduleName, make_schedule, schedule_without_queue
+from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule, schedule_without_queue
 from ....sharding.pipeline.timeline import Costs, Timetable
 from ...config.train_config import TrainConfig
-from ..memory import FRAGMENTATION, LASTING, Memory
-from .account import Account, LayerCosts
+from ..memory import FRAGMENTATION, LASTING, NEAR, Memory
+from .account import Account, LayerCosts, action_name
 from .asked import Asked
 from .costs import seconds_among
 from .facts import Cuts, Held, ModelFacts, lasting_on_rank
@@ -33,7 +37,8 @@ def one_stage(asked: Asked) -> Asked:
         global_batch_size=None,
         gradient_accumulation_steps=min(2, config.micro_batches(asked.world_size)),
     )
-    return replace(asked, config=stage, world_size=asked.world_size // config.pp_size, rank=0)
+    ranks = asked.world_size // config.pp_size
+    return replace(asked, config=stage, world_size=ranks, rank=asked.routing.loaded)
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,20 @@ class PlannedPipeline:
     Attributes:
         asked: of any of its ranks, with its schedule; layers may be left open.
         facts, cuts: of the model. whole: the step of `one_stage`.
-        limit: bytes that a rank may hold.
+        longer: by how much actions of a kind take longer in a dry run of a pipeline than the layers' sum: nothing was
+            gathered before a stage begins, and what it reduces last is waited for.
     """
 
     asked: Asked
     facts: ModelFacts
     cuts: Cuts
     whole: Account
-    limit: float
+    longer: Mapping[Kind, float] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank is to hold at the most."""
+        return NEAR * self.asked.cluster.memory
 
     @property
     def pp_size(self) -> int:
@@ -162,14 +173,14 @@ class PlannedPipeline:
         """Bytes that a stage keeps of so many micro-batches, and of so many that wait for their weight gradients."""
         return sum(self.costs_of(self.facts.layers[layer]).held(in_flight, waiting) for layer in layers)
 
-    def seconds(self, stages: tuple[range, ...]) -> float:
-        """From the first forward of a step to the last backward.
+    def seconds(self, stages: tuple[range, ...], run: Mapping[str, float] = MappingProxyType({})) -> float:
+        """From the first forward of a step to the last backward. run: seconds of actions that were dry-run, by name.
 
         Of many rounds of micro-batches the later ones are alike: so many are left out, and added as often as there are.
         """
         config = self.asked.config
         pp_size, accumulation = self.pp_size, config.micro_batches(self.asked.world_size)
-        costs = self._costs(stages)
+        costs = self._costs(stages, run)
         few = STEADY * pp_size + accumulation % pp_size
         name, chunks = config.schedule_name, config.pipeline_chunks
         if accumulation <= few + pp_size:
@@ -180,7 +191,7 @@ class PlannedPipeline:
         )
         return first + (accumulation - few) // pp_size * (second - first)
 
-    def _costs(self, stages: tuple[range, ...]) -> Costs:
+    def _costs(self, stages: tuple[range, ...], run: Mapping[str, float] = MappingProxyType({})) -> Costs:
         config, cluster = self.asked.config, self.asked.cluster
         ends = self.around
         of_stages = []
@@ -192,12 +203,60 @@ class PlannedPipeline:
         tokens = config.per_device_train_batch_size * config.sequences_per_row * config.max_seq_length
         output = tokens // config.ranks_per_sequence * self.facts.width * (2 if config.bf16 else 4)
         ranks = self.asked.topology.group("pp", 0)
+        seconds: dict[Kind, list[float]] = {
+            "forward": [costs.forward for costs in of_stages],
+            "backward": [costs.backward - later for costs, later in zip(of_stages, weights, strict=True)],
+            "weights": weights,
+        }
         return Costs(
-            [costs.forward for costs in of_stages],
-            [costs.backward - later for costs, later in zip(of_stages, weights, strict=True)],
-            weights,
-            seconds_among("send", output, ranks, cluster.hardware, cluster.gpus_per_node),
+            **{
+                kind: [
+                    run.get(action_name(kind, stage), self.longer.get(kind, 1.0) * each)
+                    for stage, each in enumerate(of_kind)
+                ]
+                for kind, of_kind in seconds.items()
+            },
+            send=seconds_among("send", output, ranks, cluster.hardware, cluster.gpus_per_node),
         )
+
+    def rehearsed(self) -> list[Asked]:
+        """The ranks that are dry-run, of which one holds the most: those of the ends, and that which does by
+        estimate."""
+        stages = self.cut()
+        held = [each.total for each in self.held(stages)]
+        config = replace(self.asked.config, pipeline_layers=",".join(str(len(each)) for each in stages))
+        indices = sorted({0, held.index(max(held)), self.pp_size - 1})
+        loaded, ranks = self.asked.routing.loaded, self.asked.topology.ranks_per_stage
+        return [replace(self.asked, config=config, rank=index * ranks + loaded) for index in indices]
+
+    def by_dry_runs(self, accounts: Sequence[Account]) -> tuple[Account, "PlannedPipeline"]:
+        """The account of the rank that holds the most, whose time is that of the pipeline; and the step with what its
+        actions take longer.
+
+        Args:
+            accounts: of `rehearsed`.
+        """
+        by_layers = replace(self, longer={})._costs(self.cut())
+        estimated = {
+            action_name(kind, stage): seconds
+            for kind in _KINDS
+            for stage, seconds in enumerate(getattr(by_layers, kind))
+        }
+        shown = accounts[0].actions
+        longer: dict[Kind, float] = {}
+        for kind in _KINDS:
+            names = [name for name in shown if name.startswith(kind) and estimated[name]]
+            if names:
+                longer[kind] = sum(shown[name] for name in names) / sum(estimated[name] for name in names)
+        step = replace(self, longer=longer)
+        run = {name: seconds for account in accounts for name, seconds in account.actions.items()}
+        seconds = step.seconds(step.cut(), run)
+        busiest = max(accounts, key=lambda account: sum(account.actions.values()))
+        waited = seconds - busiest.forwards * sum(busiest.actions.values())
+        update = max(account.time.update for account in accounts)
+        fullest = max(accounts, key=lambda account: account.memory.peak)
+        time = replace(busiest.time, update=update, bubble=max(0.0, waited))
+        return replace(fullest, time=time, needed=self.account().needed), step
 
     def account(self) -> Account:
         """The account of the rank that holds the most, by estimate; its time is that of the pipeline."""
@@ -225,6 +284,9 @@ class PlannedPipeline:
             time=replace(time, bubble=max(0.0, seconds - (time.total - time.update))),
             needed=whole.needed / self.pp_size * micro_batches / whole.forwards,
         )
+
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def _spent(costs: LayerCosts) -> float:
@@ -257,34 +319,50 @@ def _held_by_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches
     return [sorted(moments) for moments in found]
 
 
-def pipelined(forecasts: Forecasts, asked: Asked, limit: float) -> PlannedPipeline:
+def pipelined(
+    forecasts: Forecasts, asked: Asked, longer: Mapping[Kind, float] = MappingProxyType({})
+) -> PlannedPipeline:
     """
     Raises:
         ExpertMeshError: the model cannot be cut, or not compute this.
     """
+    config = asked.config
     return PlannedPipeline(
-        asked, forecasts.facts(asked.config), forecasts.cuts(asked.config), forecasts.account(one_stage(asked)), limit
+        asked, forecasts.facts(config), forecasts.cuts(config), forecasts.account(one_stage(asked)), longer
     )
 
 
-def with_open_settings(
-    forecasts: Forecasts, asked: Asked, limit: float, can_queue: bool = True
-) -> tuple[TrainConfig, str]:
+def dry_run(
+    forecasts: Forecasts, step: PlannedPipeline, tell: Callable[[int, int], object] = lambda done, of: None
+) -> tuple[Account, PlannedPipeline]:
+    """`PlannedPipeline.by_dry_runs`, with these.
+
+    Raises:
+        ExpertMeshError: a dry run has failed.
+    """
+    accounts = []
+    for account in forecasts.accounts(step.rehearsed(), tell):
+        if isinstance(account, ExpertMeshError):
+            raise account
+        accounts.append(account)
+    return step.by_dry_runs(accounts)
+
+
+def with_open_settings(forecasts: Forecasts, asked: Asked, can_queue: bool = True) -> tuple[TrainConfig, str]:
     """The run with what its settings leave open of a pipeline: its schedule, and the layers of each stage; and why it
     has this schedule, in a few words. Zero-bubble is taken only where weight gradients can wait, and that gains time.
 
     Args:
-        limit: bytes that the rank which holds the most may take.
         can_queue: whether the expert kernel can leave weight gradients for later.
 
     Raises:
         ExpertMeshError: the model cannot be cut, or not compute this.
     """
-    config = asked.config
+    config, limit = asked.config, NEAR * asked.cluster.memory
 
     def scheduled(name: ScheduleName) -> tuple[TrainConfig, Account]:
         other = replace(asked, config=replace(config, pipeline_schedule=name))
-        account = pipelined(forecasts, other, limit).account()
+        account = pipelined(forecasts, other).account()
         return replace(other.config, pipeline_layers=account.stages), account
 
     def needs(account: Account) -> float:

@@ -1,7 +1,7 @@
 """Every way to run a model on a number of GPUs: which of them are tried, by estimates that what was tried corrects, and
 what these take, best first."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
@@ -9,7 +9,13 @@ from typing import Any, get_args
 
 from ....moe.util.errors import ExpertMeshError
 from ....sharding.parallelize.choices import Checkpointing
-from ....sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from ....sharding.pipeline.schedule import (
+    Kind,
+    ScheduleName,
+    make_schedule,
+    peak_in_flight,
+    schedule_without_queue,
+)
 from ....sharding.topology import DenseShard, Topology, divisors
 from ...config.train_config import TrainConfig
 from ..imbalance import EVEN, GivenRouting
@@ -20,7 +26,7 @@ from .costs import Cluster, seconds_among
 from .facts import ModelFacts, lasting_on_rank
 from .forecasts import Forecasts
 from .hardware import Hardware
-from .pipelines import can_leave_weights, one_stage, pipelined
+from .pipelines import STEADY, PlannedPipeline, can_leave_weights, dry_run, one_stage, pipelined
 from .tried import Tried
 
 TP_SIZES = (2, 4, 8)
@@ -33,6 +39,8 @@ ROUNDS, AT_ONCE = 5, 4
 """So many times are the most promising layouts dry-run, so many at a time."""
 SURE = 1.05
 """An estimate of memory may be so far off, and a layout is tried all the same."""
+PIPELINES = 4
+"""So often ranks of a pipeline are dry-run that would be the best by estimate."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Plan:
 
     Attributes:
         config: of the run. account: of the rank that holds the most. facts: of the model.
+        pipeline: whose account it is, if it is one. is_estimate: whether none of the pipeline's ranks was dry-run.
     """
 
     config: TrainConfig
@@ -48,6 +57,8 @@ class Plan:
     cluster: Cluster
     account: Account
     facts: ModelFacts
+    pipeline: PlannedPipeline | None = None
+    is_estimate: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -102,6 +113,12 @@ class Plan:
         """The model's FLOPs over those of the card in the time of the step: MFU."""
         return self.account.needed / (self.seconds * hardware.device.matrix)
 
+    def if_longer(self, longer: Mapping[Kind, float]) -> "Plan":
+        """The same where a pipeline's actions take by so much longer (see `PlannedPipeline`)."""
+        assert self.pipeline is not None
+        pipeline = replace(self.pipeline, longer=longer)
+        return replace(self, account=pipeline.account(), pipeline=pipeline)
+
     def as_json(self) -> dict[str, Any]:
         c = self.config
         memory = self.memory
@@ -119,6 +136,7 @@ class Plan:
             "micro_batch": c.per_device_train_batch_size,
             "accumulation": self.account.forwards,
             "fits": self.fits,
+            "is_estimate": self.is_estimate,
             "memory": {**{name: round(n) for name, n in memory.terms().items()}, "total": round(memory.total)},
             "peak_at": self.account.memory.when,
             "bytes_a_step": {
@@ -268,7 +286,8 @@ class Search:
 
         First one layout of each way to recompute is dry-run; by what these take the others are estimated, and those
         tried that may be the fastest; each that was tried corrects the estimates of those like it. It ends when none
-        that is left is estimated to be faster.
+        that is left is estimated to be faster. Of pipelines one stage of all layers is run at first, and ranks of those
+        that would be the best.
 
         Raises:
             ExpertMeshError: the model can be trained in none of those that were tried; says why not in the first.
@@ -282,9 +301,34 @@ class Search:
                 break
             self._try(promising[:AT_ONCE], left)
         self._try(self._beside_the_best(left), left)
+        runs = 0
+        while runs < PIPELINES and (best := self._best_by_estimate()) is not None:
+            runs += self._dry_run(best)
+            self._try(self._promising(left)[:AT_ONCE], left)
         if not self.plans:
             raise next(iter(self.refused.values()))
         return best_first(self.plans)
+
+    def _best_by_estimate(self) -> Plan | None:
+        """The best plan, if it is of a pipeline by estimate."""
+        best = next(iter(best_first(self.plans)), None)
+        return best if best is not None and best.is_estimate else None
+
+    def _dry_run(self, plan: Plan) -> bool:
+        """Dry-run ranks of a pipeline; by as much as its step takes longer than was estimated those of others do.
+        Returns whether they ran."""
+        assert plan.pipeline is not None
+        self.plans.remove(plan)
+        try:
+            account, pipeline = dry_run(self.forecasts, plan.pipeline, self.tell)
+        except ExpertMeshError as error:
+            self.refused.setdefault(plan.config.tp_size, error)
+            return False
+        now, then = account.time, replace(plan.pipeline, longer={}).account().time
+        longer = dict.fromkeys(pipeline.longer, (now.total - now.update) / (then.total - then.update))
+        self.plans = [each.if_longer(longer) if each.is_estimate else each for each in self.plans]
+        self.plans.append(replace(plan, account=account, pipeline=pipeline, is_estimate=False))
+        return True
 
     def _first_of_each_way(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
         """Of each way to recompute, the layout that holds least of what lasts, with one stage if there is one, and the
@@ -342,6 +386,13 @@ class Search:
         return [each.config for each in sorted(smaller, key=lambda each: each.memory)]
 
     def _try(self, configs: Sequence[TrainConfig], left: list[TrainConfig]) -> None:
+        # of pipelines that differ in nothing else the same is run
+        of_schedule, pipelines = (
+            {"pipeline_chunks", "pipeline_schedule"},
+            [each for each in configs if each.pp_size > 1],
+        )
+        alike = [other for other in left if any(_apart(each, other) <= of_schedule for each in pipelines)]
+        configs = [*(each for each in configs if each.pp_size == 1), *alike]
         for config in configs:
             left.remove(config)
         asked = [self.asked(config) for config in configs]
@@ -382,15 +433,15 @@ def forecast(
 def _plan(forecasts: Forecasts, asked: Asked, account: Account | ExpertMeshError) -> Plan | ExpertMeshError:
     if isinstance(account, ExpertMeshError):
         return account
-    config, facts = asked.config, forecasts.facts(asked.config)
+    config, facts, pipeline = asked.config, forecasts.facts(asked.config), None
     if config.pp_size > 1:
         try:
-            step = pipelined(forecasts, asked, asked.cluster.memory)
-            account = step.account()
+            pipeline = pipelined(forecasts, asked)
+            account = pipeline.account()
         except ExpertMeshError as error:
             return error
         config = replace(config, pipeline_layers=account.stages)
-    return Plan(config, asked.world_size, asked.cluster, account, facts)
+    return Plan(config, asked.world_size, asked.cluster, account, facts, pipeline, is_estimate=pipeline is not None)
 
 
 def estimate_lasting(facts: ModelFacts, config: TrainConfig, world_size: int) -> float:
@@ -422,7 +473,7 @@ class Estimate:
             frozen=memory.frozen * now.lasting / then.lasting,
             gradients=memory.gradients * now.lasting / then.lasting,
             optimizer=memory.optimizer * now.lasting / then.lasting,
-            activations=memory.activations * tokens,
+            activations=memory.activations * tokens * now.in_flight / then.in_flight,
             gathered=memory.gathered * now.gathered / max(1.0, then.gathered),
             working=memory.working * tokens,
         )
@@ -478,9 +529,10 @@ _BY_TWO = {"ep_size", "per_device_train_batch_size"}
 class _Sizes:
     """What estimates take of a layout.
 
-    tokens: of a rank's micro-batch. computed: the same, times its share of the model. lasting: bytes. gathered: of two
-    layers. exchange, sharding: seconds of a micro-batch's all-to-alls and of FSDP's collectives, alone. bubble: by how
-    much a pipeline takes longer than its ranks compute.
+    tokens: of a rank's micro-batch. computed: the same, times its share of the model. lasting: bytes. in_flight: of
+    micro-batches of all layers, on the first rank. gathered: bytes of two layers; of experts that are not gathered, of
+    all that are in flight. exchange, sharding: seconds of a micro-batch's all-to-alls and of FSDP's collectives, alone.
+    bubble: by how much a pipeline takes longer than its ranks compute.
     """
 
     def __init__(self, search: Search, config: TrainConfig):
@@ -492,7 +544,12 @@ class _Sizes:
         self.lasting = estimate_lasting(facts, config, search.world_size)
         layers = len(facts.layers)
         dense, experts = facts.dense.computed / layers, facts.experts.computed / layers / config.ep_size
-        self.gathered = 2 * (dense + (experts if topology.dp_size > 1 else 0.0))
+        self.in_flight = 1.0
+        if config.pp_size > 1:
+            few = min(config.micro_batches(search.world_size), STEADY * config.pp_size)
+            held = peak_in_flight(make_schedule(config.schedule_name, config.pp_size, config.pipeline_chunks, few))
+            self.in_flight = max(held) / (config.pp_size * config.pipeline_chunks)
+        self.gathered = 2 * dense + experts * (2 if topology.dp_size > 1 else self.in_flight * layers)
         width = 2 if config.bf16 else 4
         times = {"none": 4, "selective": 4, "full": 6}[config.gradient_checkpointing]
         here, nodes = layers / config.pp_size, cluster.gpus_per_node

@@ -125,8 +125,8 @@ def account_of(
     longer = base.longer(asked.own_stages)
     # stages that a run cuts by itself are others in each model
     is_open = asked.config.pp_size > 1 and not complete.stages
-    number = sum(len(each.layers) for each in (base, *(each for each, _ in longer)))
-    if every_layer or is_open or number >= len(facts.layers):
+    shorter = sum(each.number(asked.own_stages) for each in (base, *(each for each, _ in longer)))
+    if every_layer or is_open or shorter >= complete.number(asked.own_stages):
         base, longer = complete, []
     update = None
     if longer and asked.config.optimizer_entry.takes_matrices:
@@ -204,6 +204,7 @@ def told(asked: Asked, facts: ModelFacts, shown: Shown, figures: Figures) -> Acc
         tuple(sorted(sent, key=lambda each: -each.total)),
         dict(parts),
         figures.time,
+        figures.actions,
         figures.needed,
         figures.host_waits,
         figures.update_operators,

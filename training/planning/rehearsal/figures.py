@@ -47,7 +47,7 @@ def figures_of(
         rehearsed.held if names is None else _renamed(rehearsed.held, names),
         sent_by(rehearsed, times, cluster.gpus_per_node),
         parts_of(events, times, cluster),
-        step_seconds(events, times, cluster),
+        *step_seconds(events, times, cluster),
         needed_flops(rehearsed, times),
         rehearsed.recorder.waits,
         sum(event.calls for event in events if event.micro is None),

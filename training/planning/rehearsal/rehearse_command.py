@@ -20,13 +20,13 @@ from ....moe.util.terminal import folded
 from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
 from ..imbalance import GivenRouting, imbalance_of, read_imbalance
-from ..memory import NEAR
 from ..planner.account import Account
 from ..planner.asked import Asked
 from ..planner.costs import Cluster
 from ..planner.forecasts import Forecasts
 from ..planner.hardware import chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import find_config
+from ..planner.pipelines import dry_run as dry_run_pipeline
 from ..planner.pipelines import pipelined, with_open_settings
 from ..planner.search import Plan
 from ..tables import print_account
@@ -49,20 +49,23 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     imbalance_of(routing.busiest, facts.num_experts)
     asked = Asked(config, arguments.gpus, cluster, 0, routing)
     if config.pp_size > 1:
-        config = with_open_settings(forecasts, asked, NEAR * cluster.memory)[0]
+        config = with_open_settings(forecasts, asked)[0]
         asked = replace(asked, config=config)
     ranks = [replace(asked, rank=rank) for rank in _ranks(arguments, config, routing)]
+    pipeline = step = None
+    if config.pp_size > 1:
+        pipeline, step = dry_run_pipeline(forecasts, pipelined(forecasts, asked))
     if len(ranks) == 1 and not arguments.every_layer:
         accounts, compared = [forecasts.account(ranks[0])], 0
     else:
         accounts, compared = _in_order(forecasts, ranks, file.load(), arguments.every_layer)
-    plans = [Plan(config, arguments.gpus, cluster, _timed(forecasts, asked, account), facts) for account in accounts]
+    plans = [Plan(config, arguments.gpus, cluster, _timed(account, pipeline), facts) for account in accounts]
     largest = max(plans, key=lambda plan: plan.fit.total)
     even = None
     if arguments.imbalance is None:
         evenly = replace(ranks[0], routing=replace(routing, busiest=1.0))
-        account = forecasts.account(evenly)
-        even = replace(largest, account=_timed(forecasts, evenly, account))
+        account = forecasts.account(evenly) if step is None else pipelined(forecasts, evenly, step.longer).account()
+        even = replace(largest, account=account)
     if arguments.json:
         for line in not_modelled(config):
             print(folded(f"note: {line}"), file=sys.stderr)
@@ -85,13 +88,10 @@ def _as_json(plan: Plan, even: Plan) -> dict[str, Any]:
     }
 
 
-def _timed(forecasts: Forecasts, asked: Asked, account: Account) -> Account:
+def _timed(account: Account, pipeline: Account | None) -> Account:
     """The account of a rank; with a pipeline, whoever tells of the step, it takes as long, and the mean rank needs as
     much."""
-    if asked.config.pp_size == 1:
-        return account
-    step = pipelined(forecasts, asked, asked.cluster.memory).account()
-    return replace(account, time=step.time, needed=step.needed)
+    return account if pipeline is None else replace(account, time=pipeline.time, needed=pipeline.needed)
 
 
 def _in_order(

@@ -5,7 +5,8 @@ their rows are needed; and FSDP's gathering and reducing, each slower than alone
 kernels wait until its parameters are gathered, and until the host has called them; where the host has to know how many
 rows come to a layer's experts, it waits for the kernels.
 
-Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link.
+Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link. What a rank waits for
+other stages is not on its clock (see `planner.pipelines`).
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ...monitoring.attribution import FSDP
-from ..planner.account import LayerCosts
+from ..planner.account import LayerCosts, action_name
 from ..planner.clock import Clock, StepTime, Transfer
 from ..planner.costs import Cluster, kernel_seconds, seconds_among
 from ..planner.hardware import Hardware
@@ -40,6 +41,9 @@ class EventClock:
         elif event.is_read:
             clock.launch()
             clock.read()
+        elif event.collective in ("send", "receive"):
+            # in a pipeline's timetable
+            return
         elif event.collective is not None:
             self._exchange(event)
         elif event.from_host:
@@ -84,17 +88,22 @@ def event_seconds(event: Event, hardware: Hardware) -> float:
     return kernel_seconds(event.flops, event.moved, event.work, hardware)
 
 
-def step_seconds(events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster) -> StepTime:
-    """Seconds of a step by what spends them.
+def step_seconds(
+    events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster
+) -> tuple[StepTime, dict[str, float]]:
+    """Seconds of a step by what spends them; and of each action of a pipeline, by its name, the mean of all
+    micro-batches.
 
     Args:
         events: of one rank, in order. times: for how many micro-batches of the step each stands that was run (see
             `times_of`).
     """
     clock, spent, step = EventClock(cluster), StepTime.none(), StepTime.none()
-    for micro, of_micro in groupby(events, key=lambda event: event.micro):
+    actions: defaultdict[str, float] = defaultdict(float)
+    micro_batches = sum(often for micro, often in times.items() if micro is not None)
+    for (micro, action), together in groupby(events, key=lambda event: (event.micro, event.action)):
         is_update = False
-        for event in of_micro:
+        for event in together:
             is_update = is_update or event.phase == "optimizer step"
             clock.go(event)
         clock.clock.end()
@@ -104,7 +113,9 @@ def step_seconds(events: Sequence[Event], times: Mapping[int | None, int], clust
             # the host's calls where they take longer
             more = replace(more, update=more.update + more.launching, launching=0.0)
         step += more * times[micro]
-    return step
+        if action is not None:
+            actions[action_name(action.kind, action.stage)] += more.total * times[micro] / micro_batches
+    return step, dict(actions)
 
 
 def layer_costs(

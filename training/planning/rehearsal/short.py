@@ -107,6 +107,10 @@ class Short:
             return set(range(len(self.runs)))
         return {n for stage in own for n in range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))}
 
+    def number(self, own: Sequence[int] | None = None) -> int:
+        """Of layers; of a pipeline, of a rank's `own` stages."""
+        return sum(self.runs[n].size * self.repeats[n] for n in self._of_stages(own))
+
     @property
     def is_complete(self) -> bool:
         return all(run.repeats == kept for run, kept in zip(self.runs, self.repeats, strict=True))
