@@ -162,13 +162,18 @@ def rope_positions(model: Any, tokens_1L: Tensor, grid_I3: Tensor) -> Tensor | N
     if len(grid_I3) == 0:
         return torch.arange(tokens_1L.shape[1]).expand(3, -1)
     kinds_1L = (tokens_1L == facts.token).int()
+    lengths = torch.diff(torch.nn.functional.pad(kinds_1L[0], (1, 1)).diff().nonzero().flatten())[::2].tolist()
     try:
-        found_31L, _ = inner.get_rope_index(tokens_1L, kinds_1L, image_grid_thw=grid_I3)
+        # each image by itself: two that take as many tokens together may stand in the other order
+        for length, grid_3 in zip(lengths, grid_I3, strict=True):
+            inner.get_rope_index(
+                tokens_1L.new_full((1, length), facts.token), kinds_1L.new_ones(1, length), grid_3[None]
+            )
+        found_31L, _ = inner.get_rope_index(tokens_1L, kinds_1L, grid_I3)
     except RuntimeError as error:  # the shape of its result is that of the images, not of the tokens
         raise ExpertMeshError(
-            f"a sample of a batch has {int(kinds_1L.sum())} image tokens, which are not as many as its images of "
-            f"{GRID} {grid_I3.tolist()} take: it was cut within an image, or its images are others; give complete "
-            "samples"
+            f"a sample of a batch has images of {lengths} tokens, which are not as many as those of {GRID} "
+            f"{grid_I3.tolist()} take: it was cut within an image, or its images are others; give complete samples"
         ) from error
     positions_3L: Tensor = found_31L[:, 0]
     return positions_3L

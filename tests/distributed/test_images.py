@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import expertmesh
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
-from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, samples_of
+from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, samples_of, stepped
 from tests.parity.kept import in_our_layout
-from tests.rounding import OTHER_ORDER, gradient_errors, near
+from tests.rounding import AFTER_ADAMW, OTHER_ORDER, error_beyond, gradient_errors, near
 from tests.tiers import tiered
 
 BOTH = ["tower", "projector"]
+ON_CPU: dict[str, Any] = {"router_aux_loss_coef": 0.0, "use_cpu": True, "cpu_matmul": "onednn"}
 STEPS = dict(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=0.0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -35,7 +37,7 @@ NOT_DIVIDED = ("minimax_m3_vl",)
 """Families whose attention tensor parallelism does not divide."""
 
 
-def rows_of(engine: Any, samples: Sequence[ImageSample], without: str) -> list[list[list[ImageSample]]]:
+def rows_of(engine: Any, samples: Sequence[ImageSample]) -> list[list[list[ImageSample]]]:
     """This rank's micro-batches: the first ranks have the samples with images, others have some without any."""
     mine = list(samples[engine.data_rank :: engine.data_size])
     if engine.config.packing:
@@ -43,20 +45,13 @@ def rows_of(engine: Any, samples: Sequence[ImageSample], without: str) -> list[l
     return [[[sample] for sample in mine[:1]], [[sample] for sample in mine[1:]]]
 
 
-def ours(path: Path, settings: dict[str, Any], samples: Sequence[ImageSample], steps: int = 0) -> Any:
-    """(loss, gradients, weights after some steps, its first lines)"""
-    settings = {"router_aux_loss_coef": 0.0, "train_vision": BOTH, **STEPS, **settings}
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", images=True, **settings)
-    batches = [collated(engine.model, rows) for rows in rows_of(engine, samples, "")]
+def ours(path: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
+    engine = expertmesh.load(str(path), **{**ON_CPU, "images": True, "train_vision": BOTH, **settings})
+    batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
     before = engine.evaluate(batches)
     result = engine.forward_backward(batches)
     assert before.loss == near(result.loss)
-    grads = in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
-    engine.optimizer.zero_grad()
-    for _ in range(steps):
-        engine.step(batches)
-    weights = in_full(dict(engine.model.named_parameters())) if steps else {}
-    return result, grads, weights, engine.trained
+    return result, in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
 
 
 @pytest.fixture(scope="module")
@@ -98,5 +93,122 @@ def test_with_any_layout(family: str, layout: str, ranks: RankPool, models: Any)
     wanted = answer(model, samples)
     world_size, settings = LAYOUTS[layout]
     found = ranks.run(ours, world_size, path, settings, samples)
-    assert all(result.loss == near(wanted.loss) for result, *_ in found)
+    assert all(result.loss == near(wanted.loss) for result, _ in found)
     assert_gradients(found[0][1], model, wanted.grads)
+
+
+def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
+    """(weights after three steps, whether they are the same where the third one resumes, first lines)"""
+    settings = {
+        "router_aux_loss_coef": 0.0,
+        "use_cpu": True,
+        "cpu_matmul": "onednn",
+        "images": True,
+        **STEPS,
+        **settings,
+    }
+    engine = expertmesh.load(str(path), **settings)
+    batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
+    for _ in range(2):
+        engine.step(batches)
+    saved = engine.save(out / "checkpoints")
+    engine.step(batches)
+    again = expertmesh.load(str(path), resume=str(saved), **settings)
+    again.step(batches)
+    ours, theirs = (in_full(dict(each.model.named_parameters())) for each in (engine, again))
+    engine.export(out / "hf")
+    return ours, all(torch.equal(theirs[name], weight) for name, weight in ours.items()), engine.trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [[], ["projector"], BOTH], ids=["frozen", "projector", "both"])
+@pytest.mark.parametrize("layout", ["1", "4 ep 2", "4 ep 2 pp 2"])
+def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPool, models: Any, tmp_path: Path) -> None:
+    """Weights after three steps are transformers' own; a resume changes no bit; transformers reads the export back."""
+    path, _ = models("qwen3_vl_moe")
+    model = image_model("qwen3_vl_moe")
+    samples = samples_of(model)
+    world_size, settings = LAYOUTS[layout]
+    found = ranks.run(trained_on, world_size, path, tmp_path, {**settings, "train_vision": trained}, samples)
+    weights, is_resumed_exactly, lines = found[0]
+    assert is_resumed_exactly
+    assert any(line.startswith("images: tower") for line in lines)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def is_trained(name: str) -> bool:
+        return not is_vision(name) or ("projector" if "merger" in name else "tower") in trained
+
+    theirs = stepped(model, samples, 3, STEPS["learning_rate"], is_trained)
+    wanted = in_our_layout(model.config, theirs, images=True)
+    for name, weight in wanted.items():
+        assert error_beyond(0.0, weights[name], weight) <= AFTER_ADAMW, name
+    back: Any = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    for name, weight in back.named_parameters():
+        assert error_beyond(0.0, weight, theirs[name]) <= AFTER_ADAMW, name
+        if not is_trained(name):
+            assert torch.equal(weight, before[name]), name
+
+
+def adapted(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
+    settings = {
+        "router_aux_loss_coef": 0.0,
+        "use_cpu": True,
+        "cpu_matmul": "onednn",
+        "images": True,
+        **STEPS,
+        **settings,
+    }
+    engine = expertmesh.load(str(path), **settings)
+    batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
+    losses = [engine.step(batches).loss for _ in range(3)]
+    after = engine.evaluate(batches).loss
+    engine.export(out / "adapter")
+    engine.merge(out / "adapter", out / "merged")
+    trained = {name for name, p in engine.model.named_parameters() if p.requires_grad}
+    return losses, after, trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["float32", "nf4", "fp8"])
+def test_adapters(base: str, ranks: RankPool, models: Any, tmp_path: Path) -> None:
+    """Of the language model alone; merged, transformers' class has the same loss on images."""
+    path, model = models("qwen3_vl_moe")
+    samples = samples_of(model)
+    settings = dict(ep_size=2, adapter="lora", lora_rank=4, base_dtype=base, learning_rate=1e-2)
+    losses, after, trained = ranks.run(adapted, 2, path, tmp_path, settings, samples)[0]
+    assert losses[0] > losses[2] > after
+    assert trained
+    assert not any(is_vision(name) for name in trained)
+    if base == "float32":
+        assert losses[0] == near(answer(model, samples).loss)
+        merged: Any = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert answer(merged, samples).loss == near(after)
+
+
+def without_images(path: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
+    found = []
+    for images in (True, False):
+        settings = {**ON_CPU, **STEPS, **settings}
+        engine = expertmesh.load(str(path), images=images, **settings, **({"train_vision": BOTH} if images else {}))
+        batches: list[Any] = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
+        for batch in batches:
+            batch.pop("mm_token_type_ids")
+        result = engine.step(batches)
+        found.append((result.loss, result.grad_norm, in_full(dict(engine.model.named_parameters()))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2 ep 2", "4 ep 2 pp 2"])
+def test_no_image_on_any_rank(layout: str, ranks: RankPool, models: Any) -> None:
+    """A step on text is that of a model that was loaded for text, to the bit; the tower stays as it was."""
+    path, model = models("qwen3_vl_moe")
+    world_size, settings = LAYOUTS[layout]
+    samples = [each for each in samples_of(model) if not each.pictures] * 2
+    seeing, blind = ranks.run(without_images, world_size, path, settings, samples)[0]
+    assert seeing[:2] == blind[:2]
+    assert all(torch.equal(seeing[2][name], weight) for name, weight in blind[2].items())
+    before = dict(model.named_parameters())
+    tower = seeing[2].keys() - blind[2].keys()
+    assert tower
+    assert all(torch.equal(seeing[2][name], before[name]) for name in tower)

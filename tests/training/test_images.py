@@ -1,0 +1,129 @@
+"""Batches with images: what is taken out of them, and what is refused, each by a line that names it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from expertmesh.moe.hf_model.build import build_model
+from expertmesh.moe.hf_model.images import images_of, parameters_by_part
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.context_parallel import CPGroup
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import IGNORED, batch_of
+from expertmesh.training.data.images import ImageReader
+from expertmesh.training.model_setup.freezing import freeze_images
+from tests.families.configs import tiny_config
+from tests.images import collated, image_config, sample
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_model(image_config("qwen3_vl_moe"), images=True)
+
+
+@pytest.fixture
+def given(model: Any) -> dict[str, Any]:
+    """Two sequences, of which the first has two images, and the second none."""
+    rows = [[sample(model, 3, (2, 2), 2, (1, 3), 4, seed=0)], [sample(model, 6, seed=1)]]
+    batch = collated(model, rows)
+    assert batch is not None
+    return batch
+
+
+def test_image_tokens_are_no_targets_and_a_rank_gets_its_rows(model: Any, given: dict[str, Any]) -> None:
+    reader, token = ImageReader(model), model.config.image_token_id
+    whole = batch_of(given, packing=False, images=reader)
+    assert whole.images is not None
+    assert whole.images.rows_N is None
+    assert (given["labels"] == token).any()
+    assert not (whole.targets_BS == token).any()
+    assert (whole.targets_BS != IGNORED).sum() == 3 + 2 + 4 + 6 - 2  # but for the first of each sample
+    assert whole.images.positions_3BL is not None
+    parts = [batch_of(given, packing=False, images=reader, cp_group=CPGroup(2, index, None)) for index in range(2)]
+    found = [part.images for part in parts if part.images is not None and part.images.rows_N is not None]
+    assert torch.cat([part.rows_N for part in found if part.rows_N is not None]).tolist() == list(range(7))
+    both = torch.cat([part.positions_3BL for part in found if part.positions_3BL is not None], dim=-1)
+    assert torch.equal(both[..., : whole.images.positions_3BL.shape[-1]], whole.images.positions_3BL)
+
+
+def cut(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, **{name: batch[name][:, :6] for name in ("input_ids", "labels", "attention_mask")}}
+
+
+def without(name: str) -> Any:
+    return lambda batch: {other: value for other, value in batch.items() if other != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut, r"2 images, and image tokens of 1"),
+        (without("pixel_values"), r"image_grid_thw and no pixel_values"),
+        (without("image_grid_thw"), r"pixel_values and no image_grid_thw"),
+        (lambda batch: without("image_grid_thw")(without("pixel_values")(batch)), r"0 images, and image tokens of 2"),
+        (
+            lambda batch: {**batch, "image_grid_thw": batch["image_grid_thw"].flip(0)},
+            r"images of \[4, 3\] tokens, which are not as many",
+        ),
+        (lambda batch: {**batch, "pixel_values": batch["pixel_values"][1:]}, r"27 patches in pixel_values, and 28"),
+        (lambda batch: {**batch, "pixel_values": [["a"]]}, r"pixel_values of a batch is not a tensor"),
+        (
+            lambda batch: {**batch, "pixel_values_videos": torch.zeros(1)},
+            r"pixel_values_videos, which would be ignored",
+        ),
+        (lambda batch: {**batch, "input_ids": batch["input_ids"].clone().fill_(301)}, r"301, the video_token_id"),
+    ],
+)
+def test_what_is_refused(change: Any, said: str, model: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        batch_of(change(given), packing=False, images=ImageReader(model))
+
+
+def test_pixels_for_a_model_of_text_alone(given: dict[str, Any]) -> None:
+    with pytest.raises(ExpertMeshError, match=r"pixel_values.* would be ignored.* images=True"):
+        batch_of(given, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("mixtral", r"MixtralForCausalLM has no get_image_features"),
+        ("aria", r"takes pixel_values, pixel_mask, vision_feature_layer for images"),
+        ("ernie4_5_vl_moe", r"has experts that no text passes \(.*vision_moe.experts\)"),
+        ("dots3_note", r"has experts that no text passes \(model.vision_tower"),
+        ("gemma4", r"has no vision tower"),
+    ],
+)
+def test_families_that_are_refused(family: str, said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=f"--images: .*{said}.*leave --images out"):
+        build_model(tiny_config(family), images=True)
+
+
+def test_what_is_trained(model: Any) -> None:
+    parts = parameters_by_part(model)
+    assert parts["tower"]
+    assert parts["projector"]
+    facts = images_of(model)
+    assert facts is not None
+    assert len(parts["tower"]) + len(parts["projector"]) == len(list(model.get_submodule(facts.paths[0]).parameters()))
+    assert "frozen, projector" in (line := freeze_images(model, ["projector"]))
+    assert line.endswith("trained")
+    assert not any(p.requires_grad for p in parts["tower"])
+    assert all(p.requires_grad for p in parts["projector"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dataset": ["d"]}, r"--images: only batches that you make in Python"),
+        ({"train_vision": ["eyes"]}, r"--train-vision eyes: give tower or projector"),
+        ({"images": False, "train_vision": ["tower"]}, r"--train-vision: there is no vision tower without --images"),
+        ({"train_vision": ["tower"], "adapter": "lora"}, r"--adapter lora freezes everything but the adapters"),
+        ({"train_mtp": 0.1}, r"--images: does not work with --train-mtp"),
+        ({"rope_scaling": "yarn:2"}, r"--images: does not work with --rope-scaling"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        TrainConfig(**{"model": "m", "images": True, **settings})
