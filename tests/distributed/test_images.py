@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 full": (2, dict(ep_size=2, gradient_checkpointing="full")),
     "2 selective": (2, dict(ep_size=2, gradient_checkpointing="selective")),
 }
+AMPLIFIED = {"qwen4_exp": 2e-4}
+"""What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0."""
 NOT_DIVIDED = ("minimax_m3_vl",)
 """Families whose attention tensor parallelism does not divide."""
 
@@ -73,7 +75,8 @@ def assert_gradients(found: dict[str, Tensor], model: Any, theirs: dict[str, Ten
     unreached = {name: found[name] for name in found.keys() - wanted.keys()}
     assert all(not grad.any() for grad in unreached.values()), unreached.keys()
     errors = gradient_errors({name: found[name] for name in wanted}, wanted)
-    assert max(errors.values()) <= OTHER_ORDER, sorted(errors.items(), key=lambda each: -each[1])[:5]
+    allowed = AMPLIFIED.get(model.config.model_type, OTHER_ORDER)
+    assert max(errors.values()) <= allowed, sorted(errors.items(), key=lambda each: -each[1])[:5]
     assert any(is_vision(name) for name in wanted)
 
 
@@ -212,3 +215,41 @@ def test_no_image_on_any_rank(layout: str, ranks: RankPool, models: Any) -> None
     tower = seeing[2].keys() - blind[2].keys()
     assert tower
     assert all(torch.equal(seeing[2][name], before[name]) for name in tower)
+
+
+def in_trainer(path: Path, out: Path, samples: Sequence[ImageSample]) -> list[float]:
+    """The loss of an evaluation, of one with logits, and of the first step."""
+    from transformers import TrainingArguments
+
+    engine = expertmesh.load(str(path), **{**ON_CPU, "images": True, "ep_size": 2})
+    given = dict(max_steps=1, logging_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=2)
+    args = TrainingArguments(
+        str(out),
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **given,
+    )
+
+    def collator(some: Any) -> Any:
+        return collated(engine.model, [[each] for each in some])
+
+    data: Any = list(samples)
+    losses = []
+    for metrics in (None, lambda prediction: {}):
+        trainer = expertmesh.Trainer(engine, args, collator, data, data, compute_metrics=metrics)
+        trainer.args.prediction_loss_only = metrics is None
+        losses.append(trainer.evaluate()["eval_loss"])
+    trainer.train()
+    return [*losses, trainer.state.log_history[-2]["loss"]]
+
+
+@pytest.mark.slow
+def test_trainer(ranks: RankPool, models: Any, tmp_path: Path) -> None:
+    path, model = models("qwen3_vl_moe")
+    samples = [samples_of(model)[0]] * 8  # whose logits have one length
+    wanted = answer(model, samples).loss
+    for losses in ranks.run(in_trainer, 2, path, tmp_path, samples):
+        assert losses == [near(wanted)] * 3

@@ -624,6 +624,8 @@ class TrainerMixin(_Base):
         with raise_together():
             batch = self.engine.batch(inputs if has_targets else {**inputs, "labels": inputs.get("input_ids")})
         asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+        if self.engine.images is not None:
+            asked |= self.engine.images.arguments(inputs)
         with torch.no_grad():
             logits = model(**asked, use_cache=False).logits
         loss = None

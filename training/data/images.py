@@ -85,6 +85,15 @@ class ImageReader:
                 )
         return found
 
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What transformers' own forward of a complete batch takes for its images; empty where it has none."""
+        found = self.read(inputs)
+        if not found:
+            return {}
+        tokens_BS = inputs["input_ids"]
+        kinds = {KINDS: (tokens_BS == self.facts.token).long()} if self.facts.takes_kinds else {}
+        return {**{name: value.to(tokens_BS.device) for name, value in found.items()}, **kinds}
+
     def placed(
         self,
         found: Mapping[str, Tensor],

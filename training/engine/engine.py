@@ -574,6 +574,11 @@ class Engine:
             if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
                 raise ExpertMeshError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer, 1 or more")
             tokens = [prompt_tokens(self.tokenizer, "{prompt}", prompt) for prompt in prompts]
+            if self.images is not None and any(self.images.facts.token in each for each in tokens):
+                raise ExpertMeshError(
+                    "a prompt has an image's token, and generate takes texts alone; export the model, and generate "
+                    "with transformers"
+                )
         told: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(told, (tokens, max_new_tokens))
         if len({repr(each) for each in told}) > 1:
