@@ -222,7 +222,9 @@ def in_trainer(path: Path, out: Path, samples: Sequence[ImageSample]) -> list[fl
     from transformers import TrainingArguments
 
     engine = expertmesh.load(str(path), **{**ON_CPU, "images": True, "ep_size": 2})
-    given = dict(max_steps=1, logging_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=2)
+    given: dict[str, Any] = dict(
+        max_steps=1, logging_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=2
+    )
     args = TrainingArguments(
         str(out),
         report_to=[],
@@ -238,7 +240,8 @@ def in_trainer(path: Path, out: Path, samples: Sequence[ImageSample]) -> list[fl
 
     data: Any = list(samples)
     losses = []
-    for metrics in (None, lambda prediction: {}):
+    computed: list[Any] = [None, lambda prediction: {}]
+    for metrics in computed:
         trainer = expertmesh.Trainer(engine, args, collator, data, data, compute_metrics=metrics)
         trainer.args.prediction_loss_only = metrics is None
         losses.append(trainer.evaluate()["eval_loss"])
