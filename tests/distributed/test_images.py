@@ -192,7 +192,8 @@ def without_images(path: Path, settings: dict[str, Any], samples: Sequence[Image
     found = []
     for images in (True, False):
         settings = {**ON_CPU, **STEPS, **settings}
-        engine = expertmesh.load(str(path), images=images, **settings, **({"train_vision": BOTH} if images else {}))
+        of_images: dict[str, Any] = {"images": True, "train_vision": BOTH} if images else {}
+        engine = expertmesh.load(str(path), **settings, **of_images)
         batches: list[Any] = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
         for batch in batches:
             batch.pop("mm_token_type_ids")
