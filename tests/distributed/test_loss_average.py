@@ -100,6 +100,13 @@ def test_steps_of_one_data_set(ranks: RankPool, tiny_model: Path, tmp_path: Path
     assert "loss/short" in (tmp_path / "all" / "report.html").read_text()
 
 
+def test_of_a_stream(ranks: RankPool, tiny_model: Path, tmp_path: Path, data: list[Path]) -> None:
+    flags = f"{COMMON.replace('--loss-by-dataset', '').replace('--eval-steps 1', '')} --streaming --loss-average sample"
+    given = f"--dataset {' '.join(map(str, data))} --chat-template mistral"
+    (line,) = Runs(ranks, tiny_model, data[0], tmp_path)(1, f"{flags} {given}").lines("loss")
+    assert line["loss"] == near(expected(tiny_model, data, "sample")[0]["loss"])
+
+
 def test_weights_count_as_they_do_without_it() -> None:
     rows = [[Sample([1, 2, 3], [False, True, True], [1.0, 0.5, 2.0])], [Sample([4, 5], [False, True], [1.0, 3.0])]]
     batch = collate(rows, loss_inputs=LossInputs({DATASET: torch.tensor([1, 0])}), is_weighted=True)

@@ -159,7 +159,7 @@ def _batch(topology: Topology, config: TrainConfig, order: DataOrder) -> str:
 
 def _entry(config: TrainConfig) -> str:
     """What a batch is counted in."""
-    return "pair" if config.task == "dpo" and not config.packing else "sequence"
+    return "pair" if config.sequences_per_row > 1 and not config.packing else "sequence"
 
 
 def _plural(number: int, noun: str, ending: str = "s") -> str:

@@ -369,7 +369,9 @@ def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
         run.task.check_weighted(run.config)
     mine = share_out(entries, order.num_readers, order.per_device, run.engine.data_rank)
     sequences = [[sequence for rows, number in part for sequence in rows.sequences(number)] for part in mine]
-    return [collate(part, cp_group, run.padding, is_weighted=is_weighted) for part in sequences]
+    assert run.inputs.training is not None
+    inputs = run.task_inputs.training.within(run.inputs.training, [])([])  # of a stream no loss needs more than tokens
+    return [collate(part, cp_group, run.padding, inputs, is_weighted) for part in sequences]
 
 
 @contextmanager
