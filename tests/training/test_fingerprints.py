@@ -274,3 +274,11 @@ def test_a_damaged_record_of_a_finished_run_is_none(tmp_path: Path) -> None:
     for other in ("[]", "{}", "", content[:-9]):
         file.write_text(other)
         assert read_finished(tmp_path) is None
+
+
+def test_what_the_release_before_has_kept_is_still_known() -> None:
+    """The keys that it gave: a setting that is added says whether it belongs to them at its default."""
+    config = TrainConfig(model="m", dataset=["d"], task="dpo")
+    assert reference_key(config, {}) == "9fbd696fd8b82124df608ebbd00194c3161edb0d7de4b35d088b69ee61a2eba6"
+    config = TrainConfig(model="m", dataset=["d"], teacher="t")
+    assert teacher_key(config, {}) == "e6ede03c208f6dbecd05c2a849f952c0600c68d2cc9a7ae47c897830ebd8aa03"

@@ -56,7 +56,8 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
             of what says which kind of run it is: in a file, it does not give way to a flag that it excludes;
             `is_said_at_default`, of a flag that asks for something with its default, too; `device`, the only type on
             which it has an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`,
-            further types of a keyword argument; `moves`, see `Moves`; and see `FlagParser`.
+            further types of a keyword argument; `moves`, see `Moves`; `is_later`, of a setting that came after files
+            were kept by keys (see `start.fingerprints`): at its default it is no part of one; and see `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -324,6 +325,7 @@ class ModelSettings:
             _beside_images("dense_precision", "it is for the language model alone", " {dense_precision}"),
             _beside_images("compile", "image features are added between the layers that it compiles"),
         ],
+        is_later=True,
         moves=Moves.MODEL | Moves.STATE,
         in_plans=False,
     )

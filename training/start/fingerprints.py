@@ -76,6 +76,12 @@ def teacher_key(config: TrainConfig, facts: Facts) -> str:
 
 def _digest(config: TrainConfig, moved_by: Iterable[str], facts: Facts, of: Iterable[str], more: Any = None) -> str:
     settings = {name: meaning(config, name) for name in moved_by if not names_content(name)}
+    # what earlier releases have kept stays known
+    later = [
+        name for name, value in settings.items() if "is_later" in SETTINGS[name].metadata and value == DEFAULTS[name]
+    ]
+    for name in later:
+        del settings[name]
     key = [settings, {name: facts.get(name, {}) for name in of}, more]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
