@@ -52,7 +52,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(build, name, run)
 
-    for name in ("probe", "unmet_by_text", "runs"):
+    for name in ("probe", "unmet_by_text", "computes_as_held"):
         noting(name)
     return ran
 
