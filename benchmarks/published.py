@@ -17,7 +17,7 @@ from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import LINKS, Hardware, preset
-from expertmesh.training.planning.planner.pipelines import dry_run
+from expertmesh.training.planning.planner.pipelines import dry_run_pipeline
 from expertmesh.training.planning.planner.search import Plan
 from expertmesh.training.planning.planner.search import forecast as planned
 
@@ -262,7 +262,7 @@ def _planned(forecasts: Forecasts, asked: Asked) -> Plan:
     (found,) = planned(forecasts, [asked])
     if not isinstance(found, Plan):
         raise found
-    return found if found.pipeline is None else replace(found, account=dry_run(forecasts, found.pipeline)[0])
+    return found if found.pipeline is None else replace(found, account=dry_run_pipeline(forecasts, found.pipeline)[0])
 
 
 def sent_in_turn(experts: int, top_k: int, ep_size: int) -> float:

@@ -332,7 +332,7 @@ def pipelined(
     )
 
 
-def dry_run(
+def dry_run_pipeline(
     forecasts: Forecasts, step: PlannedPipeline, tell: Callable[[int, int], object] = lambda done, of: None
 ) -> tuple[Account, PlannedPipeline]:
     """`PlannedPipeline.by_dry_runs`, with these.

@@ -26,7 +26,7 @@ from .costs import Cluster, seconds_among
 from .facts import ModelFacts, lasting_on_rank
 from .forecasts import Forecasts
 from .hardware import Hardware
-from .pipelines import STEADY, PlannedPipeline, can_leave_weights, dry_run, one_stage, pipelined
+from .pipelines import STEADY, PlannedPipeline, can_leave_weights, dry_run_pipeline, one_stage, pipelined
 from .tried import Tried
 
 TP_SIZES = (2, 4, 8)
@@ -320,7 +320,7 @@ class Search:
         assert plan.pipeline is not None
         self.plans.remove(plan)
         try:
-            account, pipeline = dry_run(self.forecasts, plan.pipeline, self.tell)
+            account, pipeline = dry_run_pipeline(self.forecasts, plan.pipeline, self.tell)
         except ExpertMeshError as error:
             self.refused.setdefault(plan.config.tp_size, error)
             return False

@@ -26,8 +26,7 @@ from ..planner.costs import Cluster
 from ..planner.forecasts import Forecasts
 from ..planner.hardware import chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import find_config
-from ..planner.pipelines import dry_run as dry_run_pipeline
-from ..planner.pipelines import pipelined, with_open_settings
+from ..planner.pipelines import dry_run_pipeline, pipelined, with_open_settings
 from ..planner.search import Plan
 from ..tables import print_account
 
