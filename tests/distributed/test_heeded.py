@@ -131,8 +131,8 @@ def test_settings_of_the_loop_are_warned_of_from_python(
     assert sorted(read & of_loop) == []
     config = make_config({"model": str(tiny_model), **given})
     for setting in fields(TrainConfig):
-        # of a pipeline, and refused beside an adapter
-        others = ONLY_WHEN_IT_HAPPENS | {"pipeline_chunks", "pipeline_layers", "freeze"}
+        # of a pipeline; refused beside an adapter; refused without images
+        others = ONLY_WHEN_IT_HAPPENS | {"pipeline_chunks", "pipeline_layers", "freeze", "train_vision"}
         if setting.name not in read | of_loop | others:
             assert not is_met(setting, config), setting.name
 

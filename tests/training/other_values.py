@@ -15,7 +15,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "elastic": {"resume": "auto"},
     "train_new_tokens": {"add_tokens": ["t"], "adapter": "lora"},
     "streaming": {"max_steps": 5},
-    "train_vision": {"images": True},
+    "images": {"dataset": []},
+    "train_vision": {"images": True, "dataset": []},
 }
 """Without which a setting is refused."""
 VALUES: dict[str, Any] = {

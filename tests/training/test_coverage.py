@@ -36,7 +36,7 @@ WITHOUT = sorted(NO_EFFECT)
 
 def changed(name: str) -> tuple[TrainConfig, TrainConfig]:
     """A run, and the same but for this setting."""
-    base = TrainConfig(model="m", dataset=["d"], **BESIDE.get(name, {}))
+    base = TrainConfig(model="m", **{"dataset": ["d"], **BESIDE.get(name, {})})
     return base, replace(base, **{name: other(SETTINGS[name], base)})
 
 
@@ -74,7 +74,10 @@ def test_a_forecast_is_asked_for_with_each_setting(name: str) -> None:
     assert replace(alike(config), **LAYOUT).ep_size == 1
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"model", "dataset"}))
+# what excludes data sets is for batches made in Python
+@pytest.mark.parametrize(
+    "name", sorted(name for name in SETTINGS.keys() - {"model", "dataset"} if "dataset" not in BESIDE.get(name, {}))
+)
 def test_a_launch_line_that_starts_another_run_is_not_printed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:

@@ -91,7 +91,6 @@ class Engine:
         kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
         padding: how long the sequences of a batch become.
         images: takes the images out of batches; None: the model was loaded for text alone.
-        images: takes the images out of batches; None: the model was loaded for text alone.
         flash_attention_3: whether it is used, in words; None where it is not installed.
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
@@ -126,7 +125,6 @@ class Engine:
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         self.padding = padding_of(self.model, config, ranks.device.type)
         self.images = None if images_of(self.model) is None else ImageReader(self.model)
-        self.images = None if images_of(self.model) is None else ImageReader(self.model)
         with raise_together():
             check_sizes(config.topology(ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
@@ -143,6 +141,7 @@ class Engine:
         self._grad_norm = 0.0
         self._are_ends_given = False
         self.results: dict[str, str] = {}
+        self._data: Sequence[str] = ()
 
     def __repr__(self) -> str:
         parameters, topology = f"{self.counts.total / 1e6:,.1f} M parameters", self.topology
@@ -786,18 +785,21 @@ class Engine:
 
     def _card(self) -> str:
         """The model card of what is exported."""
-        return model_card(training_of(self), self.source.path, self.config.adapter != "none")
+        return model_card(training_of(self, self._data), self.source.path, self.config.adapter != "none")
 
     def _saved(self, tokenizer: Any) -> Any:
         """What is saved with the model; None: the source's own."""
         return self.tokenizer if tokenizer is None and self.config.has_own_tokenizer else tokenizer
 
 
-def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine, MatmulLibraries | None]:
+def start_engine(
+    config: TrainConfig, ranks: Ranks, tell: Tell, data: Sequence[str] = ()
+) -> tuple[Engine, MatmulLibraries | None]:
     """Open the model and make the engine, whose weights `Engine.place` reads. All ranks call it together.
 
     Args:
         tell: takes lines for the user, on rank 0.
+        data: what a run of train_ep.py trains on, which a model card names.
 
     Returns:
         It, and the libraries that compute fp32 matmuls on a CPU; None on a GPU.
@@ -809,6 +811,7 @@ def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell) -> tuple[Engine,
         source = open_model(config)
         side_files(source.path)  # what cannot go along is better told now than at the export
     engine = Engine(config, source, ranks, tell)
+    engine._data = data
     if engine.changes:
         engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
     if ranks.device.type == "cuda" and (missing := missing_kernels(engine.model.modules())):

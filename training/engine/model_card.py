@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-def training_of(engine: "Engine") -> Training:
-    """How an engine's weights were trained so far."""
+def training_of(engine: "Engine", data_sets: Sequence[str]) -> Training:
+    """How an engine's weights were trained so far; on which data sets, if it is a run of train_ep.py."""
     config, topology = engine.config, engine.topology
     sizes = {name: getattr(topology, f"{name}_size") for name in ("pp", "dp", "ep", "cp", "tp")}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    data = [spec.name for spec in parse_datasets("--dataset", config.dataset)]
+    data = [spec.name for spec in parse_datasets("--dataset", data_sets)]
     adapted = "" if config.adapter == "none" else f"LoRA of rank {config.lora_rank}, alpha {config.lora_alpha:g}"
     rows = {
         "method": ", ".join(filter(None, [config.task.upper() if data else "", adapted])),

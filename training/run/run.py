@@ -112,7 +112,7 @@ def preview(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
 def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing: ExitStack) -> bool:
     """Load, train, export; as `run_training`."""
     task = task_of(config)
-    engine, products = start_engine(config, ranks, tell)
+    engine, products = start_engine(config, ranks, tell, config.dataset)
     if engine.config.offload and ranks.device.type == "cuda":
         use_own_cores()
     output_dir = closing.enter_context(output_directory(engine.config, ranks))
