@@ -141,7 +141,7 @@ class Engine:
         self._grad_norm = 0.0
         self._are_ends_given = False
         self.results: dict[str, str] = {}
-        self._data: Sequence[str] = ()
+        self._data: list[str] = []
 
     def __repr__(self) -> str:
         parameters, topology = f"{self.counts.total / 1e6:,.1f} M parameters", self.topology
@@ -811,7 +811,7 @@ def start_engine(
         source = open_model(config)
         side_files(source.path)  # what cannot go along is better told now than at the export
     engine = Engine(config, source, ranks, tell)
-    engine._data = data
+    engine._data = list(data)
     if engine.changes:
         engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
     if ranks.device.type == "cuda" and (missing := missing_kernels(engine.model.modules())):

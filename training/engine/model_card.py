@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-def training_of(engine: "Engine", data_sets: Sequence[str]) -> Training:
+def training_of(engine: "Engine", data_sets: list[str]) -> Training:
     """How an engine's weights were trained so far; on which data sets, if it is a run of train_ep.py."""
     config, topology = engine.config, engine.topology
     sizes = {name: getattr(topology, f"{name}_size") for name in ("pp", "dp", "ep", "cp", "tp")}
