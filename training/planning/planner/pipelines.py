@@ -3,7 +3,7 @@ step of one stage of all layers, which many pipelines have in common; then by dr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import get_args
 
@@ -99,6 +99,10 @@ class PlannedPipeline:
         Raises:
             ExpertMeshError: the model cannot be cut into so many stages.
         """
+        return self._cut
+
+    @cached_property
+    def _cut(self) -> tuple[range, ...]:
         config, chunks = self.asked.config, self.asked.config.pipeline_chunks
         first, last = self.around
         each = [self.costs_of(kind) for kind in self.facts.layers]
