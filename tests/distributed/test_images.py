@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import expertmesh
+from expertmesh.moe.hf_model.families import families_with_plan
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
 from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, samples_of, stepped
@@ -35,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 AMPLIFIED = {"qwen4_exp": 2e-4}
 """What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0."""
-NOT_DIVIDED = ("minimax_m3_vl",)
+NOT_DIVIDED = set(FAMILIES) - set(families_with_plan())
 """Families whose attention tensor parallelism does not divide."""
 
 
