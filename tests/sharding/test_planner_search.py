@@ -13,6 +13,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning import tables
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import Memory
+from expertmesh.training.planning.planner import search as of_search
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.clock import StepTime
 from expertmesh.training.planning.planner.facts import Held
@@ -253,6 +254,19 @@ def test_larger_micro_batches_of_what_does_not_fit_are_left_out() -> None:
     searched._leave_out_larger(over, left)
     gone = {config.per_device_train_batch_size for config in searched.layouts if config not in left}
     assert gone == {size for size in MICRO_BATCHES if size > over.config.per_device_train_batch_size}
+
+
+def test_layouts_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that differ in both sizes where they are estimated to be fast enough."""
+    searched = search(Tried((1, 2, 4), checkpointing="full", dense_shard="full"), 16)
+    searched.plans = [plan for plan in every_plan(searched) if (plan.config.ep_size, plan.tokens) == (4, 2 * 4096)]
+    found = {}
+    for nearly in (0.0, 100.0):
+        monkeypatch.setattr(of_search, "NEARLY", nearly)
+        beside = searched._beside_the_best(searched.layouts)
+        found[nearly] = {(config.ep_size, config.per_device_train_batch_size) for config in beside}
+    assert found[100.0] == {(2, 2), (8, 2), (4, 1), (4, 4)}
+    assert found[0.0] - found[100.0] == {(2, 1), (2, 4), (8, 1), (8, 4)}
 
 
 def refusing(*tp_sizes: int, said: str) -> ByFormula:

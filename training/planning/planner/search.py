@@ -39,6 +39,8 @@ ROUNDS, AT_ONCE = 5, 4
 """So many times are the most promising layouts dry-run, so many at a time."""
 SURE = 1.05
 """An estimate of memory may be so far off, and a layout is tried all the same."""
+NEARLY = 0.97
+"""An estimate of speed may be so far below the best's, and a layout is tried beside it."""
 PIPELINES = 4
 """So often ranks of a pipeline are dry-run that would be the best by estimate."""
 
@@ -358,17 +360,19 @@ class Search:
 
     def _beside_the_best(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
         """Those that differ from the best in the ep size or the micro-batch alone, by a factor of two, which are
-        estimated to fit."""
+        estimated to fit; in both, where they are estimated to be nearly as fast."""
         fitting = [plan for plan in self.plans if plan.fits]
         if not fitting:
             return []
-        best = best_first(fitting)[0].config
+        best = best_first(fitting)[0]
         found = []
         for config in left:
-            apart = _apart(best, config)
-            by_two = [getattr(config, name) / getattr(best, name) in (0.5, 2.0) for name in apart & _BY_TWO]
-            if len(apart) == 1 and by_two == [True]:
-                found += [config] if Estimate.of(self, config).memory <= SURE * self.cluster.memory else []
+            apart = _apart(best.config, config)
+            by_two = [getattr(config, name) / getattr(best.config, name) in (0.5, 2.0) for name in apart & _BY_TWO]
+            if apart and apart <= _BY_TWO and all(by_two):
+                estimate = Estimate.of(self, config)
+                is_near = len(apart) == 1 or estimate.speed >= NEARLY * best.tokens_per_second
+                found += [config] if is_near and estimate.memory <= SURE * self.cluster.memory else []
         return found
 
     def _promising(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
