@@ -224,6 +224,10 @@ def account_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool = False)
         gathered=2 * sum(of_layers),
         working=30 * a_layer + mark,
     )
+    if forwards == 1:
+        # where there are all gradients there are no activations, and the other way round
+        is_later = memory.gradients > memory.activations
+        memory = replace(memory, activations=0.0) if is_later else replace(memory, gradients=0.0)
     flops = 6 * tokens * facts.counts.active
     busiest = 1.0 if asked.routing.busiest == 1 else 1.2
     matrices = AGAIN[mode] * flops * busiest / (0.5 * cluster.hardware.device.matrix) + layers * 1e-4

@@ -34,7 +34,7 @@ from expertmesh.training.planning.planner.search import (
 from expertmesh.training.planning.planner.tried import MICRO_BATCHES, Tried
 from expertmesh.training.planning.tables import launch_line
 from tests.sharding import planned
-from tests.sharding.planned import H100, SLOWER, ByFormula, cluster_of, flags_of, mixtral_facts
+from tests.sharding.planned import H100, SLOWER, ByFormula, cluster_of, flags_of, mixtral_facts, tiny_forecasts
 from tests.tiers import tiered
 from tests.tiny import tiny_config
 
@@ -254,6 +254,21 @@ def test_larger_micro_batches_of_what_does_not_fit_are_left_out() -> None:
     searched._leave_out_larger(over, left)
     gone = {config.per_device_train_batch_size for config in searched.layouts if config not in left}
     assert gone == {size for size in MICRO_BATCHES if size > over.config.per_device_train_batch_size}
+
+
+@pytest.mark.slow
+def test_one_micro_batch_may_fit_where_two_halves_of_it_are_tight() -> None:
+    """It has no gradients yet where it has all activations: by dry runs, which an estimate is to know."""
+    config = flags_of(ep_size=2, gradient_checkpointing="none", global_batch_size=8, bf16=True, max_seq_length=512)
+    halves, single = (replace(config, per_device_train_batch_size=size) for size in (1, 2))
+    forecasts = tiny_forecasts({"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}, "cuda")
+    searched = Search(forecasts, forecasts.facts(config), [halves, single], 4, cluster_of())
+    searched._try([halves], [halves, single])
+    estimate = Estimate.of(searched, single).memory
+    (real,) = forecast(forecasts, [searched.asked(single)])
+    assert isinstance(real, Plan)
+    slack = real.memory.slack
+    assert estimate - slack == pytest.approx(real.memory.total - slack, rel=0.1)
 
 
 def test_layouts_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,15 @@ class PlannedPipeline:
 
     def costs_of(self, kind: int) -> LayerCosts:
         """Of a kind of layer. Of what its experts' products read and write, weights wait for nothing."""
-        costs = self.whole.layer_costs[str(kind)]
-        weights = self.facts.kinds[kind].experts.computed / self.asked.config.ep_size
-        return replace(costs, queued=self.leaves_weights * max(0.0, costs.queued - weights))
+        return self._of_kinds[kind]
+
+    @cached_property
+    def _of_kinds(self) -> list[LayerCosts]:
+        found = []
+        for kind, facts in enumerate(self.facts.kinds):
+            costs, weights = self.whole.layer_costs[str(kind)], facts.experts.computed / self.asked.config.ep_size
+            found.append(replace(costs, queued=self.leaves_weights * max(0.0, costs.queued - weights)))
+        return found
 
     @property
     def around(self) -> tuple[LayerCosts, LayerCosts]:
@@ -113,7 +119,7 @@ class PlannedPipeline:
         if config.layers_of_stages is not None or self.asked.device == "cpu":
             # a CPU's free memory is another at every start, and a run that resumes has the stages that it had
             return by_time
-        if max(self.held(by_time)[rank].total for rank in range(self.pp_size)) <= self.limit:
+        if max(held.total for held in self.held(by_time)) <= self.limit:
             return by_time
         by_memory = cut_stages(self.cuts, self.pp_size, chunks, None, seconds, self._memory(by_time))
         return min((by_memory, by_time), key=lambda cut: max(held.total for held in self.held(cut)))

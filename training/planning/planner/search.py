@@ -497,7 +497,10 @@ class Estimate:
         busy = kernels + max(0.0, exchange) + max(0.0, exposed) + launching
         waited = time.total / (time.total - time.bubble) * now.bubble / then.bubble
         seconds = forwards * busy * waited + update
-        return Estimate(config, grown.total, now.tokens * forwards / seconds / config.pp_size)
+        # a step of one micro-batch has gradients of the layers alone whose activations are gone
+        is_single = forwards == 1 and config.pp_size == 1
+        never_at_once = min(grown.gradients, grown.activations) if is_single else 0.0
+        return Estimate(config, grown.total - never_at_once, now.tokens * forwards / seconds / config.pp_size)
 
 
 def _apart(one: TrainConfig, other: TrainConfig) -> set[str]:
