@@ -278,8 +278,8 @@ def test_patterns_by_a_layers_number_find_what_they_find_in_the_complete_model(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, {"pp_size": 2, "pipeline_layers": "8,8"}], ids=["alone", "pipeline"])
+@pytest.mark.parametrize("flags", [{}, {"pp_size": 2, "pipeline_layers": "16,16"}], ids=["alone", "pipeline"])
 def test_a_layer_that_is_frozen_by_its_number(flags: dict[str, Any]) -> None:
     """It is of another kind than those beside it, and stays."""
-    told, run = both(tiny_mixtral(num_hidden_layers=16), 8, ep_size=2, freeze=[r"layers\.2\."], **flags)
+    told, run = both(tiny_mixtral(num_hidden_layers=32), 8, ep_size=2, freeze=[r"layers\.2\."], **flags)
     check(told, run)
