@@ -103,14 +103,7 @@ def test_with_any_layout(family: str, layout: str, ranks: RankPool, models: Any)
 
 def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
     """(weights after three steps, whether they are the same where the third one resumes, first lines)"""
-    settings = {
-        "router_aux_loss_coef": 0.0,
-        "use_cpu": True,
-        "cpu_matmul": "onednn",
-        "images": True,
-        **STEPS,
-        **settings,
-    }
+    settings = {**ON_CPU, "images": True, **STEPS, **settings}
     engine = expertmesh.load(str(path), **settings)
     batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
     for _ in range(2):
@@ -154,14 +147,7 @@ def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPoo
 
 
 def adapted(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
-    settings = {
-        "router_aux_loss_coef": 0.0,
-        "use_cpu": True,
-        "cpu_matmul": "onednn",
-        "images": True,
-        **STEPS,
-        **settings,
-    }
+    settings = {**ON_CPU, "images": True, **STEPS, **settings}
     engine = expertmesh.load(str(path), **settings)
     batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
     losses = [engine.step(batches).loss for _ in range(3)]

@@ -87,8 +87,7 @@ def references(
     )
     how = "read from" if was_kept else "computed, and kept in"
     run.note(f"{_WHAT} of {len(run.rows['training'].samples):,} {noun}: {how} {FILE}")
-    made = {name: inputs(part, found[name]) for name, part in run.rows.items()}
-    return TaskInputs(made["training"], made.get("evaluation"))
+    return TaskInputs.of({name: inputs(part, found[name]) for name, part in run.rows.items()})
 
 
 def kept_or_computed(

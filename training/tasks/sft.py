@@ -78,5 +78,4 @@ class NextTokens(Task):
     def inputs(self, run: Preparation) -> TaskInputs:
         if not run.config.loss_by_dataset:
             return super().inputs(run)
-        made = {name: DatasetInputs(rows.samples.sources) for name, rows in run.rows.items()}
-        return TaskInputs(made["training"], made.get("evaluation"))
+        return TaskInputs.of({name: DatasetInputs(rows.samples.sources) for name, rows in run.rows.items()})

@@ -57,6 +57,11 @@ class TaskInputs:
     training: BatchInputs = NoInputs()
     evaluation: BatchInputs | None = None
 
+    @classmethod
+    def of(cls, parts: Mapping[str, BatchInputs]) -> "TaskInputs":
+        """By what the data are for (see `Preparation.rows`)."""
+        return cls(parts["training"], parts.get("evaluation"))
+
 
 @dataclass(frozen=True)
 class Preparation:

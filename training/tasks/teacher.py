@@ -138,7 +138,7 @@ def be_taught(run: Preparation, source: ModelSource) -> TaskInputs:
         found = {name: TeacherInputs(_read(directory, name), _firsts(part)) for name, part in rows.items()}
     how = "read from" if was_kept else "computed, and kept in"
     run.note(f"{what} of {len(found['training'].lines):,} target tokens: {how} teacher/")
-    return TaskInputs(found["training"], found.get("evaluation"))
+    return TaskInputs.of(found)
 
 
 def _read(directory: Path, name: str) -> NDArray[Any]:
