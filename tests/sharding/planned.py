@@ -182,7 +182,7 @@ SLOWER, FULLER = 1.1, 1.02
 def _rank_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool) -> Account:
     whole = account_by_formula(facts, one_stage(asked), is_marked)
     step = PlannedPipeline(asked, facts, Cuts("Mixtral", (1.0,) * (len(facts.layers) + 1), ()), whole)
-    stages = step.cut()
+    stages = step.stages
     held = step.held(stages)[asked.rank // asked.topology.ranks_per_stage]
     held = replace(held, working=held.working + (FULLER - 1) * held.total)
     costs = step._costs(stages)

@@ -47,7 +47,7 @@ HEAD = EQUAL | {"after": LayerCosts(2.0, 4.0)}
 
 
 def cut(step: PlannedPipeline) -> list[int]:
-    return list(map(len, step.cut()))
+    return list(map(len, step.stages))
 
 
 def test_the_step_of_one_stage() -> None:
@@ -74,15 +74,15 @@ def test_a_first_stage_that_would_not_fit_gets_fewer_layers() -> None:
     costs = {"0": LayerCosts(1.0, 2.0, 1.0, 2.0**20, 0.0)}
     by_time = step_of(4, sizes, pp_size=4, costs=costs)
     assert cut(by_time) == [3, 3, 3, 3]
-    most = [max(held.total for held in by_time.held(by_time.cut()))]
+    most = [max(held.total for held in by_time.held(by_time.stages))]
     for limit in (0.9 * most[0], 0.0):
         by_memory = step_of(4, sizes, limit, pp_size=4, costs=costs)
-        stages = by_memory.cut()
+        stages = by_memory.stages
         assert len(stages[0]) < 3 < len(stages[-1])
         most.append(max(held.total for held in by_memory.held(stages)))
     assert most[2] <= most[1] <= 0.9 * most[0]
     on_cpu = replace(by_memory, asked=replace(by_memory.asked, device="cpu"))
-    assert on_cpu.cut() == by_time.cut(), "what is free there is another at every start"
+    assert on_cpu.stages == by_time.stages, "what is free there is another at every start"
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
@@ -90,7 +90,7 @@ def test_a_first_stage_that_would_not_fit_gets_fewer_layers() -> None:
 def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, micro_batches: int) -> None:
     flags = {"pipeline_schedule": schedule, "pipeline_chunks": chunks, "gradient_accumulation_steps": micro_batches}
     step = step_of(4, pp_size=4, costs=HEAD, **flags)
-    stages = step.cut()
+    stages = step.stages
     (complete,) = Timetable(make_schedule(schedule, 4, chunks, micro_batches)).seconds([step._costs(stages)])
     assert step.seconds(stages) == pytest.approx(complete, rel=1e-3)
 
@@ -100,7 +100,7 @@ def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     """Where all stages take as long, and sending next to nothing."""
     schedule: Any = "1f1b" if chunks == 1 else "interleaved"
     step = step_of(pp, pp_size=pp, pipeline_chunks=chunks, costs=EQUAL, pipeline_schedule=schedule)
-    seconds, ideal = step.seconds(step.cut()), 8 * 8 * 3.0 / pp
+    seconds, ideal = step.seconds(step.stages), 8 * 8 * 3.0 / pp
     assert 1 - ideal / seconds == pytest.approx(bubble(schedule, pp, chunks, 8), abs=0.01)
     account = replace(step, whole=replace(step.whole)).account()
     assert account.time.bubble >= 0
@@ -114,7 +114,7 @@ def test_a_queue_of_weight_gradients_fills_the_bubble() -> None:
 
     def seconds(schedule: str, **flags: Any) -> float:
         step = step_of(4, pp_size=4, costs=EQUAL, pipeline_schedule=schedule, **flags)
-        return step.seconds(step.cut())
+        return step.seconds(step.stages)
 
     assert seconds("zero-bubble") < 0.9 * seconds("1f1b")
     assert seconds("zero-bubble", adapter="lora") >= 0.99 * seconds("1f1b", adapter="lora")
@@ -131,7 +131,7 @@ def test_what_stages_keep_is_what_is_in_flight() -> None:
             "pipeline_schedule": schedule,
         }
         step = step_of(4, pp_size=4, costs=QUEUED, **flags)
-        return [held.activations for held in step.held(step.cut())]
+        return [held.activations for held in step.held(step.stages)]
 
     assert activations("1f1b") == [4 * 2000, 3 * 2000, 2 * 2000, 1 * 2000]
     assert activations("1f1b", 2) == [2 * 2000, 2 * 2000, 2 * 2000, 1 * 2000]
@@ -145,7 +145,7 @@ def test_what_stages_keep_is_what_is_in_flight() -> None:
 def test_what_lasts_is_of_a_ranks_own_layers() -> None:
     """And of what stands at the ends, which the first and the last stage have."""
     step = step_of(4, {"vocab_size": 16384}, pp_size=2, costs=EQUAL, pipeline_layers="2,6")
-    first, last = step.held(step.cut())
+    first, last = step.held(step.stages)
     # two ranks a stage, fp32 parameters
     layer = step.facts.kinds[0].dense.stored + step.facts.kinds[0].experts.stored
     end = 4 * 16384 * 64
@@ -173,7 +173,7 @@ def test_too_few_layers_for_the_stages() -> None:
     with pytest.raises(
         ExpertMeshError, match="--pp-size 4 --pipeline-chunks 4: 16 stages need 16 decoder layers or more"
     ):
-        step_of(4, pp_size=4, pipeline_chunks=4).cut()
+        _ = step_of(4, pp_size=4, pipeline_chunks=4).stages
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_memory_is_nearly_that_of_a_dry_run_of_the_pipeline(flags: dict[str, Any
     forecasts = tiny_forecasts(sizes, "cuda")
     asked = asked_of(2, pp_size=2, max_seq_length=256, **flags)
     step = pipelined(forecasts, asked)
-    stages = step.cut()
+    stages = step.stages
     config = replace(asked.config, pipeline_layers=",".join(str(len(stage)) for stage in stages))
     for rank, estimated in enumerate(step.held(stages)):
         real = forecasts.account(replace(asked, config=config, rank=rank)).memory.kinds

@@ -7,6 +7,7 @@ Shape suffixes: B sequences, S positions of full ones, L of them on this rank, N
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -148,8 +149,7 @@ class ImageReader:
 
 def _starts(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(start, length) of each sample of a sequence."""
-    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    return [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
+    return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
 
 
 def _runs(is_image_L: Tensor) -> int:

@@ -77,12 +77,9 @@ class PlannedPipeline:
         """Whether the experts' weight gradients are computed later than the other ones."""
         return self.asked.config.schedule_name == "zero-bubble" and can_leave_weights(self.facts)
 
-    def costs_of(self, kind: int) -> LayerCosts:
-        """Of a kind of layer. Of what its experts' products read and write, weights wait for nothing."""
-        return self._of_kinds[kind]
-
     @cached_property
-    def _of_kinds(self) -> list[LayerCosts]:
+    def of_kinds(self) -> list[LayerCosts]:
+        """Costs of each kind of layer. Of what its experts' products read and write, weights wait for nothing."""
         found = []
         for kind, facts in enumerate(self.facts.kinds):
             costs, weights = self.whole.layer_costs[str(kind)], facts.experts.computed / self.asked.config.ep_size
@@ -98,20 +95,17 @@ class PlannedPipeline:
         before, after = (costs.get(name, LayerCosts()) for name in ("before", "after"))
         return before + root * share, after + root * (1 - share)
 
-    def cut(self) -> tuple[range, ...]:
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
         """The layers of each stage: as asked for; else so that the stage that takes longest takes as short as can be,
         among the cuts whose every stage fits by estimate.
 
         Raises:
             ExpertMeshError: the model cannot be cut into so many stages.
         """
-        return self._cut
-
-    @cached_property
-    def _cut(self) -> tuple[range, ...]:
         config, chunks = self.asked.config, self.asked.config.pipeline_chunks
         first, last = self.around
-        each = [self.costs_of(kind) for kind in self.facts.layers]
+        each = [self.of_kinds[kind] for kind in self.facts.layers]
         seconds = StageCosts.alike(
             self.number, [one.forward + one.backward for one in each], _spent(first), _spent(last)
         )
@@ -138,7 +132,7 @@ class PlannedPipeline:
         return StageMemory(StageCosts(layers, beside), self.limit / chunks)
 
     def _of_layer(self, stage: int, kind: int) -> float:
-        costs = self.costs_of(kind)
+        costs = self.of_kinds[kind]
         kept = max(costs.held(*moment) for moment in _held_by_stages(*self._steady)[stage])
         return self._lasting(self.facts.kinds[kind].dense, self.facts.kinds[kind].experts) + (1 + FRAGMENTATION) * kept
 
@@ -181,7 +175,7 @@ class PlannedPipeline:
 
     def _kept(self, layers: range, in_flight: int, waiting: int) -> float:
         """Bytes that a stage keeps of so many micro-batches, and of so many that wait for their weight gradients."""
-        return sum(self.costs_of(self.facts.layers[layer]).held(in_flight, waiting) for layer in layers)
+        return sum(self.of_kinds[self.facts.layers[layer]].held(in_flight, waiting) for layer in layers)
 
     def seconds(self, stages: tuple[range, ...], run: Mapping[str, float] = MappingProxyType({})) -> float:
         """From the first forward of a step to the last backward. run: seconds of actions that were dry-run, by name.
@@ -206,7 +200,7 @@ class PlannedPipeline:
         ends = self.around
         of_stages = []
         for stage, layers in enumerate(stages):
-            costs = sum((self.costs_of(self.facts.layers[layer]) for layer in layers), LayerCosts())
+            costs = sum((self.of_kinds[self.facts.layers[layer]] for layer in layers), LayerCosts())
             costs += ends[0] if stage == 0 else LayerCosts()
             of_stages.append(costs + (ends[1] if stage == self.number - 1 else LayerCosts()))
         weights = [costs.weights * self.leaves_weights for costs in of_stages]
@@ -232,7 +226,7 @@ class PlannedPipeline:
     def rehearsed(self) -> list[Asked]:
         """The ranks that are dry-run, of which one holds the most: those of the ends, and that which does by
         estimate."""
-        stages = self.cut()
+        stages = self.stages
         held = [each.total for each in self.held(stages)]
         config = replace(self.asked.config, pipeline_layers=",".join(str(len(each)) for each in stages))
         indices = sorted({0, held.index(max(held)), self.pp_size - 1})
@@ -246,7 +240,7 @@ class PlannedPipeline:
         Args:
             accounts: of `rehearsed`.
         """
-        by_layers = replace(self, longer={})._costs(self.cut())
+        by_layers = replace(self, longer={})._costs(self.stages)
         estimated = {
             action_name(kind, stage): seconds
             for kind in _KINDS
@@ -260,7 +254,7 @@ class PlannedPipeline:
                 longer[kind] = sum(shown[name] for name in names) / sum(estimated[name] for name in names)
         step = replace(self, longer=longer)
         run = {name: seconds for account in accounts for name, seconds in account.actions.items()}
-        seconds = step.seconds(step.cut(), run)
+        seconds = step.seconds(step.stages, run)
         busiest = max(accounts, key=lambda account: sum(account.actions.values()))
         waited = seconds - busiest.forwards * sum(busiest.actions.values())
         update = max(account.time.update for account in accounts)
@@ -270,7 +264,7 @@ class PlannedPipeline:
 
     def account(self) -> Account:
         """The account of the rank that holds the most, by estimate; its time is that of the pipeline."""
-        stages = self.cut()
+        stages = self.stages
         held = self.held(stages)
         rank = max(range(self.pp_size), key=lambda rank: held[rank].total)
         whole, micro_batches = self.whole, self.asked.config.micro_batches(self.asked.world_size)

@@ -390,12 +390,9 @@ class Search:
         return [each.config for each in sorted(smaller, key=lambda each: each.memory)]
 
     def _try(self, configs: Sequence[TrainConfig], left: list[TrainConfig]) -> None:
-        # of pipelines that differ in nothing else the same is run
-        of_schedule, pipelines = (
-            {"pipeline_chunks", "pipeline_schedule"},
-            [each for each in configs if each.pp_size > 1],
-        )
-        alike = [other for other in left if any(_apart(each, other) <= of_schedule for each in pipelines)]
+        pipelines = [each for each in configs if each.pp_size > 1]
+        # of those that differ in nothing else the same is run
+        alike = [other for other in left if any(_apart(each, other) <= _OF_SCHEDULE for each in pipelines)]
         configs = [*(each for each in configs if each.pp_size == 1), *alike]
         for config in configs:
             left.remove(config)
@@ -531,6 +528,7 @@ _OF_LAYOUT = (
 
 
 _BY_TWO = {"ep_size", "per_device_train_batch_size"}
+_OF_SCHEDULE = {"pipeline_chunks", "pipeline_schedule"}
 
 
 class _Sizes:
