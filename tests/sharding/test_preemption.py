@@ -79,7 +79,9 @@ assert not slow, slow
 
 def work(argv):
     print("begun", flush=True)
-    time.sleep(60)
+    # a signal just before a long sleep begins would be answered at its end
+    for _ in range(600):
+        time.sleep(0.1)
 
 {module}._main = work
 {module}.script()
