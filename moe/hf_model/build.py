@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -52,17 +52,16 @@ def build_model(config: Any, attn_implementation: str = "auto", images: bool = F
     """
     from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
-    model = _build(config, attn_implementation, images=images)
-    key = facts_key(model)
-    if images:
-        key = replace(key, config=f"{key.config} with images")
+    chosen = _chosen(config, images)
+    model = _build(chosen, attn_implementation)
+    key = facts_key(model, images)
     facts = recall(key)
     unmet = unmet_by_text(model) if facts is None or images else list(facts.left_out)
     seen = image_paths(model, unmet) if images else []
     left_out = leave_out(model, [path for path in unmet if path not in seen])
     _make_constants_buffers(model)
     if facts is None:
-        fp32_names = _fp32_names(config, attn_implementation, left_out, images)
+        fp32_names = _fp32_names(chosen, attn_implementation, left_out)
         facts = replace(probe(model), fp32_names=fp32_names, left_out=left_out)
         keep_facts(key, facts)
     _fill_buffers(model)
@@ -96,8 +95,45 @@ def _without_experts(model: nn.Module) -> str:
     return f"{name} has no mixture-of-experts layer with this config; a model to train, and a teacher, must have some"
 
 
-def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32, images: bool = False) -> Any:
-    config = deepcopy(config)
+@dataclass(frozen=True)
+class _Chosen:
+    """A config, and which of transformers' classes is made of it.
+
+    auto: transformers' class for any config. made: the one that it makes of this config. beside: attention of the parts
+    beside the language model; where they are run sdpa if the class has it, as eager attention would take memory by the
+    square of an image's patches.
+    """
+
+    config: Any
+    auto: Any
+    made: Any
+    beside: str = "eager"
+
+    def make(self, attn_implementation: str, dtype: torch.dtype) -> Any:
+        attention = self._of_parts(attn_implementation)
+        config = deepcopy(self.config)
+        return self.auto.from_config(config, attn_implementation=attention, dtype=dtype, trust_remote_code=False)
+
+    def is_made(self, attn_implementation: str, dtype: torch.dtype) -> bool:
+        try:
+            return self.make(attn_implementation, dtype) is not None
+        except Exception:  # whatever transformers says of it, it says of another attention
+            return False
+
+    def _of_parts(self, attn_implementation: str) -> str | dict[str, str]:
+        """An attention for the language model, and that of other parts of the config."""
+        text = self.config.get_text_config()
+        parts = {name: getattr(self.config, name, None) for name in self.config.sub_configs}
+        if text is self.config or not any(
+            part is not None and part.get_text_config() is text for part in parts.values()
+        ):
+            return attn_implementation
+        others = {name for name, part in parts.items() if part is None or part.get_text_config() is not text}
+        return {name: self.beside if name in others else attn_implementation for name in ("", *parts)}
+
+
+def _build(chosen: _Chosen, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = deepcopy(chosen.config)
     _forget_plans(config)
     # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
     text_config = config.get_text_config()
@@ -105,11 +141,12 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
         text_config.output_router_logits = False
     with torch.device("meta"):
         attn_implementation = settled_attention(config, attn_implementation)
+        chosen = replace(chosen, config=config)
         try:
-            model = _made(config, attn_implementation, dtype, images)
+            model = chosen.make(attn_implementation, dtype)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            if _is_made(config, "eager", dtype, images):
+            if chosen.is_made("eager", dtype):
                 # of its answers the first sentence is about this model
                 raise ExpertMeshError(
                     f"--attn-implementation {attn_implementation}: transformers does not run "
@@ -125,18 +162,6 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
     return model
 
 
-def _made(config: Any, attn_implementation: str, dtype: torch.dtype, images: bool) -> Any:
-    auto, attention = _classes(config, images)[0], _of_text(config, attn_implementation, images)
-    return auto.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=False)
-
-
-def _is_made(config: Any, attn_implementation: str, dtype: torch.dtype, images: bool) -> bool:
-    try:
-        return _made(config, attn_implementation, dtype, images) is not None
-    except Exception:  # whatever transformers says of it, it says of another attention
-        return False
-
-
 def _forget_plans(config: Any) -> None:
     """Remove, in place, the plans of how to distribute a model over devices (`base_model_tp_plan` and others) that a
     config.json brought: those of transformers' classes hold. transformers never writes one to a file, and a wrong one
@@ -146,18 +171,6 @@ def _forget_plans(config: Any) -> None:
     for part in config.sub_configs:
         if hasattr(getattr(config, part, None), "sub_configs"):
             _forget_plans(getattr(config, part))
-
-
-def _of_text(config: Any, attn_implementation: str, images: bool) -> str | dict[str, str]:
-    """An attention for the language model. Other parts of a config get one that all have, where they are not run; where
-    they are, sdpa if the class has it, as eager attention would take memory by the square of an image's patches."""
-    text = config.get_text_config()
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    if text is config or not any(part is not None and part.get_text_config() is text for part in parts.values()):
-        return attn_implementation
-    beside = "sdpa" if images and _classes(config, images)[1]._supports_sdpa else "eager"
-    others = {name: beside for name, part in parts.items() if part is None or part.get_text_config() is not text}
-    return {name: others.get(name, attn_implementation) for name in ("", *parts)}
 
 
 def leave_out(model: Any, paths: Collection[str]) -> dict[str, frozenset[str]]:
@@ -242,7 +255,7 @@ def _give_head(model: Any) -> None:
         model.get_input_embeddings = owner.get_input_embeddings
 
 
-def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str], images: bool) -> frozenset[str]:
+def _fp32_names(chosen: _Chosen, attn_implementation: str, left_out: Collection[str]) -> frozenset[str]:
     """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
     (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them:
     DeepSeek-V4's, in some releases of transformers, passes a norm's fp32 output to a matmul in bf16.
@@ -250,7 +263,7 @@ def _fp32_names(config: Any, attn_implementation: str, left_out: Collection[str]
     Args:
         left_out: paths of the parts that no text passes.
     """
-    model = _build(config, attn_implementation, torch.bfloat16, images)
+    model = _build(chosen, attn_implementation, torch.bfloat16)
     leave_out(model, left_out)
     plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
     names = set()
@@ -280,14 +293,13 @@ def model_class(config: Any) -> Any:
     Raises:
         ExpertMeshError: transformers has neither for this config.
     """
-    return _classes(config)[1]
+    return _chosen(config).made
 
 
-def _classes(config: Any, images: bool = False) -> tuple[Any, Any]:
-    """(transformers' class for any config, the one that it makes of this config)
-
+def _chosen(config: Any, images: bool = False) -> _Chosen:
+    """
     Args:
-        images: whether the one that takes images is meant, where there is one for text alone, too.
+        images: whether the class that takes images is meant, where there is one for text alone, too.
     """
     import transformers
 
@@ -295,7 +307,8 @@ def _classes(config: Any, images: bool = False) -> tuple[Any, Any]:
     of_images: list[Any] = [transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM]
     for auto in of_images + of_text if images else of_text + of_images:
         if type(config) in auto._model_mapping:
-            return auto, auto._model_mapping[type(config)]
+            made = auto._model_mapping[type(config)]
+            return _Chosen(config, auto, made, "sdpa" if images and made._supports_sdpa else "eager")
     raise ExpertMeshError(
         f"transformers has no language model of type {config.model_type}: it cannot be trained "
         "with expertmesh (`python -m expertmesh.moe families` lists what can)"

@@ -37,16 +37,18 @@ _known: dict[tuple["FactsKey", str], str] = {}
 @dataclass(frozen=True)
 class FactsKey:
     """config: all that it says, as JSON. code: classes of the modules, and what else their files define or import, as
-    it is in this process: whoever has exchanged a part of it has another key."""
+    it is in this process: whoever has exchanged a part of it has another key. images: whether the parts that images
+    pass stay in the model."""
 
     config: str
     code: frozenset[Any]
+    images: bool = False
 
 
-def facts_key(model: Any) -> FactsKey:
+def facts_key(model: Any, images: bool = False) -> FactsKey:
     """
     Args:
-        model: as transformers builds it.
+        model: as transformers builds it. images: see `FactsKey`.
     """
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,7 +66,7 @@ def facts_key(model: Any) -> FactsKey:
         *(value for file in files for value in _defined(file)),
         *(functions[name] for name in names for functions in attention if name in functions),
     }
-    return FactsKey(json.dumps([type(model).__name__, names, content], sort_keys=True), frozenset(code))
+    return FactsKey(json.dumps([type(model).__name__, names, content], sort_keys=True), frozenset(code), images)
 
 
 def _defined(file: str) -> Iterator[Any]:
@@ -132,7 +134,7 @@ def _file(key: FactsKey, what: str) -> Path | None:
         return None
     modules = {code.__module__ or "" for code in key.code}  # of what is made at run time there may be none
     families = sorted(name for name in modules if name.startswith("transformers.models."))
-    everything = [what, key.config, [(name, _file_digest(name)) for name in families], _surroundings()]
+    everything = [what, key.config, key.images, [(name, _file_digest(name)) for name in families], _surroundings()]
     try:
         return cache_directory(what) / f"{_digest(json.dumps(everything))[:32]}.json"
     except RuntimeError:
