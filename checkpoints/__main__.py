@@ -40,8 +40,7 @@ def build_parser() -> Parser:
     how.add_argument(
         "--drop-untrained",
         action="store_true",
-        help="leave out tensors that are not trained (vision tower, multi-token prediction), here and in config.json, "
-        "instead of copying them unchanged",
+        help="leave out untrained tensors (vision tower, multi-token prediction), instead of copying them",
     )
 
     encoding = Parser(add_help=False)
@@ -49,8 +48,7 @@ def build_parser() -> Parser:
         "--export-encoding",
         choices=EXPORT_ENCODINGS,
         default="plain",
-        help="tensors that are quantized in the source. plain: write bfloat16; source: quantize them "
-        "again the same way, unchanged blocks bit for bit",
+        help="tensors that are quantized in the source: write bfloat16 (plain), or quantize them again the same way",
     )
 
     to_shards = _add(commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how)
@@ -87,8 +85,8 @@ def build_parser() -> Parser:
     verify.add_argument(
         "--rtol",
         type=float,
-        help="allow this difference per value, relative to the larger of the two; for quantized tensors and "
-        "adapters, to the largest value of the dim-0 slice (default: bitwise equal)",
+        help="allow this relative difference per value; of quantized tensors and adapters, relative to the largest "
+        "of a dim-0 slice (default: bitwise equal)",
     )
     verify.add_argument("--ignore-config", action="store_true", help="compare only tensors, not configs")
 
@@ -96,7 +94,7 @@ def build_parser() -> Parser:
     inspect.add_argument("path", metavar="PATH", help="directory, or hub id")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors")
     inspect.add_argument(
-        "--check", action="store_true", help="verify its tensors against its model, and all bytes against the checksums"
+        "--check", action="store_true", help="verify tensors against the model, and bytes against checksums"
     )
     return parser
 

@@ -7,11 +7,13 @@ from importlib import import_module
 from unittest import mock
 
 from expertmesh.moe.util.parser import PlainHelp, Switch
+from expertmesh.training.config.train_config import SETTINGS
 from tests.training.flags_page import default_of, in_line, item
 
 HEAD = """# Commands
 
-The flags of `train_ep.py` have [their own page](flags.md). `python -m tests.pages` makes this one.
+The flags of `train_ep.py` have [their own page](flags.md). A checkpoint is a directory in any form, or a hub id.
+`python -m tests.pages` makes this page.
 
 | to | run | installed as |
 | --- | --- | --- |
@@ -51,6 +53,8 @@ COMMANDS = {
 """By command: the module with its `main`, and what its parser does not say."""
 ALIKE = {"plan": ("rehearse",), "convert": ("export", "merge")}
 """Commands that share flags: the first has their rows."""
+A_CHECKPOINT = ("directory, or hub id", "directory to write", "model: directory in any form, or hub id")
+"""What arguments are that need no row."""
 
 
 class _ParserFound(Exception):
@@ -85,12 +89,17 @@ def section(command: str) -> str:
     parser = parser_of(command)
     usage = " ".join(parser.format_usage().removeprefix("usage: ").replace(" [-h]", "").split())
     says = [" ".join((parser.description or "").split()).rstrip(".") + ".", COMMANDS[command][1]]
-    rows = rows_of(command)
+    rows = [row for row in rows_of(command) if row[2].rstrip(".").lower() not in A_CHECKPOINT]
     first = next((first for first, others in ALIKE.items() if command in others), None)
     if first is not None:
         told = rows_of(first)
         says.append(f"As for [{first}](#{first}): {', '.join(row[0] for row in rows if row in told)}.")
         rows = [row for row in rows if row not in told]
+    if COMMANDS[command][1] != TAKES_A_RUN:
+        of_a_run = [row for row in rows if re.split(r"[` ]", row[0])[1][2:].replace("-", "_") in SETTINGS]
+        rows = [row for row in rows if row not in of_a_run]
+        if of_a_run:
+            says.append(f"As in [`train_ep.py`](flags.md): {', '.join(row[0] for row in of_a_run)}.")
     told_of = [item(*row) for row in rows]
     return "\n".join([f"## {command}\n", f"```text\n{usage}\n```\n", " ".join(filter(None, says)), "", *told_of, ""])
 

@@ -24,7 +24,7 @@ An error of expertmesh is one line that names the flag, file or tensor, and what
 
 ## Messages
 
-What pages say of each. `python -m tests.pages` makes this index.
+Each leads to what to do. `python -m tests.pages` makes this index.
 
 """
 WRONG = re.compile(r"^## What goes wrong\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -35,11 +35,10 @@ def page() -> str:
     for file in sorted(DOCS.rglob("*.md")):
         text = file.read_text(encoding="utf-8")
         for section in WRONG.findall(text):
-            title = text.splitlines()[0].removeprefix("# ")
             told = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
-            link = f"[{title}](../{file.relative_to(DOCS)}#what-goes-wrong)"
-            rows += [f"- {message}: {link}\n" for message in told if message != "---" and message not in HEADS]
-    return HEAD + "".join(sorted(rows, key=lambda row: row.strip("-` ").lower()))
+            link = f"../{file.relative_to(DOCS)}#what-goes-wrong"
+            rows += [f"- [{message}]({link})\n" for message in told if message != "---" and message not in HEADS]
+    return HEAD + "".join(sorted(rows, key=lambda row: row.strip("-[` ").lower()))
 
 
 HEADS = ("message", "symptom", "message or symptom", "case")

@@ -61,7 +61,7 @@ _FEW_RANKS = 2 / 3
 
 PLAIN_ENTRY = DispatcherEntry(
     "plain",
-    how="a row for each choice",
+    how="a copy for each expert",
     sums=False,
     by_nodes=False,
     without_nodes="plain",
@@ -72,7 +72,7 @@ PLAIN_ENTRY = DispatcherEntry(
 )
 RANK_ENTRY = DispatcherEntry(
     "rank",
-    how="once to each rank with several of them",
+    how="one for each rank with some of them",
     sums=True,
     by_nodes=False,
     without_nodes="rank",
@@ -82,7 +82,7 @@ RANK_ENTRY = DispatcherEntry(
 )
 NODE_ENTRY = DispatcherEntry(
     "node",
-    how="once to each node and on from there",
+    how="one for each node, and on from there",
     sums=True,
     by_nodes=True,
     without_nodes="rank",
@@ -124,8 +124,8 @@ def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k
 def help_of_dispatch() -> str:
     """What `--help` says of `--dispatch`."""
     ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHER_ENTRIES.entries())
-    auto = "node if an EP group spans nodes, else rank if that sends a third fewer rows, else plain"
-    return f"How tokens travel to their experts. {ways}. auto: {auto}"
+    auto = "node across nodes; rank if that sends a third less; else plain"
+    return f"How tokens travel. {ways}. auto: {auto}"
 
 
 def table_of_dispatchers() -> str:

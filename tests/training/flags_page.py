@@ -17,10 +17,8 @@ A flag may also be a key of `--config`'s YAML file (with underscores) and an arg
 those of `transformers.TrainingArguments`, with `-` or `_`. Defaults are in parentheses. A switch is off unless it says
 on, and takes no value, or `true` or `false`; a list takes its values after one flag: `--dataset a b`.
 
-- Flags win over the file; a note names a key that a flag replaces. These keys say which kind of run it is, and a flag
-  that contradicts one is refused: FIRM.
-- A flag or key of another tool is refused; the error says [what to give instead](../how-to/migrate.md). So is one that
-  is given twice.
+- Flags win over the file, but one that contradicts these keys is refused: FIRM.
+- A flag or key of another tool is refused, with [what to give instead](../how-to/migrate.md).
 - A flag that has no effect with the others is no error; a note names it.
 
 `python -m tests.pages` makes this page.
@@ -47,7 +45,7 @@ def _row(action: Action) -> str:
     needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()
     words = " and ".join(in_line(each.in_words) for each in needs if each.in_words)
     if words and not told.startswith(f"With {words}") and words != EVERY_OPTIMIZER:
-        told += f" Only with {words}."
+        told += f" Needs {words}."
     return item(flags, default_of(action), told)
 
 

@@ -1,7 +1,6 @@
 """The page of other tools' keys; `python -m tests.pages` writes it."""
 
 import re
-import textwrap
 from dataclasses import fields
 from typing import Any
 
@@ -19,19 +18,18 @@ Train with a config of transformers, trl, axolotl, LLaMA-Factory, ms-swift or Me
 torchrun --nproc-per-node 8 train_ep.py --config theirs.yaml
 ```
 
-1. One error names every key that is not [a flag here](../reference/flags.md), with what to give instead. A key that
-   asks for what is done anyway, such as `fp16: false`, is ignored. The same goes for flags, and for arguments of
-   `expertmesh.load`.
+1. One error names every key that is not [a flag here](../reference/flags.md), with what to give instead, or why it has
+   no counterpart. Flags and arguments of `expertmesh.load` are answered in the same way.
 2. Write that into the file, with underscores: `max_seq_length: 4096` for `--max-seq-length 4096`.
 3. Look at the data with [`--preview`](prepare-data.md#look-at-what-the-model-sees). A list of tables, such as axolotl's
-   `datasets`, becomes a list of files, whose columns are found by name.
+   `datasets`, becomes a list of files; their columns are found by name.
 
 You can also [keep your Trainer](use-trainer-or-trl.md).
 
 ## What means something else here
 
-- **Batch**: `--per-device-train-batch-size` is per rank (or CP group): sequences, or pairs with `--task dpo`.
-  `--global-batch-size` sets [the batch of a step](choose-a-layout.md#flags) for any number of ranks.
+- **Batch**: `--per-device-train-batch-size` is per rank or CP group; `--global-batch-size` sets [the batch of a
+  step](choose-a-layout.md#the-batch-of-a-step).
 - **Epoch**: no sequence is dropped or repeated. With `--packing`, a step counts packed sequences.
 - **Length**: a sample keeps its first `--max-seq-length` tokens (1024). It is left out, with a warning, if no answer is
   left. ms-swift and axolotl leave out every longer sample.
@@ -45,16 +43,10 @@ You can also [keep your Trainer](use-trainer-or-trl.md).
 - **Preferences**: the reference is the model before the first step. IPO takes log-probabilities per token.
 - **Distillation**: the teacher predicts the data's own tokens; the student writes none.
 
-Not here: PPO, GRPO, reward models, ORPO, SimPO, DoRA, images, audio and video.
-
 ## Keys
 
-The commonest keys of all these tools that have another name here, and that name. `python -m tests.pages` makes the
-list.
+The commonest keys that have another name here. `python -m tests.pages` makes the list.
 
-"""
-LEAVE_OUT = """
-Leave these out; the error says why, or what happens in their place:
 """
 FLAG = re.compile(r"--[a-z][a-z0-9-]*( (\d+|NAME:WEIGHT|N|all|nf4|[a-z]+(_[a-z]+)+|'.*?'))?")
 KEYS: dict[str, str] = {
@@ -140,21 +132,18 @@ def names_of(*kinds: Any, without: list[Any] | None = None) -> list[str]:
 
 
 def page() -> str:
-    """All keys that have another name here, by that name; then those without."""
+    """All keys that have another name here, by that name."""
     here: dict[str, list[str]] = {}
-    nothing: list[str] = []
     parser = make_parser()
     for theirs in keys().values():
         for name, values in theirs:
             for value in values or [""]:
                 if (value or name not in parser.names) and (cell := answer(name, value)):
                     key = f"`{name}: {value}`" if value else f"`{name}`"
-                    there = here.setdefault(cell, []) if cell.startswith("`--") else nothing
-                    if key not in there and cell != "done anyway":
-                        there.append(key)
+                    if cell.startswith("`--") and key not in here.setdefault(cell, []):
+                        here[cell].append(key)
     rows = sorted(f"- {', '.join(there)}: {cell}\n" for cell, there in here.items())
-    left_out = textwrap.fill(f"{', '.join(nothing)}.", 120, break_long_words=False, break_on_hyphens=False)
-    return f"{HEAD}{''.join(rows)}{LEAVE_OUT}{left_out}\n"
+    return f"{HEAD}{''.join(rows)}"
 
 
 def answer(name: str, value: str) -> str:

@@ -15,10 +15,8 @@ from ...moe.util.terminal import ends_with_reader, folded
 
 _DESCRIPTION = """\
 One line per model family: its class, how many layers have experts, and whether
-it is supported, or why not. Each is built from its default config on the meta
-device and run there once; nothing is downloaded. --table prints, in Markdown,
-which ways of training each supports; "?" stands for a family whose default
-config makes no model, so ask about one of its models."""
+it is supported, or why not. Nothing is downloaded. "?" stands for a family whose
+default config makes no model, so ask about one of its models."""
 
 
 @ends_with_reader
@@ -38,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     families.add_argument(
         "--table",
         action="store_true",
-        help="full fine-tuning, LoRA, packing, context parallelism, quantized base; FAMILY may also be a directory, a "
-        "config.json or a hub id",
+        help="print in Markdown which ways of training each supports; FAMILY may also be a directory, a config.json or "
+        "a hub id",
     )
     try:
         arguments = parser.parse_args(argv)

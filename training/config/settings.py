@@ -167,7 +167,7 @@ _READS_EVALUATION = Needs(
 _EXPORTS = Needs("--export", lambda config: config.export)
 _RESUMES = Needs("--resume", lambda config: bool(config.resume))
 _EXPORTS_MODEL = Needs(
-    "an export of the model (--no-export, or --adapter lora without --merge, makes none)",
+    "an exported model (--export; of adapters, --merge)",
     lambda config: config.export and (config.adapter == "none" or config.merge),
 )
 _TEACHER = Needs("--teacher", lambda config: bool(config.teacher))
@@ -295,18 +295,16 @@ class ModelSettings:
         in_plans=False,
     )
     add_tokens: list[str] = _list(
-        "Tokens that are added to the tokenizer, separated by commas or spaces, or files with one on each line. The "
-        "model's embedding and head get a row for each, if they have none left",
+        "Tokens to add, separated by commas or spaces, or files with one on each line; embedding and head grow if "
+        "they have no rows left",
         metavar="TOKEN",
         moves=Moves.MODEL | Moves.SAMPLES | Moves.STATE | Moves.EXPORT,
     )
-    resize_vocab: bool = _flag(
-        False, "Give the model's embedding and head a row for each token of a --tokenizer that has more of them"
-    )
+    resize_vocab: bool = _flag(False, "Grow embedding and head to the size of a larger --tokenizer")
     rope_scaling: str = _flag(
         "",
-        "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
-        "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
+        "RoPE scaling for longer sequences: linear:2, dynamic:2, yarn:4, or JSON with keys of transformers' "
+        "rope_parameters; exported in the config",
         also=("dict[str, Any]",),
         metavar="TYPE:X",
         moves=Moves.MODEL | Moves.STATE,
@@ -371,13 +369,11 @@ class DataSettings:
     )
     dataset_config: str = _flag(
         "",
-        "Configuration of a directory with a dataset card, or of a hub dataset",
+        "Configuration of a hub dataset, or of a directory with a dataset card",
         aliases=["dataset_config_name"],
         metavar="NAME",
     )
-    dataset_split: str = _flag(
-        "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
-    )
+    dataset_split: str = _flag("train", "Split of --dataset, if it has splits", metavar="NAME")
     dataset_num_proc: int | None = _flag(
         None, "Processes that tokenize (default: by the size of the data)", scope="node", least=1, moves=Moves.SPEED
     )
@@ -395,7 +391,7 @@ class DataSettings:
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
     text_column: str = _flag(
         "",
-        "Column with plain text; all of it is trained on",
+        "Column with plain text, trained on in full",
         metavar="NAME",
         excludes=(
             "prompt_column response_column system_column",
@@ -408,7 +404,7 @@ class DataSettings:
         metavar="NAME",
         excludes=_of_preferences("--weight-column"),
     )
-    sample_by: SampleBy = _flag("line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file")
+    sample_by: SampleBy = _flag("line", "Record of a .txt file; paragraphs end at blank lines")
     chat_template: str = _flag(
         "",
         f"Chat template: {', '.join(BUILT_IN)}, or a Jinja file (default: the tokenizer's)",
@@ -418,7 +414,7 @@ class DataSettings:
     )
     template_date: str = _flag(
         "",
-        "Today's date, YYYY-MM-DD, for a chat template that writes it (default: that of the day when the run began)",
+        "Date, YYYY-MM-DD, for chat templates that write today's (default: that of the run's beginning)",
         metavar="DATE",
     )
     prompt_template: str = _flag(
@@ -435,8 +431,8 @@ class DataSettings:
     )
     split_turns: bool = _flag(
         False,
-        "Make a sample of each trained answer of a conversation, which ends with it: so templates that leave reasoning "
-        "out of earlier turns leave none out",
+        "Make a sample of each trained answer, which ends with it: keeps reasoning that templates leave out of "
+        "earlier turns",
         requires=(
             lambda config: config.train_on in ("assistant", "final"),
             "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
@@ -467,7 +463,7 @@ class DataSettings:
     )
     streaming: bool = _flag(
         False,
-        "Read, tokenize and pack the data while training, without a cache; needs --max-steps. Every rank reads all",
+        "Read, tokenize and pack while training, without a cache; needs --max-steps",
         is_firm=True,
         requires=[
             (
@@ -492,20 +488,20 @@ class DataSettings:
     )
     shuffle_buffer: int = _flag(
         10_000,
-        "Records per window, within which samples are shuffled and packed",
+        "Records per window in which samples are shuffled and packed",
         _STREAMS,
         least=1,
         moves=Moves.BATCHES,
     )
     preview: bool = _flag(
         False,
-        "Print the first sequences as the model sees them and what the data contain, then exit",
+        "Print the first sequences as the model sees them, and what the data contain, then exit",
         moves=Moves.NOTHING,
         in_plans=True,
     )
     prepare_only: bool = _flag(
         False,
-        "Tokenize the data into the cache, where a run finds them, then exit; needs no weights and no GPU",
+        "Tokenize the data into the cache, then exit; needs no weights and no GPU",
         excludes=("preview", "--preview and --prepare-only: give one of them; --preview fills the cache, too"),
         moves=Moves.NOTHING,
         in_plans=True,
@@ -569,7 +565,7 @@ class PreferenceSettings:
     )
     preference_loss: PreferenceLoss = _flag(
         "sigmoid",
-        "Loss: sigmoid (that of DPO, or of KTO); ipo, of a pair; or apo_zero_unpaired, of KTO",
+        "sigmoid (DPO's or KTO's), ipo (DPO's alone) or apo_zero_unpaired (KTO's alone)",
         _heeded_by_task("preference_loss"),
         excludes=[_of_tasks("ipo"), _of_tasks("apo_zero_unpaired")],
         of=_DATA,
@@ -579,15 +575,13 @@ class PreferenceSettings:
     )
     preference_sft_weight: float = _flag(
         0.0,
-        "Weight of the chosen answers' mean cross-entropy beside it",
+        "Weight of the chosen answers' mean cross-entropy, which is added",
         _heeded_by_task("preference_sft_weight"),
         least=0,
     )
-    desirable_weight: float = _flag(
-        1.0, "Weight of desirable answers' losses", _heeded_by_task("desirable_weight"), least=0
-    )
+    desirable_weight: float = _flag(1.0, "Weight of desirable answers", _heeded_by_task("desirable_weight"), least=0)
     undesirable_weight: float = _flag(
-        1.0, "Weight of undesirable answers' losses", _heeded_by_task("undesirable_weight"), least=0
+        1.0, "Weight of undesirable answers", _heeded_by_task("undesirable_weight"), least=0
     )
 
 
@@ -606,7 +600,7 @@ class DistillationSettings:
 
     teacher: str = _flag(
         "",
-        "Directory or hub id of a model with the same tokenizer, whose predictions of the trained tokens are learned",
+        "Directory or hub id of a model with the same tokenizer, whose predictions are learned",
         scope="input",
         metavar="DIR",
         is_firm=True,
@@ -615,14 +609,14 @@ class DistillationSettings:
     )
     teacher_top_k: int = _flag(
         64,
-        "Tokens with their own probability at each position; the others count as one",
+        "Tokens per position with their own probability; the others count as one",
         _TEACHER,
         least=1,
         moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
     teacher_weight: float = _flag(
         1.0,
-        "Weight of the teacher's predictions, from 0 to 1; the data's tokens have the rest",
+        "Weight of the teacher's predictions, from 0 to 1; the data have the rest",
         _TEACHER,
         above=0,
         most=1,
@@ -652,38 +646,30 @@ class ParallelSettings:
 
     ep_size: int = _flag(
         1,
-        "Expert-parallel ranks: experts are sharded over them; must divide the number of experts and of ranks",
+        "Expert-parallel ranks: experts are sharded over them; must divide experts and ranks",
         least=1,
     )
     cp_size: int = _flag(
         1,
-        "Context-parallel ranks: each sequence is split over them; must divide the number of "
-        "ranks and of attention heads. Layers that mix tokens without attention compute complete "
-        "sequences",
+        "Context-parallel ranks: each sequence is split over them; must divide ranks and attention heads",
         least=1,
     )
     tp_size: int = _flag(
         1,
-        "Tensor-parallel ranks, within a node: attention heads, dense MLPs and the vocabulary "
-        "are sharded over them, and sequences between these layers; must divide the number of "
-        "ranks and of key and value heads",
+        "Tensor-parallel ranks of a node: heads, dense MLPs and vocabulary are sharded over them; must divide ranks "
+        "and KV heads",
         least=1,
     )
     async_tp: bool = _flag(
         False,
-        "With --tp-size, on GPUs with NVLink: overlap the exchange of positions with the GEMMs before and after it",
+        "Overlap exchanges of tensor parallelism with GEMMs, over NVLink",
         _TP._replace(resets=True),
     )
-    loss_parallel: bool = _flag(
-        True, "With --tp-size: shard the vocabulary too, so that each rank has only part of the logits", _TP
-    )
-    pp_size: int = _flag(
-        1, "Pipeline-parallel ranks: the decoder layers are divided over them; must divide the number of ranks", least=1
-    )
+    loss_parallel: bool = _flag(True, "Tensor parallelism shards the vocabulary, too", _TP)
+    pp_size: int = _flag(1, "Pipeline-parallel ranks: decoder layers are divided over them; must divide ranks", least=1)
     pipeline_schedule: ScheduleName | None = _flag(
         None,
-        "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: "
-        "zero-bubble or 1f1b; interleaved with --pipeline-chunks)",
+        "Order of a stage's forwards and backwards (default: by forecast; interleaved with --pipeline-chunks)",
         _PP,
         excludes=[
             (
@@ -701,14 +687,13 @@ class ParallelSettings:
     )
     pipeline_chunks: int = _flag(
         None,
-        "Stages per pipeline rank; more stages shorten the bubble (default: 1; 2 with --pipeline-schedule interleaved)",
+        "Stages per pipeline rank; more shorten the bubble (default: 1; 2 with --pipeline-schedule interleaved)",
         _PP,
         least=1,
     )
     pipeline_layers: str | None = _flag(
         None,
-        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast, so that the "
-        "slowest stage is fastest and all fit)",
+        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast)",
         metavar="N,N...",
         requires=(
             lambda config: config.pp_size > 1,
@@ -726,14 +711,13 @@ class ParallelSettings:
     dispatch_sums: DispatchSums = _flag(
         "same",
         lambda: (
-            f"Dtype in which --dispatch {_dispatchers_that('sums', 'and')} send back sums over a "
-            "token's experts: that of the run, or float32"
+            f"Dtype of the sums that --dispatch {_dispatchers_that('sums', 'and')} send back: the run's, or float32"
         ),
         _SUMS,
     )
     ranks_per_node: int | None = _flag(
         None,
-        "Ranks that fast links connect, for --dispatch and --tp-size (default: the ranks of one host)",
+        "Ranks that fast links connect (default: those of one host)",
         _NODES,
         least=1,
     )
@@ -783,8 +767,8 @@ class MemorySettings:
 
     gradient_checkpointing: Checkpointing = _flag(
         "none",
-        "Recompute each layer in backward: completely (full; also without a value), or except "
-        "routing, all-to-alls and attention (selective)",
+        "Recompute each layer in backward: completely (full, or no value), or except routing, all-to-alls and "
+        "attention (selective)",
         also=("bool",),
         type=_checkpointing,
         choices=get_args(Checkpointing),
@@ -793,7 +777,7 @@ class MemorySettings:
     )
     keep_expert_products: int = _flag(
         0,
-        "Number of layers whose first expert GEMMs selective checkpointing does not recompute",
+        "Layers whose first expert GEMMs' outputs selective checkpointing keeps",
         _SELECTIVE,
         least=0,
         requires=(
@@ -804,7 +788,7 @@ class MemorySettings:
     )
     offload_activations: bool = _flag(
         False,
-        "With --gradient-checkpointing: offload each layer's input to host memory until its backward",
+        "Offload layer inputs to host memory until backward; needs --gradient-checkpointing",
         device="cuda",
         requires=(
             lambda config: config.gradient_checkpointing != "none",
@@ -817,7 +801,7 @@ class MemorySettings:
     )
     offload_experts: bool = _flag(
         False,
-        "Keep frozen experts in host memory; copy each layer's to the GPU while the one before it computes",
+        "Keep frozen experts in host memory; copy each layer's to the GPU ahead of its use",
         device="cuda",
         requires=(
             lambda config: config.adapter != "none" or config.freeze,
@@ -834,12 +818,11 @@ class MemorySettings:
         ],
     )
     reshard_after_forward: bool = _flag(
-        True, "Free each layer's gathered parameters after its forward; off: after its backward", of=_LAYOUT
+        True, "Free a layer's gathered parameters after its forward; off: after its backward", of=_LAYOUT
     )
     keep_expert_copies: bool = _flag(
         False,
-        "Round experts' weights to the compute dtype once in a step, and keep them so; off: in each forward, and again "
-        "where backward recomputes it",
+        "Round experts' weights to the compute dtype once per step; off: in each forward and recomputation",
     )
     force: bool = _flag(
         False, "Start even if the model does not fit by the memory forecast", of=_OUTPUT, moves=Moves.NOTHING
@@ -867,14 +850,13 @@ class PrecisionSettings:
     )
     tf32: bool = _flag(
         False,
-        "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere. Off: in full",
+        "Compute fp32 matmuls in TF32 (Ampere and later): faster, 10-bit mantissa",
         moves=Moves.PRECISION,
         of=_PROCESS,
     )
     expert_precision: Precision = _flag(
         "same",
-        "Expert GEMMs: in the run's dtype, or in fp8 with row-wise scales on GPUs of compute "
-        "capability 9 (H100, H200); emulated on CPUs",
+        "Expert GEMMs: in the run's dtype, or in fp8 (H100, H200; emulated on CPUs)",
         requires=(lambda config: config.bf16, "--expert-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
             (lambda config: not is_beside_fp8(config.expert_kernel), BESIDE_FP8),
@@ -889,8 +871,8 @@ class PrecisionSettings:
     )
     dense_precision: Precision = _flag(
         "same",
-        "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or "
-        "in fp8 with row-wise scales on GPUs of compute capability 9 and above; emulated on CPUs",
+        "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or in fp8 (compute "
+        "capability 9 and above; emulated on CPUs)",
         requires=(lambda config: config.bf16, "--dense-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
             ("compile", "--dense-precision fp8: does not work with --compile; leave out one of them"),
@@ -911,14 +893,14 @@ class PrecisionSettings:
     expert_kernel: str = _flag("auto", help_of_kernels, metavar="NAME")
     attn_implementation: str = _flag(
         "auto",
-        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a "
-        "mask of length squared or lacks sinks; eager if neither works",
+        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own where sdpa would need a full mask or lacks"
+        " sinks; else eager",
         metavar="NAME",
     )
     cross_entropy: CrossEntropy = _flag(
         "auto",
-        "Compute logits of part of the sequence at a time (chunked; liger: with liger-kernel, on "
-        "GPUs) or of the complete sequence (full). auto: chunked, which moves fewer bytes than liger",
+        "Compute logits of part of the sequence at a time (chunked; liger: by liger-kernel), or of all of it (full). "
+        "auto: chunked",
         of=ENGINE,
     )
     cpu_matmul: CpuMatmul = _flag(
@@ -977,21 +959,21 @@ class ScheduleSettings:
     )
     loss_average: LossAverage = _flag(
         "token",
-        "What the loss is a mean of: target tokens, or samples, each by the mean of its target tokens",
+        "What the loss is a mean of: target tokens, or samples' own means",
         excludes=_of_next_tokens("loss_average", " {loss_average}"),
         of=_LOOP,
         moves=Moves.OBJECTIVE,
     )
     loss_by_dataset: bool = _flag(
         False,
-        "Also log the loss of each data set of --dataset and --eval-dataset",
+        "Also log the loss of each data set",
         excludes=_of_next_tokens("loss_by_dataset"),
         of=_LOOP,
         moves=Moves.SPEED,
     )
     num_train_epochs: float = _flag(
         1.0,
-        "Passes over the data, without --max-steps",
+        "Passes over the data",
         Needs(
             "--max-steps -1",
             lambda config: config.max_steps < 0,
@@ -1027,8 +1009,7 @@ class ScheduleSettings:
     )
     seed: int = _flag(
         42,
-        "Seed of the data order, of what --eval-ratio and weights of data sets take, of new weights (adapters, rows of "
-        "new tokens), and of dropout and jitter",
+        "Seed of data order, held-out samples, new weights, dropout and jitter",
         least=0,
         below=2**62,
         moves=Moves.MODEL | Moves.SAMPLES | Moves.BATCHES | Moves.UPDATES,
@@ -1080,7 +1061,7 @@ class OptimizerSettings:
     adam_epsilon: float = _flag(1e-8, "AdamW's epsilon", _heeded_as("adam_epsilon"), above=0)
     shampoo_frequency: int = _flag(
         10,
-        "With --optim shampoo: steps between two preconditioners",
+        "Steps between two preconditioners",
         _heeded_as("shampoo_frequency"),
         least=1,
         in_plans=True,
@@ -1088,14 +1069,14 @@ class OptimizerSettings:
     )
     shampoo_start: int | None = _flag(
         None,
-        "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
+        "First step with a preconditioner; AdamW's updates before it (default: the frequency)",
         _heeded_as("shampoo_start"),
         least=1,
         **_OF_STATE,
     )
     shampoo_block_size: int = _flag(
         1024,
-        "With --optim shampoo: cut matrices into blocks of this size",
+        "Size of the blocks into which matrices are cut",
         _heeded_as("shampoo_block_size"),
         least=2,
         in_plans=True,
@@ -1126,21 +1107,18 @@ class RoutingSettings:
 
     router_aux_loss_coef: float | None = _flag(
         None,
-        "Weight of the load-balancing loss, over the chosen experts (default: the model "
-        "config's, if it sets output_router_logits, else 0)",
+        "Weight of the load-balancing loss (default: the model config's if it sets output_router_logits, else 0)",
         least=0,
     )
     router_aux_loss_per_layer: bool = _flag(
         False,
-        "Balance every layer separately. Off, as in transformers: balance the sum over layers, "
-        "where one layer's excess can offset another's shortage",
+        "Balance each layer separately; off, as in transformers: the sum over layers",
         Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss", least=0)
     router_bias_update_rate: float = _flag(
         0.0,
-        "Auxiliary-loss-free balancing: change of the routers' correction biases per step, "
-        "towards even load; for model families with such biases",
+        "Auxiliary-loss-free balancing: change per step of the routers' correction biases, in families that have them",
         least=0,
         excludes=(
             "adapter",
@@ -1158,8 +1136,8 @@ class RoutingSettings:
     )
     router_warn_load: float | None = _flag(
         None,
-        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to "
-        "the maximum, experts / experts per token)",
+        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to experts / experts per"
+        " token)",
         Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
         least=1,
         of=_LOOP,
@@ -1187,8 +1165,7 @@ class MTPSettings:
 
     train_mtp: float = _flag(
         0.0,
-        "Also train the checkpoint's layer for multi-token prediction (MTP), with this weight of its loss "
-        f"({MTP_WEIGHT} if none is given). Without it, the layer is copied unchanged to the export",
+        f"Also train the layer for multi-token prediction, with this weight of its loss ({MTP_WEIGHT} if not given)",
         type=_mtp_weight,
         nargs="?",
         const=MTP_WEIGHT,
@@ -1206,8 +1183,7 @@ class MTPSettings:
     )
     mtp_detach: bool = _flag(
         True,
-        "The loss of --train-mtp trains its layer alone, so that all else learns as without it. Off: it trains the "
-        "whole model, embedding and head included",
+        "The loss of --train-mtp trains its layer alone; off: the whole model",
         Needs("--train-mtp", lambda config: config.train_mtp > 0),
         of=_STEPS,
         in_plans=True,
@@ -1253,22 +1229,21 @@ class AdapterSettings:
     )
     lora_targets: list[str] = _list(
         "What gets adapters: attention, experts, router, shared-experts, dense-mlp, all-linear (all of these), or "
-        "regular expressions for names of linear layers; separated by commas or spaces",
+        "regular expressions for linear layers; separated by commas or spaces",
         _LORA,
         default=("attention", "experts"),
         metavar="NAME",
     )
     use_rslora: bool = _flag(False, "Scale LoRA deltas by alpha / sqrt(r)", _LORA, moves=Moves.MODEL | Moves.STATE)
     modules_to_save: list[str] = _list(
-        "Modules trained whole beside the adapters: embed_tokens, lm_head, norms, router, or regular "
-        "expressions for their names; separated by commas or spaces",
+        "Modules trained whole, with the adapters: embed_tokens, lm_head, norms, router, or regular expressions; "
+        "separated by commas or spaces",
         _LORA,
         metavar="NAME",
     )
     train_new_tokens: bool = _flag(
         False,
-        "Beside the adapters, train the rows that new tokens (--add-tokens, --resize-vocab) have in embedding and "
-        "head, and no others",
+        "Train the rows of new tokens (--add-tokens, --resize-vocab), with the adapters",
         _LORA,
         requires=(
             lambda config: config.add_tokens or config.resize_vocab,
@@ -1277,8 +1252,8 @@ class AdapterSettings:
     )
     base_dtype: BaseDtype = _flag(
         "auto",
-        "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA); mxfp4: experts stay in the MXFP4 of the "
-        "checkpoint, the rest in bf16. auto: bf16 with --bf16, else fp32",
+        "Dtype of frozen weights; nf4, fp8: QLoRA; mxfp4: experts as in the checkpoint, the rest in bf16. auto: bf16 "
+        "with --bf16, else fp32",
         _LORA,
         requires=(
             lambda config: config.adapter != "none" or config.base_dtype == "float32",
@@ -1288,8 +1263,7 @@ class AdapterSettings:
     )
     init_adapter: str = _flag(
         "",
-        "Start from the adapter in a directory, written by PEFT or an earlier run. Its rank, "
-        "alpha and targets are the defaults",
+        "Start from an adapter of PEFT or of an earlier run, with its rank, alpha and targets",
         scope="input",
         metavar="DIR",
         requires=(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora"),
@@ -1298,8 +1272,7 @@ class AdapterSettings:
     )
     adapter_format: AdapterFormat = _flag(
         "auto",
-        "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
-        "checkpoint stores its experts",
+        "Exported adapters of experts: per expert, or PEFT's packed form. auto: as the checkpoint stores its experts",
         _LORA,
         _EXPORTS,
         of=_FILES,
@@ -1307,15 +1280,15 @@ class AdapterSettings:
     )
     merge: bool = _flag(
         False,
-        "Also export the model with the adapter merged into its weights",
+        "Also export the model with the adapter merged",
         _LORA,
         _EXPORTS,
         of=_OUTPUT,
         moves=Moves.NOTHING,
     )
     freeze: list[str] = _list(
-        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or "
-        "regular expressions for names of parameters; separated by commas or spaces",
+        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
+        "for parameters; separated by commas or spaces",
         metavar="NAME",
         excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --freeze"),
     )
@@ -1376,7 +1349,7 @@ class EvaluationSettings:
     )
     eval_ratio: float = _flag(
         0.0,
-        "Fraction of --dataset held out for evaluation, without --eval-dataset",
+        "Fraction of --dataset held out for evaluation",
         _READS_EVALUATION,
         least=0,
         below=1,
@@ -1400,7 +1373,7 @@ class EvaluationSettings:
     )
     early_stopping_threshold: float = _flag(
         0.0,
-        "Least decrease of the loss that counts as better",
+        "Decrease of the loss that counts as better",
         Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
         least=0,
     )
@@ -1421,7 +1394,7 @@ class EvaluationSettings:
         0, "Generate samples for a few prompts every N steps; 0: never", least=0, moves=Moves.NOTHING
     )
     generate_prompts: list[str] = _list(
-        "Their prompts (default: questions from the evaluation data, else the training data)",
+        "Their prompts (default: from the evaluation data, else the training data)",
         _GENERATES,
         moves=Moves.NOTHING,
     )
@@ -1444,7 +1417,7 @@ class CheckpointSettings:
 
     output_dir: str = _flag(
         "output",
-        "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
+        "Directory for logs, report, checkpoints and the exported model",
         scope="output",
         metavar="DIR",
         of=_FILES._replace(readers=_FILES.readers - {"Trainer"}),
@@ -1456,7 +1429,7 @@ class CheckpointSettings:
     )
     async_save: bool = _flag(
         True,
-        "Continue training while a checkpoint is written, from a copy in host memory",
+        "Train on while a checkpoint is written, from a copy in host memory",
         _SAVES,
         of=_LOOP,
         moves=Moves.SPEED,
@@ -1464,8 +1437,8 @@ class CheckpointSettings:
     on_save_error: OnSaveError = _flag("stop", "If saving fails: stop or continue", _SAVES, of=_LOOP)
     resume: str = _flag(
         "",
-        "Resume from a training checkpoint: its path, a directory of several for the newest complete one, or auto "
-        "for that of --output-dir (auto starts anew without one)",
+        "Resume from a training checkpoint, the newest of a directory, or auto: the newest of --output-dir, if it has"
+        " any",
         aliases=["resume_from_checkpoint"],
         type=_resume,
         scope="input",
@@ -1473,32 +1446,30 @@ class CheckpointSettings:
         metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: resume even if the model, the data or what is minimised has changed: model, data, objective",
+        "Resume although this has changed: model, data, objective",
         _RESUMES,
         metavar="NAME",
         in_plans=False,
     )
     elastic: bool = _flag(
         False,
-        "With --resume: choose the largest --ep-size that the number of ranks allows, and keep the global batch size",
+        "Resume on any number of ranks: take the largest --ep-size that they allow, and keep the global batch size",
         requires=(lambda config: config.resume, "--elastic needs --resume; give --resume auto"),
     )
-    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf", of=_OUTPUT)
+    export: bool = _flag(True, "Write the model to OUTPUT_DIR/hf at the end", of=_OUTPUT)
     max_shard_size: str = _flag(
         "5GB", "Size of an exported safetensors file", _EXPORTS_MODEL, metavar="SIZE", of=_FILES, moves=Moves.EXPORT
     )
     export_encoding: ExportEncoding = _flag(
         "plain",
-        "Tensors that are quantized in --model. plain: export bfloat16; source: quantize them "
-        "again the same way, unchanged blocks bit for bit",
+        "Tensors that are quantized in --model: write bfloat16 (plain), or quantize them again the same way (source)",
         _EXPORTS_MODEL,
         of=_FILES,
         moves=Moves.EXPORT,
     )
     drop_untrained: bool = _flag(
         False,
-        "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
-        "config.json, instead of copying them unchanged",
+        "Leave untrained tensors (vision tower, multi-token prediction) out of the export, instead of copying them",
         _EXPORTS_MODEL,
         of=_FILES,
         moves=Moves.EXPORT,
@@ -1528,14 +1499,13 @@ class LogSettings:
     }
 
     logging_steps: int = _flag(1, "Log every N steps", least=1)
-    verbose: bool = _flag(False, "Also print the run's choices before its first step, and its experts' load", of=_DATA)
+    verbose: bool = _flag(False, "Also print the run's choices, and its experts' load", of=_DATA)
     report_to: list[str] = _list(
         "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME", of=_OUTPUT
     )
     run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME", of=_OUTPUT)
     profile: list[str] = _list(
-        "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
-        "OUTPUT_DIR/profile, and into the report",
+        "Steps to profile, counted from 1: 5, 5-7 or 5,9; results go to OUTPUT_DIR/profile and the report",
         metavar="STEPS",
         excludes=("compile", "--profile cannot look inside layers that --compile compiles; leave out one of them"),
     )
@@ -1604,13 +1574,12 @@ class DebugSettings:
     )
     check_replicas: int = _flag(
         0,
-        "Every N steps, and before each save, compare what is replicated on several ranks: "
-        "buffers and, with --dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
+        "Compare what several ranks hold copies of every N steps, and before each save; 0: never",
         least=0,
     )
     deterministic: bool = _flag(
         False, "Bitwise reproducible per layout; slower on GPUs", of=_PROCESS, moves=Moves.SPEED
     )
     debug_ranks: list[int] = _list(
-        "Ranks on which breakpoint() and errors open a debugger; the others wait without a time limit", metavar="RANK"
+        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit", metavar="RANK"
     )

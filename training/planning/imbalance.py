@@ -19,8 +19,8 @@ def add_imbalance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance",
         metavar="X|FILE",
-        help="load of the busiest expert over the mean, or a run's metrics.jsonl to read it from "
-        "(default: as measured for natural routing, by the number of experts; 1: even)",
+        help="load of the busiest expert over the mean, or a run's metrics.jsonl that has it (default: that of natural "
+        "routing; 1: even)",
     )
 
 

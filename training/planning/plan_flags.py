@@ -60,13 +60,13 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--tp-size",
         metavar="N,N...",
-        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and 2, 4 and 8 "
-        "with one sequence per group where these may pay. The model is measured for each until that is cached",
+        help="tensor-parallel ranks of a node: one number, several to compare, or auto (default): those of 1, 2, 4 and "
+        "8 that may pay",
     )
     add_imbalance_flags(parser)
     parser.add_argument("--top", type=int, default=12, help="lines of the table")
-    parser.add_argument("--verbose", action="store_true", help="show the parts of memory and time, and the assumptions")
-    parser.add_argument("--json", action="store_true", help="print JSON: every layout, with the line that starts it")
+    parser.add_argument("--verbose", action="store_true", help="show parts of memory and time, and assumptions")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every layout and its launch line")
     parser.add_argument("--no-cache", action="store_true", help="measure again, without the cache")
     parser.add_argument("--seq-length", metavar="N", help="another name of --max-seq-length")
     parser.add_argument("--micro-batch", metavar="N", help="another name of --per-device-train-batch-size")

@@ -256,15 +256,15 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` "
-        "measured, instead of --gpu and --network",
+        help="rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` measured, for --gpu and "
+        "--network",
     )
     parser.add_argument(
         "--flash-attention",
         type=int,
         choices=(2, 3),
         default=2,
-        help=("flash-attention version of packed attention: 3 if flash_attn_interface is installed (default: 2)"),
+        help="flash attention of packed sequences: 3 with flash_attn_interface (default: 2)",
     )
 
 

@@ -16,10 +16,8 @@ from ..planner.hardware import MOST, add_hardware_flags, check_positive, tell_no
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
-is a directory with config.json, that file, or a hub id. The real code of a
-training step runs. Prints whether it fits, what memory is for and when it
-peaks, what is sent, how long a step takes, and what would fail. Rates are
-those that others attained; the memory of NCCL and CUDA is assumed."""
+is a directory with config.json, that file, or a hub id. Prints whether it
+fits, what memory is for, what is sent, how long a step takes, and what fails."""
 
 _EPILOG = """\
 All options of train_ep.py are taken too; those that do not change a step have
@@ -50,15 +48,14 @@ def build_parser() -> Parser:
         "--ranks",
         choices=["one", "all"],
         default="one",
-        help="all: one rank of each kind (the first and the last, and of each pipeline stage the first and the most "
-        "loaded), and whether their collectives match",
+        help="all: one rank of each kind, and whether their collectives match",
     )
     add_imbalance_flags(parser)
     parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
     parser.add_argument(
         "--every-layer",
         action="store_true",
-        help="run all layers, where few of those that are alike tell of the others (takes up to a minute)",
+        help="run all layers, not few of each kind (takes up to a minute)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
