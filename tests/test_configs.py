@@ -30,7 +30,7 @@ from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.model_config import find_config, read_config
-from expertmesh.training.planning.planner.pipelines import with_open_settings
+from expertmesh.training.planning.planner.pipelines import dry_run_pipeline, pipelined, with_open_settings
 from expertmesh.training.planning.planner.search import Plan, forecast
 from expertmesh.training.planning.rehearsal import rehearse_command
 from expertmesh.training.planning.tables import launch_line, speed
@@ -278,23 +278,25 @@ def test_a_recipe_says_why(name: str) -> None:
 
 
 def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
-    """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing. Of a pipeline's
-    memory, which `plan` estimates, here is the dry run's, of the rank that holds the most by estimate."""
+    """On so many H100, with natural routing, as `plan` has it by default, and with balanced routing: a pipeline by dry
+    runs of its ranks, as of one that `plan` recommends."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     forecasts = Forecasts(file.content, file.load)
-    natural = GivenRouting(samples=1, busiest=None)
+    natural, balanced = GivenRouting(samples=1, busiest=None), GivenRouting(samples=1, busiest=1.0)
     asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
     if config.pp_size > 1:
         # as a run of it does
         asked = replace(asked, config=with_open_settings(forecasts, asked)[0])
-    plan, even = forecast(forecasts, [asked, replace(asked, routing=replace(natural, busiest=1.0))])
-    assert isinstance(plan, Plan), plan
-    assert isinstance(even, Plan), even
-    if config.pp_size > 1:
-        run = forecasts.account(replace(asked, rank=plan.account.rank))
-        held = replace(plan.account, memory=run.memory, communicators=run.communicators, in_host=run.in_host)
-        plan = replace(plan, account=held)
+    plan, even = (planned(forecasts, replace(asked, routing=routing)) for routing in (natural, balanced))
     return plan, even
+
+
+def planned(forecasts: Forecasts, asked: Asked) -> Plan:
+    (plan,) = forecast(forecasts, [asked])
+    assert isinstance(plan, Plan), plan
+    if asked.config.pp_size > 1:
+        plan = replace(plan, account=dry_run_pipeline(forecasts, pipelined(forecasts, asked))[0])
+    return plan
 
 
 def told_of(plan: Plan, even: Plan) -> str:
