@@ -77,15 +77,35 @@ def never_tracing() -> Iterator[None]:
     Raises:
         ExpertMeshError: it would not check.
     """
-    asks = getattr(masking_utils, "is_tracing", None)
     functions = [value for value in vars(masking_utils).values() if inspect.isfunction(value)]
-    if asks is None or not any(_mentions(inspect.unwrap(other).__code__, "is_tracing") for other in functions):
-        raise api_changed("masking_utils does not ask is_tracing any more")
-    masking_utils.is_tracing = lambda *_: False
-    try:
+    with _answering(masking_utils, "is_tracing", False, functions):
         yield
-    finally:
-        masking_utils.is_tracing = asks
+
+
+@contextmanager
+def without_packages() -> Iterator[None]:
+    """Within it, transformers computes by its own code what it would have packages' kernels compute, as in a forward
+    that is being exported. To be used where tensors have no memory, or none on a GPU, which kernels would read.
+
+    Raises:
+        ExpertMeshError: it would not ask.
+    """
+    decorate = hub_kernels.use_kernel_func_from_hub_with_fallback
+    with _answering(hub_kernels, "is_torchdynamo_exporting", True, [decorate]):
+        yield
+
+
+@contextmanager
+def _answering(file: ModuleType, asks: str, answer: bool, askers: Iterable[Callable[..., Any]]) -> Iterator[None]:
+    """Within it, a function that a file calls by this name gives this answer to the askers there."""
+    if not hasattr(file, asks) or not any(mentions(asker, asks) for asker in askers):
+        raise api_changed(f"{file.__name__.rpartition('.')[2]} does not ask {asks} any more")
+
+    def says(*_: Any) -> bool:  # a Mock would keep what it is asked about
+        return answer
+
+    with mock.patch.object(file, asks, says):
+        yield
 
 
 @contextmanager
@@ -185,6 +205,18 @@ def in_place_of_trainers(method: _Method) -> _Method:
 
 def looping_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str, FunctionType]]:
     """Functions that these modules' classes call by names of their files, and whose code has a loop."""
+    return _functions_of(modules, _has_loop)
+
+
+def projecting_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str, FunctionType]]:
+    """Functions that these modules' classes call by names of their files, and that, given the weight and bias of a
+    linear layer as `outproj_weight` and `outproj_bias`, multiply by them in the end, as mamba-ssm's kernel does."""
+    return _functions_of(modules, lambda function: "outproj_weight" in inspect.signature(function).parameters)
+
+
+def _functions_of(
+    modules: Iterable[nn.Module], is_such: Callable[[FunctionType], bool]
+) -> dict[ModuleType, dict[str, FunctionType]]:
     found: dict[ModuleType, dict[str, FunctionType]] = {}
     for kind in {type(module) for module in modules}:
         file = sys.modules[kind.__module__]
@@ -193,7 +225,7 @@ def looping_functions(modules: Iterable[nn.Module]) -> dict[ModuleType, dict[str
         methods = (inspect.unwrap(method) for method in vars(kind).values() if isinstance(method, FunctionType))
         for name in {name for method in methods for name in method.__code__.co_names}:
             function = vars(file).get(name)
-            if isinstance(function, FunctionType) and _has_loop(function):
+            if isinstance(function, FunctionType) and is_such(function):
                 found.setdefault(file, {})[name] = function
     return found
 

@@ -43,6 +43,8 @@ class ProbedFacts:
     head_is_last: whether the model's logits are its head's output, unchanged; some families scale or cap them.
     masks_by_position: whether its masks separate samples packed in a sequence, which restarting positions mark.
     read_weights: paths of linear layers whose weight, or its dtype, is read by other code than their own forward.
+    handed: of those of which this code only hands it to a function that multiplies by it, or has the layer called (see
+        `hf_model.called_layers`); they are not in `read_weights`.
     uncalled: paths of linear layers whose own forward is not called.
     attention: layers by what their tokens see, in ascending order of windows.
     draws: whether it draws random numbers in training.
@@ -55,6 +57,7 @@ class ProbedFacts:
     head_is_last: bool
     masks_by_position: bool
     read_weights: frozenset[str]
+    handed: frozenset[str]
     uncalled: frozenset[str]
     attention: tuple[Attention, ...]
     draws: bool

@@ -27,6 +27,7 @@ from ..kernels.kernel_registry import ExpertKernel, KernelNeeds
 from ..linear.linear import hold_transposed, use_linear
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
+from .called_layers import call_layers
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import facts_key, keep_facts, recall
 from .images import image_paths, see_images
@@ -69,6 +70,7 @@ def build_model(config: Any, attn_implementation: str = "auto", images: bool = F
     swap_experts(model, facts.experts)
     _check_alike(model)
     give_facts(model, facts, key)
+    call_layers(model)
     give_forwards(model)
     if images:
         see_images(model, seen)

@@ -91,7 +91,7 @@ def recall(key: FactsKey) -> ProbedFacts | None:
     }
     attention = tuple(Attention(**each) for each in content["attention"])
     left_out = {path: frozenset(names) for path, names in content["left_out"].items()}
-    sets = {name: frozenset(content[name]) for name in ("read_weights", "uncalled", "fp32_names")}
+    sets = {name: frozenset(content[name]) for name in ("read_weights", "handed", "uncalled", "fp32_names")}
     return ProbedFacts(**{**content, **sets, "experts": experts, "attention": attention, "left_out": left_out})
 
 

@@ -49,7 +49,7 @@ def probe(model: Any) -> ProbedFacts:
             if given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0:
                 random.append(operator)
 
-    with _on_meta(model) as calls, _noting_reads(model) as (read_weights, uncalled):
+    with _on_meta(model) as calls, _noting_reads(model) as (reads, handed, uncalled):
         # kernels that are for training alone may take weights of several layers at once
         with _BeforeOperators(note_random):
             _run(model.train(), "does not run", position_ids=positions_BS)
@@ -75,7 +75,8 @@ def probe(model: Any) -> ProbedFacts:
         experts,
         head in called and logits is called[head].output,
         bool(looked_at),
-        frozenset(read_weights),
+        frozenset(reads - handed),
+        frozenset(handed.keys() - (reads - handed).keys()),
         frozenset(uncalled),
         tuple(Attention(window, width) for window, width in sorted(widths.items())),
         bool(random),
@@ -353,20 +354,27 @@ def _noting_attention() -> Iterator[Counter[int]]:
 
 
 @contextmanager
-def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
-    """Paths of the linear layers whose weight is read within it by other code than their own forward; and of those
-    whose own forward is not called."""
+def _noting_reads(model: nn.Module) -> Iterator[tuple[Counter[str], Counter[str], set[str]]]:
+    """How often the weights of linear layers, by path, are read within it by other code than their own forward, and how
+    often of that to hand them to functions that multiply by them in the end; and paths of those whose own forward is
+    not called."""
+    from ..transformers_private import projecting_functions, replacing_functions
+
     paths: dict[nn.Module, str] = {
         module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     own_classes = {module: type(module) for module in paths}
     computing: set[nn.Module] = set()
-    read, uncalled = set[str](), set(paths.values())
+    reads, handed, uncalled = Counter[str](), Counter[str](), set(paths.values())
+
+    def hand(function: Any, *args: Any, outproj_weight: Any = None, **kwargs: Any) -> Any:
+        handed.update(path for module, path in paths.items() if module._parameters["weight"] is outproj_weight)
+        return function(*args, outproj_weight=outproj_weight, **kwargs)
 
     def noting(own: Any) -> Any:
         def look_up(module: nn.Module, name: str) -> Any:
             if name == "weight" and module not in computing:
-                read.add(paths[module])
+                reads[paths[module]] += 1
             return own.__getattr__(module, name)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -383,7 +391,8 @@ def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
     for module, own in own_classes.items():
         module.__class__ = noting_classes[own]
     try:
-        yield read, uncalled
+        with replacing_functions(projecting_functions(model.modules()), hand):
+            yield reads, handed, uncalled
     finally:
         for module, own in own_classes.items():
             module.__class__ = own
@@ -408,9 +417,10 @@ def answering_host() -> Iterator[None]:
     """Within it, a forward on the meta device continues where its code asks for values."""
     # only the size of a mask is known
     from ..torch_private import _config
+    from ..transformers_private import without_packages
 
     sizes = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-    with _AnswerHost(), sizes, torch.no_grad():
+    with _AnswerHost(), sizes, torch.no_grad(), without_packages():
         yield
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..experts.model_layers import moe_layers
 from ..linear.linear import Linear
+from ..transformers_private import without_packages
 from .probe import leaving_no_trace
 
 _LARGE = 2**16
@@ -32,6 +33,7 @@ def standing_in_for_weights(model: Any) -> Iterator[None]:
         torch.no_grad(),
         leaving_no_trace(model),
         _WithoutWeights(),
+        without_packages(),
     ):
         for module in model.modules():
             module.training = False

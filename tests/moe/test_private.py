@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import Trainer, masking_utils
+from transformers.integrations import hub_kernels
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +30,7 @@ from expertmesh.moe.transformers_private import (
     never_tracing,
     replacing_attention,
     replacing_sample_search,
+    without_packages,
     wrap_checkpointing,
 )
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -218,6 +220,16 @@ def test_whether_transformers_asks_if_it_is_tracing(monkeypatch: pytest.MonkeyPa
     for name in callers:
         monkeypatch.setattr(masking_utils, name, otherwise)
     with pytest.raises(ExpertMeshError, match="does not ask is_tracing any more"), never_tracing():
+        pass
+
+
+def test_whether_transformers_asks_if_it_is_exporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = hub_kernels.is_torchdynamo_exporting
+    with without_packages():
+        assert hub_kernels.is_torchdynamo_exporting() is True
+    assert hub_kernels.is_torchdynamo_exporting is own
+    monkeypatch.setattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", otherwise)
+    with pytest.raises(ExpertMeshError, match="hub_kernels does not ask is_torchdynamo_exporting"), without_packages():
         pass
 
 

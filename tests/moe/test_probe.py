@@ -186,22 +186,22 @@ def test_masks_that_are_made_of_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "read", "uncalled"),
+    ("family", "read", "handed", "uncalled"),
     [
-        ("mixtral", set(), set()),
+        ("mixtral", set(), set(), set()),
         # its dtype is
-        ("glm_moe_dsa", {"self_attn.indexer.weights_proj"}, set()),
+        ("glm_moe_dsa", {"self_attn.indexer.weights_proj"}, set(), set()),
         # multiplied by the code around it
-        ("jamba", {"mamba.dt_proj"}, {"mamba.dt_proj"}),
+        ("jamba", {"mamba.dt_proj"}, set(), {"mamba.dt_proj"}),
         # handed to a kernel, in training alone
-        ("nemotron_h", {"mixer.out_proj"}, set()),
-        ("granitemoehybrid", {"mamba.out_proj"}, set()),
+        ("nemotron_h", set(), {"mixer.out_proj"}, set()),
+        ("granitemoehybrid", set(), {"mamba.out_proj"}, set()),
     ],
 )
-def test_weights_that_others_read(family: str, read: set[str], uncalled: set[str]) -> None:
+def test_weights_that_others_read(family: str, read: set[str], handed: set[str], uncalled: set[str]) -> None:
     model = on_meta(config_of(family), "eager")
     classes = {module: type(module) for module in model.modules()}
     seen = probe(model)
-    for paths, names in ((seen.read_weights, read), (seen.uncalled, uncalled)):
+    for paths, names in ((seen.read_weights, read), (seen.handed, handed), (seen.uncalled, uncalled)):
         assert {re.sub(r"model\.layers\.\d+\.", "", path) for path in paths} == names
     assert all(type(module) is own for module, own in classes.items())

@@ -90,6 +90,22 @@ def test_mistakes(targets: list[str], said: str) -> None:
         adapted("mixtral", *targets)
 
 
+def test_layers_that_are_not_called() -> None:
+    """Jamba's code multiplies by the weight of dt_proj, so an adapter would have no effect: refused by name if it is
+    all that was asked for, told if it is among others."""
+    with pytest.raises(
+        ExpertMeshError, match=r"--lora-targets dt_\w+: dt_proj cannot have an adapter: the model's code"
+    ):
+        adapted("jamba", "dt_proj")
+    config = TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["all-linear"])
+    assert ", not on dt_proj (the model's code multiplies by the weight itself): " in told_of("jamba", config)
+    assert "not on" not in told_of("mixtral", config)
+
+
+def told_of(family: str, config: TrainConfig) -> str:
+    return adapt(build_model(tiny_config(family)), config).line()
+
+
 def test_share_is_told() -> None:
     model = build_model(tiny_config("mixtral"))
     config = TrainConfig(model="m", dataset=["d"], adapter="lora", lora_rank=2, lora_alpha=4, use_rslora=True)

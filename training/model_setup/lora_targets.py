@@ -14,15 +14,18 @@ from ..config.train_config import TrainConfig
 from .freezing import groups_of
 from .selection import select
 
+_NOT_CALLED = "the model's code multiplies by the weight itself"
+
 
 @dataclass(frozen=True)
 class Adapted:
-    """lora: of all adapters. targets: as asked for. whole: paths of modules trained whole beside them. trained, total:
-    elements of parameters, adapters included."""
+    """lora: of all adapters. targets: as asked for. whole: paths of modules trained whole beside them. passed_over:
+    paths of layers among the targets that are not called. trained, total: elements of parameters, adapters included."""
 
     lora: Lora
     targets: tuple[str, ...]
     whole: tuple[str, ...]
+    passed_over: tuple[str, ...]
     trained: int
     total: int
 
@@ -31,8 +34,8 @@ class Adapted:
         lora = self.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha:g}" + (", rsLoRA" if lora.use_rslora else "")
         dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
-        names = dict.fromkeys(path.rpartition(".")[2] for path in self.whole)
-        whole = f", and whole {', '.join(names)}" if names else ""
+        whole = f", and whole {_last_names(self.whole)}" if self.whole else ""
+        whole += f", not on {_last_names(self.passed_over)} ({_NOT_CALLED})" if self.passed_over else ""
         return (
             f"adapter: LoRA, {kind}{dropout}, on {', '.join(self.targets)}{whole}: {self.trained / 1e6:,.2f} M of "
             f"{self.total / 1e6:,.1f} M parameters are trained ({self.trained / self.total:.2%})"
@@ -53,11 +56,9 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         ExpertMeshError: a target fits nothing that can have an adapter, or a module is to be trained whole that cannot.
     """
     lora = lora_of(config)
-    # the head gives a loss, of parts of the sequence at a time; it has no adapter, nor has a layer that is not called
+    # the head gives a loss, of parts of the sequence at a time; it has no adapter
     head, uncalled = model.get_output_embeddings(), facts_of(model).uncalled
-    linear = {
-        path: module for path, module in linear_layers(model).items() if module is not head and path not in uncalled
-    }
+    linear = {path: module for path, module in linear_layers(model).items() if module is not head}
     routers = _plain_routers(model, linear)
     named = _targets_by_name(model, linear)
     chosen: set[str] = set()
@@ -73,6 +74,10 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         if not paths:
             there = [name for name in (*named, "experts", "router") if named.get(name, True)]
             raise ExpertMeshError(f"--lora-targets {target}: this model has none; it has {', '.join(there)}")
+        if paths <= uncalled:
+            raise ExpertMeshError(
+                f"--lora-targets {target}: {_last_names(paths)} cannot have an adapter: {_NOT_CALLED}; leave it out"
+            )
         chosen |= paths - routers
         chosen_routers |= paths & routers
     if "router" in config.lora_targets:
@@ -83,7 +88,11 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     else:
         routers = chosen_routers
     add_adapters(
-        model, lora, sorted(chosen), sorted(routers), not {"experts", "all-linear"}.isdisjoint(config.lora_targets)
+        model,
+        lora,
+        sorted(chosen - uncalled),
+        sorted(routers),
+        not {"experts", "all-linear"}.isdisjoint(config.lora_targets),
     )
     whole = _modules_to_save(model, config.modules_to_save)
     for path in whole:
@@ -92,7 +101,11 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         model.get_submodule(path).requires_grad_(True)
     parameters = list(model.parameters())
     trained, total = (sum(p.numel() for p in some) for some in ((p for p in parameters if p.requires_grad), parameters))
-    return Adapted(lora, tuple(config.lora_targets), tuple(whole), trained, total)
+    return Adapted(lora, tuple(config.lora_targets), tuple(whole), tuple(sorted(chosen & uncalled)), trained, total)
+
+
+def _last_names(paths: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
 
 
 def _modules_to_save(model: Any, entries: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ from ....moe.torch_private import (
     replacing_sdpa,
     sharing_empty_chunks,
 )
-from ....moe.transformers_private import never_tracing
+from ....moe.transformers_private import never_tracing, without_packages
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.recompute_cache import is_replaying
 from ....sharding.collectives.context_parallel import CPGroup
@@ -492,6 +492,7 @@ class _Given:
             telling_rows(exchange_counts, exchange_rows, exchange_all),
             replacing_sdpa(_fused_attention) if self.device == "cuda" else nullcontext(),
             never_tracing(),
+            without_packages(),
         ):
             yield
 
