@@ -69,7 +69,7 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
 from expertmesh.training.data.labels import table_of_label_formats
-from expertmesh.training.data.pairs import table_of_pair_formats
+from expertmesh.training.data.pairs import PAIRS, table_of_pair_formats
 from expertmesh.training.data.samples import DataOptions, Pairs, Sample, Samples, load_samples
 from expertmesh.training.engine.assembly import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
@@ -255,7 +255,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "task": [
         ({"name": "dpo"}, "--task dpo is already registered"),
         ({"help": ""}, "--task mine: has no help"),
-        ({"records": "texts"}, "--task mine: records is 'texts', not one of conversations, pairs, labelled"),
+        ({"records": "texts"}, "--task mine: records is 'texts', not of type RecordKind"),
         ({"heeds": ("preference_gamma",)}, "--task mine: there is no setting preference_gamma"),
         ({"has_reference": None}, "--task mine: has_reference is None, not True or False"),
         ({"task": no_arguments}, "--task mine: .* is no class made of Task"),
@@ -824,11 +824,11 @@ def train_on_pairs(argv: list[str]) -> tuple[int, str, str]:
 def by_trl(model: Path, data: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """The loss of trl's SimPO of all pairs on transformers' model, its gradients, and the weights."""
     cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
-    pairs = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(model), DataOptions(64, pairs=True), 0)
+    pairs = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(model), DataOptions(64, kind=PAIRS), 0)
     assert isinstance(pairs, Pairs)
     theirs, means = AutoModelForCausalLM.from_pretrained(model), []
     for side in range(2):
-        for sample in (pairs.both(number)[side] for number in range(len(pairs))):
+        for sample in (pairs.entry(number)[side] for number in range(len(pairs))):
             tokens, trained = torch.tensor([sample.tokens]), torch.tensor([sample.is_trained])
             logits, labels = theirs(input_ids=tokens).logits, tokens.masked_fill(~trained, -100)
             means.append(cpo.get_batch_logps(logits, labels, average_log_prob=True))

@@ -21,6 +21,7 @@ from expertmesh.training.data import chat as spans
 from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.preview import warnings_of
+from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.samples import DataOptions, load_samples
 from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, at_date, built_in_template, reads_clock
 from expertmesh.training.data.turns import Written
@@ -898,7 +899,7 @@ def test_every_thought_has_a_sample(tmp_path: Path, name: str, train_on: Any) ->
     pairs[2][1]["train"] = False
     row = {"messages": [*itertools.chain(*pairs), user("thanks")]}
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
-    options = DataOptions(4096, train_on=train_on, split_turns=True)
+    options = DataOptions(4096, train_on=train_on, kind=SPLIT_TURNS)
     samples = load_samples("--dataset", [str(tmp_path / "data.jsonl")], tokenizer, options, 0)
     assert len(samples) == 3
     for sample, at in zip(samples, (0, 1, 3), strict=True):

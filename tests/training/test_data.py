@@ -24,6 +24,7 @@ from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_data
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.preview import describe_origin
+from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.samples import (
     DataOptions,
     Samples,
@@ -1346,18 +1347,18 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     by_hand = [talk[:2], [talk[0], talk[1] | {"weight": 0}, *talk[2:4]], talk[:2]]
     rows, written = ([{"messages": m, "by": 2} for m in them] for them in ([talk, talk[:2], talk[-2:]], by_hand))
     file, columns = write(tmp_path / "data.jsonl", rows), Columns(weight="by")
-    split = load(tokenizer, file, split_turns=True, columns=columns)
+    split = load(tokenizer, file, kind=SPLIT_TURNS, columns=columns)
     assert [*split] == [*load(tokenizer, write(tmp_path / "by_hand.jsonl", written), columns=columns)]
     assert split.records.tolist() == [0, 0, 1]
     (origin,) = split.origins
     assert (origin.split, origin.rows, origin.without_target) == (3, 4, 1)
     assert "3 rows split into 4 samples" in describe_origin(origin)
     assert len(load(tokenizer, file)) == 2
-    many = load(tokenizer, write(tmp_path / "many.jsonl", [{"messages": talk[:4]}] * 10), split_turns=True)
+    many = load(tokenizer, write(tmp_path / "many.jsonl", [{"messages": talk[:4]}] * 10), kind=SPLIT_TURNS)
     train, held_out = hold_out(many, 0.2, seed=3)
     assert (len(train), len(held_out)) == (16, 4)
     assert not {*_column(train.dataset, "record").tolist()} & {*_column(held_out.dataset, "record").tolist()}
-    plain = load(tokenizer, write(tmp_path / "plain.jsonl", [{"text": "a"}]), split_turns=True)
+    plain = load(tokenizer, write(tmp_path / "plain.jsonl", [{"text": "a"}]), kind=SPLIT_TURNS)
     config = TrainConfig(model="m", dataset=["d"], split_turns=True)
     assert _without_effect(config, many, "") == ""
     assert "--split-turns has no effect: no record has several answers" in _without_effect(config, plain, "")

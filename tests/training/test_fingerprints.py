@@ -1,7 +1,9 @@
 """What is kept or resumed: each key changes with every setting that moves what it is of, and with no other."""
 
+import hashlib
 import json
 from dataclasses import Field, asdict, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -14,6 +16,10 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config import train_config
 from expertmesh.training.config.moves import Moves
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
+from expertmesh.training.data import samples
+from expertmesh.training.data.labels import LABELLED_ANSWERS
+from expertmesh.training.data.pairs import PAIRS
+from expertmesh.training.data.record_kinds import CONVERSATIONS, SPLIT_TURNS, RecordKind
 from expertmesh.training.data.samples import Samples, hold_out, keys_of
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.run.finished import Finished, _find, read_finished
@@ -84,17 +90,21 @@ def runs_apart(setting: Field[Any]) -> tuple[TrainConfig, TrainConfig]:
     raise AssertionError(f"{setting.name}: no value and no run in which it has an effect")
 
 
-def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
-    """(facts of a run where each place has its own content; its keys)."""
+def tokenizer_of(config: TrainConfig) -> Any:
     backend = SimpleNamespace(to_str=lambda: json.dumps([config.tokenizer, added_tokens(config)]))
     none: dict[str, Any] = {"bos_token": None, "eos_token": None, "bos_token_id": None, "eos_token_id": None}
-    tokenizer = SimpleNamespace(
+    return SimpleNamespace(
         backend_tokenizer=backend,
         chat_template=config.chat_template,
         added_tokens_decoder={},
         all_special_ids=[],
         **none,
     )
+
+
+def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
+    """(facts of a run where each place has its own content; its keys)."""
+    tokenizer = tokenizer_of(config)
     places = ([config.dataset, config.dataset_split], [config.eval_dataset, config.eval_dataset_split])
     options = data_options(config)
     data = [keys_of(json.dumps([place, config.dataset_config]), options, tokenizer)[1] for place in places]
@@ -119,6 +129,39 @@ def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
         "teacher": teacher_key(config, facts),
     }
     return facts, keys
+
+
+_COLUMNS = '{"prompt": "", "response": "", "messages": "", "text": "", "system": "", "weight": ""}'
+_OPTIONS = (
+    '{"max_seq_length": 64, "columns": %s, "prompt_template": "", "train_on": "assistant", "hub_config": null, '
+    '"split": null, "num_workers": null, "sample_by": "line", "template_date": "", "pairs": %s, "labelled": %s, '
+    '"split_turns": %s}'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_rows", "marks"),
+    [
+        (CONVERSATIONS, "false", ("false", "false", "false")),
+        (PAIRS, "true", ("true", "false", "false")),
+        (LABELLED_ANSWERS, '"labelled"', ("false", "true", "false")),
+        (SPLIT_TURNS, '"split"', ("false", "false", "true")),
+    ],
+    ids=lambda value: value.name if isinstance(value, RecordKind) else "",
+)
+def test_what_earlier_releases_have_cached_is_found(kind: RecordKind, in_rows: str, marks: tuple[str, ...]) -> None:
+    """The text that their keys are digests of, letter by letter."""
+    config = TrainConfig(model="m", dataset=["d"], max_seq_length=64)
+    found = keys_of("of the source", replace(data_options(config), kind=kind), tokenizer_of(config))
+    rows_key = _sha256(f'[{samples._VERSION}, "of the source", {_COLUMNS}, {in_rows}]')
+    versions = ", ".join(f'"{version(name)}"' for name in ("transformers", "jinja2", "tokenizers"))
+    of_tokenizer = f"[{json.dumps(tokenizer_of(config).backend_tokenizer.to_str())}, null, null, {versions}]"
+    options = _OPTIONS % (_COLUMNS, *marks)
+    assert found == (rows_key, _sha256(f'[{samples._VERSION}, "{rows_key}", {options}, {of_tokenizer}, "", []]'))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def moves_key(setting: Field[Any], key: str) -> bool:

@@ -18,6 +18,7 @@ from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.batch import Padding
+from expertmesh.training.data.record_kinds import CONVERSATIONS
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.planning import rank_memory
 from expertmesh.training.planning.imbalance import GivenRouting
@@ -142,7 +143,8 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     monkeypatch.setattr(rank_memory, "in_child", never)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = parse_config(line).settled()
-    samples = SimpleNamespace(lengths=torch.full((8,), 32), targets=torch.full((8,), 31))
+    lengths = torch.full((8,), 32)
+    samples = SimpleNamespace(lengths=lengths, longest=lengths, targets=lengths - 1, kind=CONVERSATIONS)
     inputs: Any = SimpleNamespace(training=Rows(samples))  # type: ignore[arg-type]
     kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
     ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]

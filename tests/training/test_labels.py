@@ -12,9 +12,11 @@ import torch
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import label_in
+from expertmesh.training.data.labels import LABELLED_ANSWERS
 from expertmesh.training.data.preview import warnings_of
 from expertmesh.training.data.samples import DataOptions, Labelled, _partners, load_samples
-from expertmesh.training.data.sequences import LabelledRows, make_rows
+from expertmesh.training.data.sequences import make_rows
+from expertmesh.training.tasks.kto import MismatchedRows
 from tests.training.test_pairs import ASKED, NO, TOLD, YES, answer, of_gpt, tokenizer_in, user
 
 GOOD = [(TOLD[0], True)]
@@ -44,7 +46,7 @@ def load(path: Path, *rows: dict[str, Any], cells: bool = False, max_length: int
             csv.writer(file).writerows([list(rows[0]), *values])
     else:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_samples("--dataset", [str(data)], tokenizer, DataOptions(max_length, labelled=True), seed=0)
+    found = load_samples("--dataset", [str(data)], tokenizer, DataOptions(max_length, kind=LABELLED_ANSWERS), seed=0)
     assert isinstance(found, Labelled)
     return found
 
@@ -133,8 +135,8 @@ def test_no_sequence_is_longer_than_asked_for(tmp_path: Path) -> None:
     for packing in (False, True):
         samples = load(tmp_path, *rows, *rows[:1], max_length=9)
         found = make_rows(samples, packing, 9, seed=0)
-        assert isinstance(found, LabelledRows)
-        both = [row for part in (found, found.mismatched) for i in range(len(found)) for row in part.sequences(i)]
+        parts = (found, MismatchedRows(found, 9))
+        both = [row for part in parts for i in range(len(found)) for row in part.sequences(i)]
         assert max(sum(len(sample.tokens) for sample in row) for row in both) == 9
         assert all(any(sample.is_trained) for row in both for sample in row)
 

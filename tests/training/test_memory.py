@@ -18,6 +18,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime import memory
 from expertmesh.sharding.runtime.memory import available_memory, free_of_process, free_on_host, resident
 from expertmesh.training.cluster.commands import main as plan
+from expertmesh.training.config.tasks import TASKS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
 from expertmesh.training.data.samples import DataOptions, load_samples
@@ -205,7 +206,7 @@ def test_sequences_are_forecast_as_long_as_batches_have_them(tmp_path: Path, tas
     rows = [{"prompt": "q" * n, "chosen": "12345", "rejected": "1" * n, "completion": "1" * n} for n in (1, 5, 9)]
     names = ("prompt", "chosen", "rejected") if task == "dpo" else ("prompt", "completion")
     data.write_text("".join(json.dumps({name: row[name] for name in names}) + "\n" for row in rows))
-    samples = load_samples("--dataset", [str(data)], tokenizer, DataOptions(4096, pairs=task == "dpo"), seed=0)
+    samples = load_samples("--dataset", [str(data)], tokenizer, DataOptions(4096, kind=TASKS.get(task).records), seed=0)
     entries = make_rows(samples, packing, 4096, seed=0)
     config = TrainConfig(model="m", dataset=["d"], task=task, packing=packing, max_seq_length=4096)
     batches = [collate_rows(entries, [number], None, AS_LONG_AS_LONGEST) for number in range(len(entries))]

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.preview import print_preview, warnings_of
 from expertmesh.training.data.samples import DataOptions, Pairs, load_samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
@@ -105,10 +106,10 @@ def read(path: Path, row: dict[str, Any], cells: bool = False) -> tuple[str, ...
             )
     else:
         data.write_text(json.dumps(row) + "\n")
-    pairs = load_samples("--dataset", [str(data)], tokenizer, DataOptions(200, pairs=True), seed=0)
+    pairs = load_samples("--dataset", [str(data)], tokenizer, DataOptions(200, kind=PAIRS), seed=0)
     assert isinstance(pairs, Pairs)
     said = []
-    for sample in pairs.both(0):
+    for sample in pairs.entry(0):
         text, inside = "", False
         for token, is_trained in zip([*sample.tokens, None], [*sample.is_trained, False], strict=True):
             text += "" if inside == is_trained else "{" if is_trained else "}"
@@ -148,7 +149,7 @@ def test_preview_counts_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     tokenizer, data = tokenizer_in(tmp_path), tmp_path / "pairs.jsonl"
     rows = [{"prompt": "q", "chosen": "12345", "rejected": ""}, {"prompt": "q", "chosen": "1", "rejected": "2"}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = load_samples("--dataset", [str(data)], tokenizer, DataOptions(200, pairs=True), seed=0)
+    pairs = load_samples("--dataset", [str(data)], tokenizer, DataOptions(200, kind=PAIRS), seed=0)
     # nothing is wrong with an empty answer that is rejected
     assert warnings_of(pairs.origins[0], 200) == []
     for packing, entries in ((False, "pairs"), (True, "sequence")):

@@ -39,14 +39,17 @@ def test_pairs_of_a_batch_in_their_order() -> None:
 
 @pytest.mark.parametrize("estimates", [True, False])
 def test_labelled_answers_of_a_batch(estimates: bool) -> None:
-    inputs = LabelledInputs(torch.tensor([1.0, 0.0, 0.0, 1.0]), REFERENCE_P2, estimates)
-    found = inputs.within(rows([3], [0, 2], [1]), together=[0, 1, 2])([1, 0])
+    entries = rows([3], [0, 2], [1])
+    inputs = LabelledInputs(torch.tensor([1.0, 0.0, 0.0, 1.0]), REFERENCE_P2, entries if estimates else None)
+    found = inputs.within(entries, together=[0, 1, 2])([1, 0])
     assert found is not None
     assert found.by_sample[REFERENCE].tolist() == [0, 4, 6]
     assert found.by_sample[DESIRABLE].tolist() == [1, 0, 1]
     assert (found.mismatched is not None) == estimates
     if found.mismatched is not None:
-        assert found.mismatched.by_sample[REFERENCE].tolist() == [1, 5, 7]
+        others, of_others = found.mismatched
+        assert others is entries
+        assert of_others.by_sample[REFERENCE].tolist() == [1, 5, 7]
 
 
 Parts = dict[str, torch.Tensor]

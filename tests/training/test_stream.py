@@ -14,6 +14,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import RowSource, open_files
+from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.samples import DataOptions, Sample, load_samples
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.data.stream import Stream, StreamPosition, place_in
@@ -81,7 +82,7 @@ def test_every_record_once_an_epoch_and_from_any_step_on(tmp_path: Path, tokeniz
 def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     """With --split-turns: each answer once an epoch, as from the cache, and from any step on."""
     set_chat_template(tokenizer, "mistral")
-    files, options = lay_out(tmp_path / "data"), DataOptions(512, split_turns=True)
+    files, options = lay_out(tmp_path / "data"), DataOptions(512, kind=SPLIT_TURNS)
     for number, file in enumerate(files):
         turns = [{"role": role, "content": f"{number}{at}"} for at in range(4) for role in ("user", "assistant")]
         Path(file.name).write_text("".join(json.dumps({"messages": turns[: 2 * n]}) + "\n" for n in (1, 4, 2)))

@@ -14,6 +14,7 @@ from ...sharding.runtime.watchdog import collectives_limit
 from ..config.flags import default_of, group_of
 from ..config.load_settings import LoadSettings
 from ..config.train_config import SETTINGS, TrainConfig, make_config, read_by
+from ..data.record_kinds import CONVERSATIONS
 from ..engine.engine import Engine, start_engine
 from ..start.consistency import start_facts
 from ..start.process import prepare_process
@@ -42,7 +43,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
-    if config.task_entry.records != "conversations":
+    if config.task_entry.records is not CONVERSATIONS:
         raise ExpertMeshError(
             f"task={config.task!r}: only train_ep.py trains on preferences, whose reference it computes from its data; "
             "use it, put TrainerMixin before trl's DPOTrainer, or give engine.step a loss of your own"

@@ -2,11 +2,11 @@
 are read before it is loaded."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ...moe.util.registry import Registry
-
-RecordKind = Literal["conversations", "pairs", "labelled"]
+from ..data.labels import LABELLED_ANSWERS
+from ..data.pairs import PAIRS
+from ..data.record_kinds import CONVERSATIONS, RecordKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,7 @@ class TaskEntry:
 
     Attributes:
         name, help: of the flag.
-        records: what a record of its data is: a conversation, or plain text; a preference pair; or an answer with a
-            label.
+        records: what a record of its data is.
         has_reference: whether its loss compares with the model as it began.
         heeds: the settings of preferences that it reads.
         losses: the values of --preference-loss that it knows; with_divergence: those of them that need an estimate of
@@ -31,16 +30,11 @@ class TaskEntry:
     losses: tuple[str, ...]
     with_divergence: tuple[str, ...]
 
-    @property
-    def sequences(self) -> int:
-        """That a record becomes."""
-        return 2 if self.records == "pairs" else 1
-
 
 SFT = TaskEntry(
     name="sft",
     help="supervised fine-tuning",
-    records="conversations",
+    records=CONVERSATIONS,
     has_reference=False,
     heeds=(),
     losses=(),
@@ -49,7 +43,7 @@ SFT = TaskEntry(
 DPO = TaskEntry(
     name="dpo",
     help="direct preference optimization, on pairs of answers",
-    records="pairs",
+    records=PAIRS,
     has_reference=True,
     heeds=("preference_loss", "preference_beta", "preference_sft_weight"),
     losses=("sigmoid", "ipo"),
@@ -58,7 +52,7 @@ DPO = TaskEntry(
 KTO = TaskEntry(
     name="kto",
     help="Kahneman-Tversky optimization, on answers labelled as desirable or not",
-    records="labelled",
+    records=LABELLED_ANSWERS,
     has_reference=True,
     heeds=("preference_loss", "preference_beta", "desirable_weight", "undesirable_weight"),
     losses=("sigmoid", "apo_zero_unpaired"),

@@ -165,7 +165,7 @@ class TrainConfig(
     @property
     def sequences_per_row(self) -> int:
         """Sequences of --max-seq-length that one entry of a batch takes at most: two of a preference pair."""
-        return self.task_entry.sequences
+        return self.task_entry.records.sequences
 
     @property
     def estimates_divergence(self) -> bool:

@@ -20,7 +20,7 @@ from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.context_parallel import CPGroup
 from .images import ImageReader, Images
 from .samples import Sample
-from .sequences import LabelledRows, Rows
+from .sequences import Rows
 
 register_step_part(__name__, "LM head, loss")
 
@@ -240,15 +240,16 @@ class LossInputs:
     """What a loss of log-probabilities is to get of a batch of full sequences.
 
     by_sample: (samples,) tensors by name, samples in the order of the sequences. by_target_BS: values at each position
-        with a target. place_BS: where a position's label was given, flat. mismatched: of mismatched answers, if
-        there are any. by_target: (targets, ...) tensors, targets in the order of the sequences.
+        with a target. place_BS: where a position's label was given, flat. by_target: (targets, ...) tensors, targets
+        in the order of the sequences. mismatched: entries of the same numbers that make a second batch beside it, and
+        what the loss is to get of that.
     """
 
     by_sample: Mapping[str, Tensor] = field(default_factory=dict)
     by_target_BS: Mapping[str, Tensor] = field(default_factory=dict)
     place_BS: Tensor | None = None
-    mismatched: "LossInputs | None" = None
     by_target: Mapping[str, Tensor] = field(default_factory=dict)
+    mismatched: "tuple[Rows, LossInputs] | None" = None
 
 
 def collate(
@@ -305,9 +306,8 @@ def collate_rows(
     batch = collate(sequences, cp_group, padding, loss_inputs, rows.samples.is_weighted)
     if loss_inputs is None or loss_inputs.mismatched is None:
         return batch
-    assert isinstance(rows, LabelledRows)
-    others = collate_rows(rows.mismatched, numbers, cp_group, padding, loss_inputs.mismatched)
-    return replace(batch, mismatched=others)
+    others, of_others = loss_inputs.mismatched
+    return replace(batch, mismatched=collate_rows(others, numbers, cp_group, padding, of_others))
 
 
 _NEEDLESS = frozenset(

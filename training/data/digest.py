@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .samples import SAMPLES_AT_ONCE, Labelled, Samples
+from .samples import SAMPLES_AT_ONCE, Samples
 
 _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples in any order"
 
@@ -14,10 +14,6 @@ _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples 
 def samples_facts(samples: Samples) -> dict[str, str]:
     """How many samples and tokens there are, and digests of all token ids and targets, in order and without it."""
     tokens, targets = _hashes(samples)
-    labels = None
-    if isinstance(samples, Labelled):
-        labels = samples.is_desirable.numpy().tobytes()
-        labels += b"" if samples.is_rotated else samples.partners.numpy().tobytes()
     return {
         "samples": f"{len(samples):,}",
         "tokens": f"{int(samples.lengths.sum()):,}",
@@ -26,7 +22,7 @@ def samples_facts(samples: Samples) -> dict[str, str]:
         _TARGETS: xxhash.xxh3_64_hexdigest(targets.tobytes()),
         # the sum wraps around, as it should
         _UNORDERED: f"{int(targets.sum(dtype=np.uint64)):016x}",
-        **({} if labels is None else {"labels": xxhash.xxh3_64_hexdigest(labels)}),
+        **{name: xxhash.xxh3_64_hexdigest(values) for name, values in samples.beside.items()},
     }
 
 

@@ -3,11 +3,19 @@
 The prompt has no loss. Records of preference pairs give two labelled answers each.
 """
 
-from collections.abc import Mapping
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .chat import TrainOn
 from .formats import LABELLED, LABELS, Columns, RowError, label_in, table_of_formats
-from .pairs import PAIR_FORMATS, PairFormat, Said, answer_in, ending_in_answer, instruction_in, read_answers
+from .pairs import FIRST, PAIR_FORMATS, PairFormat, answer_in, ending_in_answer, instruction_in, read_answers
+from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
+
+DESIRABLE, PROMPT_HASH = "is_desirable", "prompt_hash"
+"""Columns of labelled answers beside `FIRST`."""
 
 LABEL_FORMATS = [
     PairFormat(
@@ -83,6 +91,41 @@ def _label(row: Mapping[str, Any]) -> bool:
     return found
 
 
+def _prompt_in(content: Sequence[Mapping[str, Any]]) -> str:
+    """What stands before a labelled answer, as the record has it: what a template writes before the answer may depend
+    on whether that has a thought."""
+    (said,) = content
+    if "text" in said:
+        return said["prompt"] or ""
+    before = itertools.takewhile(lambda both: both[1] is False, zip(said["messages"], said["is_trained"], strict=True))
+    return json.dumps([[message for message, _ in before], said["tools"], said["arguments"]])
+
+
 def table_of_label_formats() -> str:
     """For the page of data formats."""
     return table_of_formats(LABEL_FORMATS)
+
+
+class _LabelledAnswers(RecordKind):
+    def find_format(self, row: Any, columns: Columns) -> PairFormat:
+        return find_label_format(row)
+
+    def read(self, row: Any, data_format: PairFormat, columns: Columns, train_on: TrainOn) -> list[ReadEntry]:
+        return [((said,), {DESIRABLE: label}) for said, label in read_labelled(row, data_format, columns)]
+
+    def tabulated(self, table: TokenTable, contents: Sequence[Sequence[Mapping[str, Any]]]) -> TokenTable:
+        # of an answer that is cut off completely, which is left out, all is prompt
+        trained = [[False, *each[1:]] for each in table["is_trained"]]
+        prompts = [hashlib.sha256(_prompt_in(each).encode()).hexdigest() for each in contents]
+        return {
+            **table,
+            # an empty answer that is not desirable teaches nothing wrong
+            "is_empty": [a and b for a, b in zip(table["is_empty"], table[DESIRABLE], strict=True)],
+            FIRST: [each.index(True) if any(each) else len(each) for each in trained],
+            PROMPT_HASH: [int(digest[:15], 16) for digest in prompts],
+        }
+
+
+LABELLED_ANSWERS = _LabelledAnswers(
+    "labelled", key="labelled", numbers={FIRST: "int32", PROMPT_HASH: "int64"}, flags=(DESIRABLE,)
+)

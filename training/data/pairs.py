@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .chat import TrainOn
 from .formats import (
     Columns,
-    Conversation,
-    PlainText,
     RowError,
     check_columns,
     history_in,
@@ -21,9 +20,11 @@ from .formats import (
     table_of_formats,
     text_in,
 )
+from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
 
-Said = Conversation | PlainText
 Row = Mapping[str, Any]
+FIRST, FIRST_TARGETS = "first", "first_targets"
+"""Columns: the tokens of a pair's chosen one, or the prompt's before a labelled answer; its targets."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +204,6 @@ def find_pair_format(row: Any) -> PairFormat:
     )
 
 
-def read_pair(row: Any, pair_format: PairFormat, columns: Columns) -> tuple[Said, Said]:
-    """(the preferred answer behind its prompt, the other one behind the same) of a record.
-
-    Raises:
-        RowError: a column is missing or holds something else.
-    """
-    chosen, rejected = read_answers(row, pair_format, columns, ("chosen", "rejected"))
-    return chosen, rejected
-
-
 def read_answers(
     row: Any, known: PairFormat, columns: Columns, names: Sequence[str], beside: Sequence[str] = ()
 ) -> list[Said]:
@@ -282,7 +273,7 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     A pair's tokens are those of both, one behind the other; `first` is the number of the first one's tokens, and
     `first_targets` that of its targets. A pair of which one side has no target has none.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in (*table, "first", "first_targets")}
+    columns: dict[str, list[Any]] = {name: [] for name in (*table, FIRST, FIRST_TARGETS)}
     for at in range(0, len(table["tokens"]), 2):
         one, other = ({name: values[i] for name, values in table.items()} for i in (at, at + 1))
         targets = (one["num_targets"], other["num_targets"])
@@ -293,8 +284,8 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             "ends": sorted({*one["ends"], *other["ends"]}),
             "length": one["length"] + other["length"],
             "num_targets": sum(targets) if all(targets) else 0,
-            "first": one["length"],
-            "first_targets": one["num_targets"],
+            FIRST: one["length"],
+            FIRST_TARGETS: one["num_targets"],
             **{name: one[name] or other[name] for name in ("is_cut", "is_endless", "is_unexplained")},
             # an empty answer that is rejected teaches nothing wrong
             "is_empty": one["is_empty"],
@@ -302,3 +293,17 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         for name, column in columns.items():
             column.append(merged[name])
     return columns
+
+
+class _Pairs(RecordKind):
+    def find_format(self, row: Any, columns: Columns) -> PairFormat:
+        return find_pair_format(row)
+
+    def read(self, row: Any, data_format: PairFormat, columns: Columns, train_on: TrainOn) -> list[ReadEntry]:
+        return [(read_answers(row, data_format, columns, ("chosen", "rejected")), {})]
+
+    def tabulated(self, table: TokenTable, contents: Sequence[Sequence[Mapping[str, Any]]]) -> TokenTable:
+        return paired(table)
+
+
+PAIRS = _Pairs("pairs", "pair", sequences=2, key=True, numbers={FIRST: "int32", FIRST_TARGETS: "int32"})

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .samples import Origin, Pairs, Sample
+from .samples import Origin, Sample
 from .sequences import DataOrder, Rows
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
@@ -64,14 +64,12 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
     cut = int(samples.is_cut.sum())
     positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed sequences"
-    is_paired = isinstance(samples, Pairs)
-    lengths = samples.longest if isinstance(samples, Pairs) else samples.lengths
-    entry = "pair" if is_paired and rows.groups is None else "sequence"
+    entry = "sequence" if rows.num_sequences == 1 else samples.kind.noun
     weighted = sum(origin.weighted for origin in samples.origins)
     facts = {
-        "pairs" if is_paired else "samples": f"{len(samples):,}"
+        f"{samples.kind.noun}s": f"{len(samples):,}"
         + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
-        "tokens": f"{tokens:,}; longest sample {int(lengths.max()):,}",
+        "tokens": f"{tokens:,}; longest sample {int(samples.longest.max()):,}",
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
         **(
             {"weighted": f"{_count(weighted, 'record')}: the loss is divided by the sum of weights"} if weighted else {}

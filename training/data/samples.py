@@ -3,7 +3,6 @@ of `datasets`."""
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -20,11 +19,12 @@ from ...checkpoints.files.kept import damage, record_kept, recorded_files, recor
 from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.versions import installed_version
-from .chat import Tokens, TrainOn, beginning, render, split_turns, tokenize, trained_messages
+from .chat import Tokens, TrainOn, beginning, render, tokenize, trained_messages
 from .data_files import KINDS, DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from .formats import Columns, Conversation, PlainText, RowError, find_format, read_row, registered_formats
-from .labels import find_label_format, read_labelled
-from .pairs import find_pair_format, paired, read_pair
+from .formats import Columns, Conversation, PlainText, RowError, registered_formats
+from .labels import DESIRABLE, LABELLED_ANSWERS, PROMPT_HASH
+from .pairs import FIRST, FIRST_TARGETS, PAIRS
+from .record_kinds import CONVERSATIONS, RECORD, RecordKind
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
 _VERSION = 21
@@ -59,8 +59,7 @@ class DataOptions:
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt. template_date: see `Written`. pairs, labelled: whether records are preference pairs, or answers that are
-    labelled as desirable or not. split_turns: whether each trained answer of a conversation is a sample of its own.
+    .txt. template_date: see `Written`. kind: what a record is.
     """
 
     max_seq_length: int
@@ -72,9 +71,7 @@ class DataOptions:
     num_workers: int | None = None
     sample_by: SampleBy = "line"
     template_date: str = ""
-    pairs: bool = False
-    labelled: bool = False
-    split_turns: bool = False
+    kind: RecordKind = CONVERSATIONS
 
 
 @dataclass(frozen=True)
@@ -116,19 +113,23 @@ class Origin:
 
 
 class Samples(Sequence[Sample]):
-    """Tokenised samples of one or several data sets, in a fixed order.
+    """Tokenised samples of one or several data sets, in a fixed order: of conversations and plain text, each entry one
+    sample. A class made of it holds what another kind of record becomes.
 
     Attributes:
-        lengths: tokens of each, int64.
+        kind: what they were.
+        lengths: tokens of each, int64. longest: of its longest sequence in a batch that is not packed.
         targets: trained tokens of each, int64.
         is_cut: 1 for those that lost their end to max_seq_length, int64.
         origins: where they come from. sources: of each, the number of its origin, int64.
     """
 
+    kind = CONVERSATIONS
+
     def __init__(self, dataset: Any, origins: list[Origin]):
         self.dataset = dataset
         self.origins = origins
-        self.lengths = _column(dataset, "length")
+        self.lengths = self.longest = _column(dataset, "length")
         self.targets = _column(dataset, "num_targets")
         self.is_cut = _column(dataset, "is_cut")
         self.sources = torch.zeros(len(dataset), dtype=torch.int64)
@@ -139,6 +140,19 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         row = self.dataset[int(index)]
         return Sample(row["tokens"], row["is_trained"], row["weights"] or None)
+
+    def entry(self, index: int) -> list[Sample]:
+        """All samples of one."""
+        return [self[index]]
+
+    def room(self, max_seq_length: int) -> Tensor:
+        """Tokens that each takes in a packed sequence, int64."""
+        return self.lengths
+
+    @property
+    def beside(self) -> dict[str, bytes]:
+        """What they hold beside tokens, targets and weights, by name, to be compared."""
+        return {}
 
     @property
     def is_weighted(self) -> bool:
@@ -170,9 +184,9 @@ class Samples(Sequence[Sample]):
     @property
     def records(self) -> Tensor:
         """A number for each, the same for those that were one record, int64."""
-        if "record" not in self.dataset.column_names:
+        if RECORD not in self.dataset.column_names:
             return torch.arange(len(self))
-        return torch.unique_consecutive(_column(self.dataset, "record"), return_inverse=True)[1]
+        return torch.unique_consecutive(_column(self.dataset, RECORD), return_inverse=True)[1]
 
     def select(self, indices: Sequence[int], origins: list[Origin] | None = None) -> "Samples":
         """Those at `indices`, in that order."""
@@ -186,22 +200,24 @@ class Pairs(Samples):
 
     Attributes:
         lengths, targets: of both sides together. is_cut: whether one of them is.
-        targets_P2: trained tokens of the chosen and of the rejected one, int64. longest: tokens of the longer one.
+        targets_P2: trained tokens of the chosen and of the rejected one, int64.
     """
+
+    kind = PAIRS
 
     def __init__(self, dataset: Any, origins: list[Origin]):
         super().__init__(dataset, origins)
-        first, first_targets = _column(dataset, "first"), _column(dataset, "first_targets")
+        first, first_targets = _column(dataset, FIRST), _column(dataset, FIRST_TARGETS)
         self.targets_P2 = torch.stack([first_targets, self.targets - first_targets], dim=1)
         self.longest = torch.maximum(first, self.lengths - first)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.both(int(index))[0]
+        return self.entry(int(index))[0]
 
-    def both(self, index: int) -> list[Sample]:
+    def entry(self, index: int) -> list[Sample]:
         """The chosen and the rejected one."""
         row = self.dataset[index]
-        sides = (slice(0, row["first"]), slice(row["first"], None))
+        sides = (slice(0, row[FIRST]), slice(row[FIRST], None))
         return [Sample(row["tokens"][side], row["is_trained"][side]) for side in sides]
 
 
@@ -214,18 +230,27 @@ class Labelled(Samples):
         partners: of each, the sample whose answer stands behind its prompt in place of its own, int64.
     """
 
+    kind = LABELLED_ANSWERS
+
     def __init__(self, dataset: Any, origins: list[Origin]):
         super().__init__(dataset, origins)
-        self.is_desirable = _column(dataset, "is_desirable").bool()
-        self.prompts = _column(dataset, "first")
-        prompts = _column(dataset, "prompt_hash")
+        self.is_desirable = _column(dataset, DESIRABLE).bool()
+        self.prompts = _column(dataset, FIRST)
+        prompts = _column(dataset, PROMPT_HASH)
         self.shift = int(torch.unique_consecutive(prompts, return_counts=True)[1].max())
         self.partners = _partners(prompts, self.shift)
 
+    def room(self, max_seq_length: int) -> Tensor:
+        """Of the longer one of the prompt's answers: its own, or the other one."""
+        mismatched = self.prompts + (self.lengths - self.prompts)[self.partners]
+        return torch.maximum(self.lengths, mismatched.clamp(max=max_seq_length))
+
     @property
-    def is_rotated(self) -> bool:
-        """Whether every partner is as far before its sample, around the end."""
-        return torch.equal(self.partners, torch.arange(len(self)).roll(self.shift))
+    def beside(self) -> dict[str, bytes]:
+        labels: bytes = self.is_desirable.numpy().tobytes()
+        # what follows from the order of the samples is told by that
+        is_rotated = torch.equal(self.partners, torch.arange(len(self)).roll(self.shift))
+        return {"labels": labels if is_rotated else labels + self.partners.numpy().tobytes()}
 
     def partner(self, index: int) -> int:
         """The sample whose answer stands behind this one's prompt."""
@@ -235,9 +260,12 @@ class Labelled(Samples):
         """A prompt, and the answer to another one."""
         asked, told = self.dataset[index], self.dataset[self.partner(index)]
         tokens, is_trained = (
-            asked[name][: asked["first"]] + told[name][told["first"] :] for name in ("tokens", "is_trained")
+            asked[name][: asked[FIRST]] + told[name][told[FIRST] :] for name in ("tokens", "is_trained")
         )
         return Sample(tokens, is_trained)
+
+
+_SAMPLES: dict[str, type[Samples]] = {each.kind.name: each for each in (Pairs, Labelled)}
 
 
 def _partners(prompts: Tensor, shift: int) -> Tensor:
@@ -437,13 +465,8 @@ def _features(options: DataOptions) -> Any:
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty", "is_unexplained")}
-    if options.pairs:
-        numbers |= {name: Value("int32") for name in ("first", "first_targets")}
-    if options.labelled:
-        numbers |= {"first": Value("int32"), "prompt_hash": Value("int64")}
-        flags["is_desirable"] = Value("bool")
-    if options.split_turns:
-        numbers["record"] = Value("int64")
+    numbers |= {name: Value(kind) for name, kind in options.kind.numbers.items()}
+    flags |= {name: Value("bool") for name in options.kind.flags}
     return Features(lists | numbers | flags)
 
 
@@ -476,7 +499,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         used=len(learnable),
         ends=tuple(sorted(ends)),
         weighted=sum(bool(n) for chunk in tokens.data.column("weights").chunks for n in chunk.value_lengths().tolist()),
-        split=len({*rows["record"]}) if options.split_turns else 0,
+        split=len({*rows[RECORD]}) if RECORD in rows.column_names else 0,
         too_long=noted((targets == 0) & (is_cut == 1)),
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
@@ -484,7 +507,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         unread=Noted(len(unread), str(unread[0])) if unread else None,
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
-    return (Pairs if options.pairs else Labelled if options.labelled else Samples)(kept, [origin])
+    return _SAMPLES.get(options.kind.name, Samples)(kept, [origin])
 
 
 def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, str]:
@@ -493,10 +516,12 @@ def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, st
     Args:
         version: of the source (see `RowSource`).
     """
-    kind = "labelled" if options.labelled else "split" if options.split_turns else options.pairs
-    rows_key = _fingerprint(version, asdict(options.columns), kind, *registered_formats())
+    rows_key = _fingerprint(version, asdict(options.columns), options.kind.key, *registered_formats())
     # which part of the source it is, is in its version
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
+    # in the form, and the order, in which caches of earlier releases have it
+    del settings["kind"]
+    settings |= {name: name == options.kind.name for name in ("pairs", "labelled", "split_turns")}
     of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
     # what renders templates, and what tokenizes
     of_tokenizer += map(installed_version, ("transformers", "jinja2", "tokenizers"))
@@ -549,28 +574,22 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
 
 
 def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dict[str, Any]]:
-    """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a list of one,
-    or of the two of a pair; with labels, or split by turns, a record for each answer."""
+    """Entries of records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a
+    list of one, or of the two of a pair."""
     found: Any = None
-    columns, labels = options.columns, ()
+    columns, kind = options.columns, options.kind
     is_plain: bool | None = None
     for number, (place, row) in enumerate(_read(source, flag)):
         try:
             if found is None:
-                found = _find_format(row, options)
-            if options.labelled:
-                said, labels = zip(*read_labelled(row, found, columns), strict=True)
-            else:
-                said = read_pair(row, found, columns) if options.pairs else (read_row(row, found, columns),)
-            if options.split_turns and isinstance(said[0], Conversation):
-                said = tuple(split_turns(said[0], options.train_on))
+                found = kind.find_format(row, columns)
+            entries = kind.read(row, found, columns, options.train_on)
+            said = [each for together, _ in entries for each in together]
             is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
             if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
                 raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
-            together = [vars(each) for each in said]
-            is_apart = options.labelled or options.split_turns
-            contents = list(map(json.dumps, [[each] for each in together] if is_apart else [together]))
+            contents = [json.dumps([vars(each) for each in together]) for together, _ in entries]
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
@@ -578,18 +597,11 @@ def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dic
         # JSON can write half of a surrogate pair, which is no character and has no token
         if any(_SURROGATE.search(content) and not _is_text(json.loads(content)) for content in contents):
             raise ExpertMeshError(f"{place} has a lone surrogate, so its text was cut or damaged")
-        for at, content in enumerate(contents):
-            more: dict[str, Any] = {"is_desirable": labels[at]} if options.labelled else {}
-            more |= {"record": number} if options.split_turns else {}
+        for (_, more), content in zip(entries, contents, strict=True):
+            more = {RECORD: number, **more} if RECORD in kind.numbers else more
             yield {"place": place, "format": found.name, "is_plain": is_plain, **more, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
-
-
-def _find_format(row: Any, options: DataOptions) -> Any:
-    if options.labelled:
-        return find_label_format(row)
-    return find_pair_format(row) if options.pairs else find_format(row, options.columns)
 
 
 def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
@@ -614,7 +626,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
         rendered, is_empty, is_unexplained, of_records = [], [], [], []
-        records = zip(batch["place"], batch["is_plain"], map(json.loads, batch["content"]), strict=True)
+        contents = list(map(json.loads, batch["content"]))
+        records = zip(batch["place"], batch["is_plain"], contents, strict=True)
         for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
             is_empty.append(_says_nothing(is_plain, said, options))
             is_unexplained.append(False)
@@ -634,34 +647,10 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
         found = [_weighed(result or next(templated), w) for result, w in zip(results, of_records, strict=True)]
         table = _table(found, options.max_seq_length, ends)
         table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
-        if options.labelled:
-            prompts = [_prompt_in(each) for each in map(json.loads, batch["content"])]
-            _add_labels(table, batch["is_desirable"], prompts)
-        if options.split_turns:
-            table["record"] = batch["record"]
-        return paired(table) if options.pairs else table
+        further = {name: batch[name] for name in batch if name not in ("place", "format", "is_plain", "content")}
+        return options.kind.tabulated(table | further, contents)
 
     return tokenize_batch
-
-
-def _prompt_in(content: list[dict[str, Any]]) -> str:
-    """What stands before a labelled answer, as the record has it: what a template writes before the answer may depend
-    on whether that has a thought."""
-    (said,) = content
-    if "text" in said:
-        return said["prompt"] or ""
-    before = itertools.takewhile(lambda both: both[1] is False, zip(said["messages"], said["is_trained"], strict=True))
-    return json.dumps([[message for message, _ in before], said["tools"], said["arguments"]])
-
-
-def _add_labels(table: dict[str, list[Any]], is_desirable: list[bool], prompts: list[str]) -> None:
-    table["is_desirable"] = is_desirable
-    # an empty answer that is not desirable teaches nothing wrong
-    table["is_empty"] = [a and b for a, b in zip(table["is_empty"], is_desirable, strict=True)]
-    # of an answer that is cut off completely, which is left out, all is prompt
-    trained = [[False, *each[1:]] for each in table["is_trained"]]
-    table["first"] = [each.index(True) if any(each) else len(each) for each in trained]
-    table["prompt_hash"] = [int(hashlib.sha256(prompt.encode()).hexdigest()[:15], 16) for prompt in prompts]
 
 
 def _weighed(found: Tokens, of_record: float) -> Tokens:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .samples import Labelled, Pairs, Sample, Samples
+from .samples import Sample, Samples
 
 T = TypeVar("T")
 
@@ -22,95 +22,44 @@ _GROUPED_BATCHES = 50
 
 
 class Rows(Sequence[list[Sample]]):
-    """What a batch is made of: each sequence is one sample, or several that were packed into it.
+    """What a batch is made of: each entry is one of the samples, of as many sequences as its kind has, or one sequence
+    into which several were packed, one after the other.
 
     Attributes:
         samples: all of them.
-        groups: for each sequence the indices of its samples; None when sequence i is sample i.
-        lengths: tokens of each sequence, int64.
+        groups: for each sequence the indices of its samples; None when entry i is sample i.
+        lengths: tokens of each sequence, or of the longest one of each entry, int64.
         num_sequences: of a batch that each entry becomes.
     """
-
-    num_sequences = 1
 
     def __init__(self, samples: Samples, groups: Sequence[Sequence[int]] | None = None):
         self.samples = samples
         self.groups = groups
-        self.lengths = samples.lengths
+        self.num_sequences = samples.kind.sequences
+        self.lengths = samples.longest
         if groups is not None:
+            self.num_sequences = 1
             self.lengths = torch.stack([samples.lengths[list(group)].sum() for group in groups])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        return [self.samples[sample] for sample in self.numbers(index)]
+        return [sample for number in self.numbers(index) for sample in self.samples.entry(number)]
 
     def numbers(self, index: int) -> Sequence[int]:
-        """The numbers of a sequence's samples."""
+        """The numbers of an entry's samples."""
         return [index] if self.groups is None else self.groups[index]
 
     def sequences(self, index: int) -> list[list[Sample]]:
         """What of it becomes sequences of a batch."""
-        return [self[index]]
-
-
-class PairRows(Rows):
-    """What a batch of preference pairs is made of: each entry is one pair, of two sequences, or one sequence into which
-    several pairs were packed, chosen and rejected samples in turn."""
-
-    samples: Pairs
-
-    def __init__(self, samples: Pairs, groups: Sequence[Sequence[int]] | None = None):
-        super().__init__(samples, groups)
-        if groups is None:
-            self.lengths, self.num_sequences = samples.longest, 2
-
-    def __getitem__(self, index: Any) -> Any:
-        return [sample for number in self.numbers(index) for sample in self.samples.both(number)]
-
-    def sequences(self, index: int) -> list[list[Sample]]:
-        return [self[index]] if self.groups is not None else [[sample] for sample in self[index]]
-
-
-class LabelledRows(Rows):
-    """What a batch of labelled answers is made of.
-
-    Attributes:
-        mismatched: the same, with another answer behind each prompt (see `Labelled.mismatched`).
-    """
-
-    samples: Labelled
-
-    def __init__(self, samples: Labelled, packing: bool, max_seq_length: int, seed: int):
-        lengths = samples.prompts + (samples.lengths - samples.prompts)[samples.partners]
-        longest = torch.maximum(samples.lengths, lengths.clamp(max=max_seq_length))
-        super().__init__(samples, pack(longest, max_seq_length, seed) if packing else None)
-        self.mismatched = _Mismatched(self, max_seq_length)
-
-
-class _Mismatched(Rows):
-    """Entries of the same numbers."""
-
-    samples: Labelled
-
-    def __init__(self, rows: LabelledRows, max_seq_length: int):
-        super().__init__(rows.samples, rows.groups)
-        self.max_seq_length = max_seq_length
-
-    def __getitem__(self, index: Any) -> Any:
-        samples = [self.samples.mismatched(number) for number in self.numbers(index)]
-        limit = self.max_seq_length
-        return [Sample(sample.tokens[:limit], sample.is_trained[:limit]) for sample in samples]
+        return [self[index]] if self.num_sequences == 1 else [[sample] for sample in self[index]]
 
 
 def make_rows(samples: Samples, packing: bool, max_seq_length: int, seed: int) -> Rows:
-    """Packed sequences of at most `max_seq_length` tokens, of pairs twice as many; or one sequence per sample."""
-    if isinstance(samples, Pairs):
-        return PairRows(samples, pack(samples.lengths, 2 * max_seq_length, seed) if packing else None)
-    if isinstance(samples, Labelled):
-        return LabelledRows(samples, packing, max_seq_length, seed)
-    return Rows(samples, pack(samples.lengths, max_seq_length, seed) if packing else None)
+    """Packed sequences of at most `max_seq_length` tokens, of pairs twice as many; or an entry for each sample."""
+    capacity = samples.kind.sequences * max_seq_length
+    return Rows(samples, pack(samples.room(max_seq_length), capacity, seed) if packing else None)
 
 
 def pack(lengths: Tensor, capacity: int, seed: int) -> list[list[int]]:

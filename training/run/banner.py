@@ -14,7 +14,7 @@ from ..attention.complete_sequences import complete_sequences_line
 from ..attention.packed_attention import OWN, inner_attention
 from ..config.train_config import TrainConfig
 from ..data.preview import describe_origin, warnings_of
-from ..data.samples import Origin, Pairs, samples_cache
+from ..data.samples import Origin, samples_cache
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine
 from ..loss.head import loss_head
@@ -194,8 +194,7 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
     if inputs.training is None:
         return "none: without --dataset, nothing is trained"
     samples, held_out = inputs.training.samples, inputs.evaluation
-    tokens = int(samples.lengths.sum())
-    noun = "pair" if isinstance(samples, Pairs) else "sample"
+    tokens, noun = int(samples.lengths.sum()), samples.kind.noun
     packed = f" packed into {_plural(len(inputs.training), 'sequence')}" if inputs.training.groups is not None else ""
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
     of_stream = f"{_plural(len(inputs.stream.files), 'file')}, read while training; first: " if inputs.stream else ""

@@ -20,6 +20,7 @@ from ..config.train_config import SETTINGS, TrainConfig, as_flag
 from ..data.chat import set_chat_template
 from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
+from ..data.record_kinds import SPLIT_TURNS
 from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
@@ -119,9 +120,7 @@ def data_options(config: TrainConfig) -> DataOptions:
         config.dataset_num_proc,
         config.sample_by,
         config.template_date,
-        pairs=config.task_entry.records == "pairs",
-        labelled=config.task_entry.records == "labelled",
-        split_turns=config.split_turns,
+        SPLIT_TURNS if config.split_turns else config.task_entry.records,
     )
 
 

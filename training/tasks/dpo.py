@@ -63,14 +63,11 @@ class PreferencePairs(Task):
         return {name: torch.ones(samples, dtype=torch.float64) for name in (REFERENCE, TARGETS, SFT)}
 
     def inputs(self, run: Preparation) -> TaskInputs:
-        def of_pairs(reference: ReferencePass, rows: Rows) -> Tensor:
-            return reference.computed(rows, 2)
-
         def inputs(rows: Rows, reference_P2: Tensor) -> PairInputs:
             assert isinstance(rows.samples, Pairs)
             return PairInputs(rows.samples.targets_P2, reference_P2)
 
-        return references(run, "pairs", of_pairs, inputs)
+        return references(run, "pairs", ReferencePass.computed, inputs)
 
 
 @dataclass(frozen=True)

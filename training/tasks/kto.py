@@ -20,8 +20,8 @@ from torch import Tensor
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from ..data.batch import Batch, LossBatch, LossInputs
-from ..data.samples import Labelled, Samples
-from ..data.sequences import LabelledRows, Rows
+from ..data.samples import Labelled, Sample, Samples
+from ..data.sequences import Rows
 from ..loss.objective import Completion, Objective, as_they_are
 from ..steps.evaluate import head_outputs, inference
 from .reference_logprobs import REFERENCE, ReferencePass, references
@@ -78,20 +78,36 @@ class LabelledAnswers(Task):
                 )
 
     def inputs(self, run: Preparation) -> TaskInputs:
-        estimates = run.config.estimates_divergence
+        config = run.config
+
+        def mismatched(rows: Rows) -> MismatchedRows | None:
+            return MismatchedRows(rows, config.max_seq_length) if config.estimates_divergence else None
 
         def of_answers(reference: ReferencePass, rows: Rows) -> Tensor:
             """Of each answer, and of the one behind the same prompt in its place, where that is needed."""
-            assert isinstance(rows, LabelledRows)
-            known = reference.computed(rows, 1)
-            others = reference.computed(rows.mismatched, 1) if estimates else torch.zeros_like(known)
-            return torch.cat([known, others], dim=1)
+            known, others = reference.computed(rows), mismatched(rows)
+            return torch.cat([known, reference.computed(others) if others else torch.zeros_like(known)], dim=1)
 
         def inputs(rows: Rows, reference_A2: Tensor) -> LabelledInputs:
             assert isinstance(rows.samples, Labelled)
-            return LabelledInputs(rows.samples.is_desirable.double(), reference_A2, estimates)
+            return LabelledInputs(rows.samples.is_desirable.double(), reference_A2, mismatched(rows))
 
         return references(run, "labelled answers", of_answers, inputs)
+
+
+class MismatchedRows(Rows):
+    """Entries of the same numbers, with another answer behind each prompt (see `Labelled.mismatched`)."""
+
+    samples: Labelled
+
+    def __init__(self, rows: Rows, max_seq_length: int):
+        super().__init__(rows.samples, rows.groups)
+        self.max_seq_length = max_seq_length
+
+    def __getitem__(self, index: Any) -> Any:
+        samples = [self.samples.mismatched(number) for number in self.numbers(index)]
+        limit = self.max_seq_length
+        return [Sample(sample.tokens[:limit], sample.is_trained[:limit]) for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -99,12 +115,12 @@ class LabelledInputs:
     """What the loss of labelled answers needs beside log-probabilities.
 
     desirable_A: 1 for a desirable answer, else 0, fp64. reference_A2: log-probabilities by the reference of each
-    answer, and of the one behind the same prompt in its place, fp64. estimates: whether the loss needs the latter.
+    answer, and of the one behind the same prompt in its place, fp64. mismatched: the latter, where the loss needs them.
     """
 
     desirable_A: Tensor
     reference_A2: Tensor
-    estimates: bool
+    mismatched: Rows | None
 
     def within(self, rows: Rows, together: Sequence[int]) -> InputsOf:
         """See `BatchInputs`."""
@@ -112,7 +128,7 @@ class LabelledInputs:
         def inputs(numbers: list[int]) -> LossInputs:
             here = samples_in(rows, numbers)
             known, others = self.reference_A2[here].unbind(1)
-            mismatched = LossInputs({REFERENCE: others}) if self.estimates else None
+            mismatched = None if self.mismatched is None else (self.mismatched, LossInputs({REFERENCE: others}))
             return LossInputs({REFERENCE: known, DESIRABLE: self.desirable_A[here]}, mismatched=mismatched)
 
         return inputs

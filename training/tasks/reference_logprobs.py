@@ -40,11 +40,12 @@ class ReferencePass:
     def __init__(self, engine: Engine, padding: Padding):
         self.engine, self.padding = engine, padding
 
-    def computed(self, rows: Rows, each: int) -> Tensor:
-        """(entries, each) fp64 on the host, of as many sequences' samples."""
+    def computed(self, rows: Rows) -> Tensor:
+        """(samples, sequences of each) fp64 on the host."""
         model, mesh, device = self.engine.model, self.engine.mesh, self.engine.ranks.device
         mine = by_length(rows, self.engine.config.per_device_eval_batch_size, mesh)
         batches = (collate_rows(rows, numbers, mesh.cp_group, self.padding, LossInputs()) for numbers in mine)
+        each = rows.samples.kind.sequences
         found = torch.zeros(len(rows.samples), each, dtype=torch.float64, device=device)
         following = iter(mine)
         with inference(model):
