@@ -24,38 +24,33 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
 # Models
 
-All causal MoE families of transformers {version}, also those that take images or sound. `python -m
-tests.families.models_page` makes this page, and a test compares it with the code. For your installed transformers, or
-for one model (a directory, a config.json or a hub id), run
+All causal MoE families of transformers {version}, also those that take images or sound. For your installed transformers,
+or for one model (a directory, a config.json or a hub id), run
 
 ```sh
 python -m expertmesh.moe families --table [NAME ...]
 ```
 
-A family supports all of these, except what its row names under "refused", which `train_ep.py` refuses with the reason:
-
-| method | |
-| --- | --- |
-| full | all weights are trained |
-| LoRA | [adapters](../how-to/train-adapters.md) on attention and every expert: `--adapter lora` |
-| packing | several samples per [sequence](../glossary.md#data): `--packing` |
-| CP | [context parallelism](../explanation/parallel-layout.md#context-parallelism): `--cp-size` |
-| TP | [tensor parallelism](../explanation/parallel-layout.md#tensor-parallelism): `--tp-size`. Refused where \
-transformers has no plan for the family's attention |
-| quantized base | LoRA with frozen weights in fp8 or nf4: `--base-dtype` |
+A family supports training of all weights, [LoRA](../how-to/train-adapters.md), also with a base in fp8 or nf4,
+`--packing`, [CP](../explanation/parallel-layout.md#context-parallelism) and
+[TP](../explanation/parallel-layout.md#tensor-parallelism), except what its row names under "refused".
 
 - **models**: published models whose config.json is tested: parameters, active parameters and routing are as published.
   Their weights were never loaded here.
-- **tested**: against the family's own class in transformers, with tiny random models on CPUs. *gradients*: loss and
-  every gradient; *training*: updated weights over several steps too.
-- Multimodal families (`..._vl...`, `..._omni...` and others) are trained on text. Vision and audio towers hold no
-  memory during training, and the export has them unchanged.
+{tested}
+- Multimodal families (`..._vl...`, `..._omni...` and others) are trained on text, some [on
+  images](../how-to/train-on-images.md) too. The export has their towers.
 - Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json. The error message says so.
 - FP8 and MXFP4 checkpoints are read as published, and exported in bf16 or
   [as read](../how-to/convert-and-verify.md#export-as-published).
-- A model is refused if its layers have different numbers of experts, or of experts per token. No tested model has them.
+- `python -m tests.families.models_page` makes this page.
 
 """
+
+TESTED = (
+    "All are tested against the family's own class in transformers, with tiny random models on CPUs: loss and every "
+    "gradient. Updated weights over several steps, too: TRAINED."
+)
 
 
 @cache
@@ -92,7 +87,9 @@ def row(*entries: str) -> str:
 
 def introduction(version: str) -> str:
     """What the page begins with."""
-    return INTRODUCTION.format(version=version)
+    trained = ", ".join(f"`{family}`" for family in sorted(REPRESENTATIVES))
+    told = textwrap.fill(f"- {TESTED.replace('TRAINED', trained)}", 120, subsequent_indent="  ", break_on_hyphens=False)
+    return INTRODUCTION.format(version=version, tested=told)
 
 
 def reasons() -> str:
@@ -108,22 +105,21 @@ def reasons() -> str:
 
 
 def row_of(family: str) -> str:
-    """A family's line of the page; nothing where all that it would say is that gradients were compared."""
-    tested = "training" if family in REPRESENTATIVES else "none" if family in UNSUPPORTED else "gradients"
+    """A family's line of the page, if there is something to say."""
     refused = [method for method, error in support(family).items() if error]
-    if not refused and not published_in(family) and tested == "gradients":
+    if not refused and not published_in(family):
         return ""
     told = "all" if len(refused) == len(METHODS) else ", ".join(refused) or "-"
-    return row(f"`{family}`", ", ".join(published_in(family)) or "-", told, tested)
+    return row(f"`{family}`", ", ".join(published_in(family)) or "-", told)
 
 
-OTHERS = "Families without a row are supported with every method, and tested by gradients: "
+OTHERS = "Families without a row are supported with every method: "
 
 
 def page() -> str:
     """What docs/reference/models.md holds."""
     families = causal_families()
-    header = row("family", "models", "refused", "tested") + f"|{' --- |' * 4}\n"
+    header = row("family", "models", "refused") + f"|{' --- |' * 3}\n"
     others = textwrap.fill(f"{OTHERS}{', '.join(f'`{name}`' for name in families if not row_of(name))}.", 120)
     parts = (header, *map(row_of, families), f"\n{others}\n", *map(refusals, families), reasons())
     return introduction(transformers.__version__) + "".join(parts)

@@ -13,19 +13,27 @@ from tests.test_readmes import blocks, commands
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "explanation" / "parallel-layout.md"
-PICTURED = [line for line in commands(PAGE) if "--picture" in line]
+PICTURES = {
+    "ep8": "--gpus 8",
+    "dp2-full": "--gpus 16",
+    "dp2-hybrid": "--gpus 16 --dense-shard hybrid",
+    "cp2": "--gpus 16 --cp-size 2",
+    "tp2": "--gpus 16 --tp-size 2",
+    "pp2": "--gpus 16 --pp-size 2",
+}
+"""By name, the flags of `mesh --ep-size 8` that drew it."""
 
 
-@pytest.mark.parametrize("command", PICTURED, ids=lambda line: line.rsplit("/", 1)[-1])
-def test_the_pages_pictures_are_made_by_its_commands(command: str, tmp_path: Path) -> None:
-    arguments, shown = command.split(" --picture ")
-    assert main([*shlex.split(arguments)[3:], "--picture", str(tmp_path / "made.svg")]) == 0
-    assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
-    assert f"(../../{shown})".replace("../../docs", "..") in PAGE.read_text()
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pages_pictures_are_made_by_mesh(name: str, tmp_path: Path) -> None:
+    shown = f"images/layout-{name}.svg"
+    assert main(["mesh", "--ep-size", "8", *PICTURES[name].split(), "--picture", str(tmp_path / "made.svg")]) == 0
+    assert (tmp_path / "made.svg").read_text() == (ROOT / "docs" / shown).read_text()
+    assert f"(../{shown})" in PAGE.read_text()
 
 
 def test_no_picture_is_left_over() -> None:
-    made = {Path(line.rsplit(" ", 1)[-1]).name for line in PICTURED}
+    made = {f"layout-{name}.svg" for name in PICTURES}
     assert made == {file.name for file in (ROOT / "docs" / "images").glob("layout-*.svg")}
 
 
