@@ -24,8 +24,8 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
 # Models
 
-All causal MoE families of transformers {version}, also those that take images or sound. For your installed transformers,
-or for one model (a directory, a config.json or a hub id), run
+All causal MoE families of transformers {version}, also those that take images or sound. For your own transformers, or
+for one model (a directory, a config.json or a hub id), run
 
 ```sh
 python -m expertmesh.moe families --table [NAME ...]

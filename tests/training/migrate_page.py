@@ -31,17 +31,14 @@ You can also [keep your Trainer](use-trainer-or-trl.md).
 - **Batch**: `--per-device-train-batch-size` is per rank or CP group; `--global-batch-size` sets [the batch of a
   step](choose-a-layout.md#the-batch-of-a-step).
 - **Epoch**: no sequence is dropped or repeated. With `--packing`, a step counts packed sequences.
-- **Length**: a sample keeps its first `--max-seq-length` tokens (1024). It is left out, with a warning, if no answer is
-  left. ms-swift and axolotl leave out every longer sample.
+- **Length**: a sample keeps its first `--max-seq-length` tokens (1024). It is left out if no answer is left. ms-swift and
+  axolotl leave out every longer sample.
 - **Loss**: one mean over the target tokens of the global batch: of answers alone, unless you give `--train-on all`.
 - **Packing**: packed samples never attend to each other. In LLaMA-Factory that is `neat_packing`.
 - **Precision**: with `--bf16`, trained weights and optimizer state stay in fp32; `--optim adamw_bf16` holds both in
   bf16.
-- **LoRA**: off without `--adapter lora`. Rank 16, alpha 32, no dropout, on attention and experts. LLaMA-Factory's alpha
-  is twice its rank by default.
+- **LoRA**: off without `--adapter lora`. Rank 16, alpha 32, no dropout, on attention and experts.
 - **Learning rate**: 5e-5, falling linearly to 0, without warm-up.
-- **Preferences**: the reference is the model before the first step. IPO takes log-probabilities per token.
-- **Distillation**: the teacher predicts the data's own tokens; the student writes none.
 
 ## Keys
 
