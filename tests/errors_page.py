@@ -8,14 +8,15 @@ HEAD = """# Troubleshooting
 
 | symptom | what to do |
 | --- | --- |
-| out of memory | `python -m expertmesh.sharding plan` ranks what fits; [save memory](../how-to/save-memory.md) |
+| out of memory (OOM) | [Save memory](../how-to/save-memory.md) |
 | it hangs | After `--ddp-timeout` seconds every rank prints where it is: [find a hang](../how-to/find-a-hang.md) |
 | NaN, a loss that jumps, experts without tokens | [Fix a bad loss](../how-to/fix-a-bad-loss.md); `--detect-anomaly` \
 names the tensor |
-| a gated model (`GatedRepoError`, 401, 403) | Accept its licence on the hub, then `hf auth login`, or set `HF_TOKEN`, \
-on every node |
+| a gated or private model (`GatedRepoError`, 401) | Accept its licence on the hub, then `hf auth login` on \
+every node |
 | no network | Give the path of a copied model directory, or download once and set `HF_HUB_OFFLINE=1` |
-| it is slow | [Measure speed](../how-to/measure-speed.md), [profile a run](../how-to/profile-a-run.md) |
+| it is slow, or slower than FSDP alone | [Measure speed](../how-to/measure-speed.md#slower-than-fsdp-alone), \
+[profile a run](../how-to/profile-a-run.md) |
 | torchrun prints 30 lines after an error | The run's own line stands before them; \
 [`python -m expertmesh.launch`](output-directory.md#exit-codes) prints no others |
 

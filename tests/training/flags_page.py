@@ -1,5 +1,6 @@
 """The page of all flags; `python -m tests.pages` writes it."""
 
+import re
 import textwrap
 from argparse import Action
 from typing import Any
@@ -45,7 +46,7 @@ def _row(action: Action) -> str:
     needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()
     words = " and ".join(in_line(each.in_words) for each in needs if each.in_words)
     if words and not told.startswith(f"With {words}") and words != EVERY_OPTIMIZER:
-        told += f" Needs {words}."
+        told += f" Needs {re.sub(' [0-9] or more', '', words)}."
     return item(flags, default_of(action), told)
 
 

@@ -28,11 +28,11 @@ You can also [keep your Trainer](use-trainer-or-trl.md).
 
 ## What means something else here
 
-- **Batch**: `--per-device-train-batch-size` is per rank or CP group; `--global-batch-size` sets [the batch of a
+- **Batch**: `--per-device-train-batch-size` is per rank or CP group; `--global-batch-size` sets [that of a
   step](choose-a-layout.md#the-batch-of-a-step).
 - **Epoch**: no sequence is dropped or repeated. With `--packing`, a step counts packed sequences.
-- **Length**: a sample keeps its first `--max-seq-length` tokens (1024). It is left out if no answer is left. ms-swift and
-  axolotl leave out every longer sample.
+- **Length**: a sample keeps its first `--max-seq-length` tokens (1024), and is left out if no answer is left. ms-swift
+  and axolotl leave out every longer sample.
 - **Loss**: one mean over the target tokens of the global batch: of answers alone, unless you give `--train-on all`.
 - **Packing**: packed samples never attend to each other. In LLaMA-Factory that is `neat_packing`.
 - **Precision**: with `--bf16`, trained weights and optimizer state stay in fp32; `--optim adamw_bf16` holds both in
@@ -45,6 +45,8 @@ You can also [keep your Trainer](use-trainer-or-trl.md).
 The commonest keys that have another name here. `python -m tests.pages` makes the list.
 
 """
+GIVES = re.compile(r"`--[^`]*`($|[:,;]| and| or| with| `)")
+"""An answer that says what to give, not why there is nothing to give."""
 FLAG = re.compile(r"--[a-z][a-z0-9-]*( (\d+|NAME:WEIGHT|N|all|nf4|[a-z]+(_[a-z]+)+|'.*?'))?")
 KEYS: dict[str, str] = {
     "axolotl": """
@@ -137,7 +139,7 @@ def page() -> str:
             for value in values or [""]:
                 if (value or name not in parser.names) and (cell := answer(name, value)):
                     key = f"`{name}: {value}`" if value else f"`{name}`"
-                    if cell.startswith("`--") and key not in here.setdefault(cell, []):
+                    if GIVES.match(cell) and key not in here.setdefault(cell, []):
                         here[cell].append(key)
     rows = sorted(f"- {', '.join(there)}: {cell}\n" for cell, there in here.items())
     return f"{HEAD}{''.join(rows)}"

@@ -15,8 +15,8 @@ from ...moe.util.terminal import ends_with_reader, folded
 
 _DESCRIPTION = """\
 One line per model family: its class, how many layers have experts, and whether
-it is supported, or why not. Nothing is downloaded. "?" stands for a family whose
-default config makes no model, so ask about one of its models."""
+it is supported, or why not. "?" stands for a family whose default config makes
+no model: ask about one of its models."""
 
 
 @ends_with_reader

@@ -172,7 +172,7 @@ MUON = OptimizerEntry(
 )
 SHAMPOO = OptimizerEntry(
     name="shampoo",
-    help="Distributed Shampoo for the same matrices, with AdamW for the rest",
+    help="Distributed Shampoo for the same",
     heeds=(*_OF_ADAMW, *_OF_SHAMPOO, "shampoo_start"),
     state_settings=_shampoo_state_settings,
     state_bytes=_shampoo_state_bytes,
