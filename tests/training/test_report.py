@@ -171,6 +171,18 @@ def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path: Path) -> N
     assert all(layers[0] is None for layers in content["load"]["entropy"])
 
 
+def test_losses_by_data_set(tmp_path: Path) -> None:
+    """One chart for each, of training and evaluation; beside them what another script has registered."""
+    lines = [training(1, **{"loss/code": 2.0, "loss/chat.v2": 3.0, "mine": 1.0}), {"step": 1, "eval_loss/code": 2.5}]
+    make_run(tmp_path, lines)
+    _, drawn = content_of(write_report(tmp_path))
+    lines_of = {chart["title"]: [(s["name"], s["label"]) for s in chart["series"]] for chart in drawn["charts"]}
+    assert lines_of["Loss: code"] == [("loss/code", "training"), ("eval_loss/code", "evaluation")]
+    assert lines_of["Loss: chat.v2"] == [("loss/chat.v2", "training")]
+    assert lines_of["mine"] == [("mine", "")]
+    assert not [title for title in lines_of if "/" in title]
+
+
 def test_skipped_steps_and_warnings(tmp_path: Path) -> None:
     """An interval without a finite step has neither losses nor routing."""
     skipped = training(2, loss=None, grad_norm=None, steps=1, skipped_steps=1)

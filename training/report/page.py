@@ -30,7 +30,7 @@ from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.sizes import duration, thousands
 from ..config.train_config import TrainConfig, flags_of_config
-from ..metrics import METRICS, Chart
+from ..metrics import Chart, metrics_of
 from .history import History, read_history
 from .profiles import BETWEEN, EXCHANGE, FIGURES, Profile, read_profiles
 
@@ -231,9 +231,10 @@ def _read_run(output_dir: Path, state: State | None = None, history: History | N
 def _charts(runs: list[Run]) -> list[dict[str, Any]]:
     """How the page draws the curves, and where, in order."""
     logged = {name: run for run in reversed(runs) for name in run["history"].curves}
-    others = [(name, Chart(name)) for name in logged.keys() - {metric.name for metric in METRICS}]
+    metrics = metrics_of(logged)
+    others = [(name, Chart(name)) for name in logged.keys() - {metric.name for metric in metrics}]
     charts: dict[str, dict[str, Any]] = {}
-    for name, chart in [*((metric.name, metric.chart) for metric in METRICS), *sorted(others)]:
+    for name, chart in [*((metric.name, metric.chart) for metric in metrics), *sorted(others)]:
         if chart is None or name not in logged:
             continue
         load = logged[name]["history"].load
