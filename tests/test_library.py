@@ -277,6 +277,7 @@ def test_what_is_said_of_an_adapter(tiny_model: Path, engine: Any, tmp_path: Pat
         adapter, settings = tmp_path / form, {"adapter": "lora", "lora_rank": 2}
         said = load(tiny_model, adapter_format=form, **settings).export(adapter)
         assert any("have rank 4, the others 2; give servers that much" in line for line in said) is is_told
+        assert any(f"names the directory {tiny_model} as its base" in line for line in said)
     ranks = {
         x.shape[0] // 8
         for name, x in load_file(adapter / "adapter_model.safetensors").items()
@@ -285,6 +286,10 @@ def test_what_is_said_of_an_adapter(tiny_model: Path, engine: Any, tmp_path: Pat
     assert ranks == {4, 2}
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text())
+    peft = pytest.importorskip("peft")
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    by_peft = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).peft_config["default"]
+    assert config["base_model_name_or_path"] == by_peft.base_model_name_or_path == str(tiny_model)
     for name, is_told in ((str(tiny_model), False), ("org/Other", True)):
         file.write_text(json.dumps(config | {"base_model_name_or_path": name}))
         with warnings.catch_warnings(record=True) as caught:

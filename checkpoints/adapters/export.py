@@ -97,6 +97,11 @@ def export_adapter(
             write_generation_config(checkpoint.source, directory)
             write_beside_adapter(checkpoint.source, tokenizer, directory)
             told = write_card(card, directory, out)
+            if Path(base_model).is_dir():
+                told.append(
+                    f"adapter: {CONFIG} names the directory {base_model} as its base, as PEFT's would; before you "
+                    "publish the adapter, write the base's hub id there"
+                )
     if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
         return told
     return [
