@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,12 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")
     parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the order of training")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     begin = time.perf_counter()
     out: Path = arguments.output_dir
     marker = out / "made-by-the-demo"

@@ -143,7 +143,7 @@ class State:
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
@@ -156,7 +156,7 @@ def main() -> int:
         "--prepare", type=Path, metavar="DIR", help="download wheels that a bare machine lacks, and end"
     )
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --prepare (default: 3.12)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.prepare is not None:
         return prepare(arguments.prepare, arguments.python_version)
     call = Call(BEGUN + 60 * arguments.minutes)

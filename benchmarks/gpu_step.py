@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from itertools import pairwise
@@ -116,7 +116,7 @@ class Found:
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mixtral-8x7b", help="a published config's name here, or a directory's path")
     parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: as many as fit)")
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--too-large", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         if arguments.free:
             for free in arguments.free:
@@ -145,7 +145,10 @@ def main() -> int:
             raise
         # a figure of fewer layers is worth more than none; what this process holds ends with it
         fewer = ("--layers", str(arguments.layers - 1), "--too-large", str(arguments.layers))
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_step", *sys.argv[1:], *fewer])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.gpu_step", *(sys.argv[1:] if argv is None else argv), *fewer],
+        )
     except ExpertMeshError as error:
         print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ Turns = dict[tuple[str, str], list[Learned]]
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--arm", action="append", required=True, metavar="FLAGS", help="in one word, after =; repeatable"
@@ -78,7 +79,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--json", type=Path, default=None, help="also write every loss here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if min(arguments.seeds, arguments.steps, arguments.window) < 1 or arguments.steps < arguments.window:
         parser.error("--seeds, --steps and --window are 1 or more, and --steps no less than --window")
     turns: Turns = {key: [] for key in itertools.product(arguments.arm, arguments.learning_rates)}

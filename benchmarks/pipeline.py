@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from expertmesh.training.steps.step import train_step
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp-size", type=int, default=2)
     parser.add_argument("--pipeline-schedule", default="1f1b")
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="measured in each turn, after one that is not")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.worker is not None:
         return measure(arguments.worker, arguments)
     with tempfile.TemporaryDirectory() as directory:

@@ -53,14 +53,14 @@ CALLS = 200
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the rates to FILE, for --calibrate")
     parser.add_argument("--links", type=Path, metavar="FILE", help="take the links that `mesh --check --json` measured")
     parser.add_argument("--gpu", choices=DEVICES, default="H100", help="preset for what one GPU cannot measure")
     parser.add_argument("--network", choices=LINKS, default="infiniband-ndr", help="preset between nodes")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="what to measure (default: a GPU where there is one)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         links = load_measured(arguments.links) if arguments.links else preset(arguments.gpu, arguments.network)

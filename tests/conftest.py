@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
+from tests.gpus import SetCapability
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
@@ -109,3 +110,9 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"say {i}", "response": "x" * (i % 7 + 1) + str(i)} for i in range(50)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture
+def set_capability(monkeypatch: pytest.MonkeyPatch) -> SetCapability:
+    """Has torch report a GPU's compute capability."""
+    return lambda found: monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: found)

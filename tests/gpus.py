@@ -1,12 +1,14 @@
 """Which GPUs a process's threads would make a context on, counted on a CPU."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+
+SetCapability = Callable[[tuple[int, int]], None]
 
 
 class Gpus(threading.local):

@@ -55,8 +55,7 @@ def test_other_losses_of_pipelines_abort(
     saved = SimpleNamespace(save_pretrained=lambda path: None)
     monkeypatch.setattr(pipeline, "take_turn", take_turn)
     monkeypatch.setattr(pipeline, "random_mixtral", lambda *arguments, **more: saved)
-    monkeypatch.setattr("sys.argv", ["pipeline", "--rounds", "1"])
-    assert pipeline.main() == 1
+    assert pipeline.main(["--rounds", "1"]) == 1
     assert f"the losses differ: [1.0, {loss}]" in capsys.readouterr().err
 
 

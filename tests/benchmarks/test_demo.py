@@ -42,8 +42,7 @@ def test_fails_where_one_task_is_not_learnt(
     monkeypatch.setattr(demo, "make_inputs", lambda *_: {name: [("prompt", "answer")] for name in demo.TASKS})
     monkeypatch.setattr(demo, "train", lambda *_: None)
     monkeypatch.setattr(demo, "accuracy", lambda *_: shares)
-    monkeypatch.setattr("sys.argv", ["demo", "--output-dir", str(tmp_path / "out")])
-    assert demo.main() == code
+    assert demo.main(["--output-dir", str(tmp_path / "out")]) == code
     assert ("right after training: 84% of 'sum'" in capsys.readouterr().err) == bool(code)
 
 

@@ -192,8 +192,7 @@ def test_a_call_counts_from_before_torch_is_imported(tmp_path: Path, monkeypatch
     command = [sys.executable, "-m", "benchmarks.first_gpu", "--out", str(tmp_path / "out")]
     assert subprocess.run(command, cwd=CHECKOUT, env=environment, timeout=60).returncode == 7
     monkeypatch.setattr(first_gpu, "BEGUN", time.monotonic() - 8.9 * 60)
-    monkeypatch.setattr(sys, "argv", ["first_gpu", "--use-cpu", "--out", str(tmp_path / "out")])
-    assert first_gpu.main() == first_gpu.CALL_AGAIN
+    assert first_gpu.main(["--use-cpu", "--out", str(tmp_path / "out")]) == first_gpu.CALL_AGAIN
     parts = json.loads((tmp_path / "out" / "first_gpu.json").read_text())["parts"]
     assert {part["seconds"] for part in parts.values()} == {0.0}
 
@@ -491,9 +490,8 @@ def test_a_step_that_runs_out_of_memory_is_measured_with_fewer_layers(
 
     monkeypatch.setattr(gpu_step, "measure", runs_out)
     monkeypatch.setattr(os, "execv", begin)
-    monkeypatch.setattr(sys, "argv", ["gpu_step", "--model", "mixtral-8x7b", "--json", "m.json"])
     with pytest.raises((SystemExit, torch.OutOfMemoryError)):
-        gpu_step.main()
+        gpu_step.main(["--model", "mixtral-8x7b", "--json", "m.json"])
     again = [sys.executable, "-m", "benchmarks.gpu_step", "--model", "mixtral-8x7b", "--json", "m.json"]
     assert begun == ([] if fewer is None else [[*again, "--layers", fewer, "--too-large", str(layers)]])
 

@@ -13,7 +13,7 @@ def test_differences_of_means() -> None:
 
 
 @pytest.mark.release
-def test_on_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Schedules that begin at the same rate: the losses of two steps are the same, and what is learned is not."""
     data, figures = tmp_path / "data.jsonl", tmp_path / "figures.json"
     rows = [{"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}."} for n in range(240)]
@@ -21,8 +21,7 @@ def test_on_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     arms = ["--arm=--lr-scheduler-type constant", "--arm=--lr-scheduler-type linear"]
     sizes = ["--hidden-size", "32", "--intermediate-size", "32", "--layers", "1", "--vocabulary", "300"]
     flags = [*arms, *sizes, "--steps", "2", "--window", "1", "--dataset", str(data), "--columns", "question", "answer"]
-    monkeypatch.setattr("sys.argv", ["learning", *flags, "--json", str(figures)])
-    assert learning.main() == 0
+    assert learning.main([*flags, "--json", str(figures)]) == 0
     assert "+0.00%" in capsys.readouterr().out
     (first,), (second,) = json.loads(figures.read_text()).values()
     assert first["losses"] == second["losses"]

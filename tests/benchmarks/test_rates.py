@@ -1,7 +1,6 @@
 """Measuring a device's rates writes what forecasts read."""
 
 import json
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -17,8 +16,7 @@ def test_the_rates_of_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     for table, small in tables:
         monkeypatch.setitem(table, "cpu", small)
     file = tmp_path / "card.json"
-    monkeypatch.setattr(sys, "argv", ["rates", "--device", "cpu", "--network", "ethernet-100", "--write", str(file)])
-    assert main() == 0
+    assert main(["--device", "cpu", "--network", "ethernet-100", "--write", str(file)]) == 0
     hardware = load_measured(file)
     assert hardware.between == LINKS["ethernet-100"]
     by_class = {each.operator: each for each in hardware.rates.attained}
@@ -37,7 +35,6 @@ def test_the_rates_of_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert json.loads(file.read_text())["rates"]["constants"]
 
 
-def test_links_that_were_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["rates", "--links", "/nonexistent"])
-    assert main() == 2
+def test_links_that_were_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--links", "/nonexistent"]) == 2
     assert "--calibrate /nonexistent: is not what" in capsys.readouterr().err

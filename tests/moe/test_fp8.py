@@ -26,6 +26,7 @@ from expertmesh.moe.kernels.grouped import for_any_rows
 from expertmesh.moe.kernels.kernel_registry import KernelNeeds
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
+from tests.gpus import SetCapability
 from tests.interpreter import interpreted, round_to_nearest
 from tests.moe.kernel_contract import COUNTS
 from tests.moe.test_experts import KINDS, TOP_K, adapted, experts_of, of_family, random
@@ -284,18 +285,18 @@ def test_adapters_are_multiplied_in_bf16() -> None:
     assert [counter.call_count for counter in counters] == [3, 6]
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice(set_capability: SetCapability) -> None:
     def of(device: str, name: str = "auto", dtype: torch.dtype = torch.bfloat16, *more: int) -> Any:
         return choose_kernel(name, KernelNeeds(device, dtype, ((64, more[0] if more else 48),)), "fp8")
 
     assert (of("cpu").name, of("cpu").why) == ("fp8", "emulated on a CPU")
     assert fused("torch-grouped") is not FP8.fused
     for capability in ((8, 9), (10, 0), (12, 0)):
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        set_capability(capability)
         found = rf"this one has {capability[0]}\.{capability[1]}"
         with pytest.raises(ExpertMeshError, match=f"compute capability 9 .* {found}"):
             of("cuda")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    set_capability((9, 0))
     assert of("cuda", "torch-grouped").why.endswith("MFU is of the bf16 peak")
     for kernel in ("loop", "megablocks-sparse"):
         with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8 .* leave out --expert-kernel {kernel}"):

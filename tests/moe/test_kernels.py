@@ -23,6 +23,7 @@ from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.gpu import computing_values, is_gpu, rehearsing_gpu
+from tests.gpus import SetCapability
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
 from tests.rounding import assert_near
 
@@ -260,9 +261,9 @@ def test_one_expert_goes_by_ordinary_matmuls(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("capability", "leaves"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
 def test_which_gpus_leave_empty_groups(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], leaves: bool
+    set_capability: SetCapability, capability: tuple[int, int], leaves: bool
 ) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    set_capability(capability)
     assert _leaves_empty_groups(torch.device("cuda", 0)) == leaves
     assert not _leaves_empty_groups(torch.device("cpu"))
 
@@ -334,17 +335,22 @@ SPARSE, TWO_WIDTHS = "megablocks-sparse", (128, 256, 128, 60)
     ],
 )
 def test_choice(
-    monkeypatch: pytest.MonkeyPatch, name: str, wanted: KernelNeeds, capability: tuple[int, int], found: str
+    set_capability: SetCapability,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    wanted: KernelNeeds,
+    capability: tuple[int, int],
+    found: str,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    set_capability(capability)
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     choice = choose_kernel(name, wanted)
     assert choice.name == found
     assert choice.kernel is KERNELS.get(found)
 
 
-def test_why_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+def test_why_it_is_chosen(set_capability: SetCapability, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_capability((8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     assert choose_kernel("torch-grouped", needs("cpu", 64, 64)).why == "asked for"
     assert "in grouped_mm this GPU would launch one matmul per" in choose_kernel("auto", needs("cuda", 128, 256)).why
@@ -367,15 +373,17 @@ def test_why_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (SPARSE, needs("cuda", 128, 128, is_swiglu=False), "megablocks-sparse computes plain SwiGLU only"),
     ],
 )
-def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, wanted: KernelNeeds, said: str) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+def test_refused(
+    set_capability: SetCapability, monkeypatch: pytest.MonkeyPatch, name: str, wanted: KernelNeeds, said: str
+) -> None:
+    set_capability((8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: name)
     with pytest.raises(ExpertMeshError, match=said):
         choose_kernel(name, wanted)
 
 
-def test_without_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+def test_without_megablocks(set_capability: SetCapability, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_capability((8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: None)
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):

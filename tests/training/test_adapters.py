@@ -14,6 +14,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.model_setup.lora_targets import adapt, unquantized_lines
 from tests.families.configs import tiny_config
+from tests.gpus import SetCapability
 from tests.tiny import in_memory
 
 
@@ -57,9 +58,9 @@ def test_targets(family: str, targets: list[str], layer: int, expected: set[str]
 
 
 @pytest.mark.parametrize(("rank", "precision"), [(4, "same"), (12, "same"), (8, "fp8"), (4, "fp8")])
-def test_no_rank_makes_the_base_experts_loop(monkeypatch: pytest.MonkeyPatch, rank: int, precision: Precision) -> None:
+def test_no_rank_makes_the_base_experts_loop(set_capability: SetCapability, rank: int, precision: Precision) -> None:
     """On an H100 in bf16; 8 does not divide 4 and 12. Nor are the adapters' products a loop."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    set_capability((9, 0))
     model = build_model(tiny_config("mixtral"))
     adapt(model, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["experts"], lora_rank=rank))
     choice = choose_kernel("auto", kernel_needs(model, "cuda", torch.bfloat16), precision)

@@ -1139,6 +1139,13 @@ def test_a_cache_that_cannot_be_written(
         load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of `datasets` that no other test has."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
 @pytest.mark.parametrize(
     ("names", "change"),
     [
@@ -1153,29 +1160,25 @@ def test_a_cache_that_cannot_be_written(
     ],
 )
 def test_a_damaged_cache(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str, change: Callable[[bytes], bytes] | None
+    tmp_path: Path, tokenizer: Any, own_cache: Path, names: str, change: Callable[[bytes], bytes] | None
 ) -> None:
     """As after a disk was full, or damaged, or somebody has deleted what was large. change: None: the files are
     gone."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = write(tmp_path / "data.jsonl", [{"text": "a"}])
     load(tokenizer, file)
-    for path in (tmp_path / "cache").rglob(names):
+    for path in own_cache.rglob(names):
         path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ExpertMeshError, match=r"cache/expertmesh: .* cannot be read there: .*; delete that directory"):
         load(tokenizer, file)
-    shutil.rmtree(tmp_path / "cache" / "expertmesh")
+    shutil.rmtree(own_cache / "expertmesh")
     load(tokenizer, file)
 
 
-def test_a_flipped_bit_of_a_cached_token_is_told(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_of_a_cached_token_is_told(tmp_path: Path, tokenizer: Any, own_cache: Path) -> None:
     """The file is well formed all the same, and would be trained on."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = write(tmp_path / "data.jsonl", [{"text": "a b c d e f"}])
     tokens = load(tokenizer, file)[0].tokens
-    (kept,) = (tmp_path / "cache").rglob("cache-*.arrow")
+    (kept,) = own_cache.rglob("cache-*.arrow")
     before, after = (np.array(of, dtype=np.int32).tobytes() for of in (tokens, [tokens[0] ^ 1, *tokens[1:]]))
     assert kept.read_bytes().count(before) == 1
     kept.write_bytes(kept.read_bytes().replace(before, after))
@@ -1186,16 +1189,13 @@ def test_a_flipped_bit_of_a_cached_token_is_told(
 
 
 @pytest.mark.parametrize("names", ["dataset_info.json", "*.arrow", "[0-9a-f]*.json"])
-def test_damage_of_any_file_of_the_cache_is_told(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, names: str
-) -> None:
+def test_damage_of_any_file_of_the_cache_is_told(tmp_path: Path, tokenizer: Any, own_cache: Path, names: str) -> None:
     """Whatever `datasets` makes of it: a letter of a type's name, of a column's, of a key."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file, other = (write(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in ("data", "other"))
     load(tokenizer, other)
-    others = {path.name: path for path in (tmp_path / "cache").rglob(names)}
+    others = {path.name: path for path in own_cache.rglob(names)}
     load(tokenizer, file)
-    for path in {*(tmp_path / "cache").rglob(names)} - {*others.values()}:
+    for path in {*own_cache.rglob(names)} - {*others.values()}:
         content = path.read_bytes()
         texts = [found.start() for found in re.finditer(rb"[a-z]{4}", content)][:12]
         changed = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in texts]
@@ -1237,13 +1237,13 @@ def failing(number: int) -> Callable[..., Any]:
     return fails
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("writing", "workers"), [("_records", 1), ("_tokenize_batch", 1), ("_tokenize_batch", 2)])
 def test_a_full_disk(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, writing: str, workers: int
 ) -> None:
     """While records are written, and while samples are, by this process or another one."""
     file = write(tmp_path / "data.jsonl", [{"text": "a"}] * 4)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     fails = failing(errno.ENOSPC)
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -17,6 +17,7 @@ from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.attention import flash_3
 from expertmesh.training.attention.flash_3 import use_flash_attention_3
 from expertmesh.training.config.train_config import TrainConfig
+from tests.gpus import SetCapability
 from tests.tiny import tiny_config
 
 PACKAGE = """
@@ -32,12 +33,12 @@ def config(**settings: Any) -> TrainConfig:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def installed(set_capability: SetCapability, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A stand-in for the package, on a Hopper."""
     file = tmp_path / "flash_attn_interface.py"
     file.write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
+    set_capability((9, 0))
     yield file
     sys.modules.pop("flash_attn_interface", None)
 
@@ -95,6 +96,7 @@ def test_torchs_operators_are_replaced(installed: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_what_keeps_it_out_is_told(
+    set_capability: SetCapability,
     installed: Path,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
@@ -102,7 +104,7 @@ def test_what_keeps_it_out_is_told(
     capability: tuple[int, int],
     said: str,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: capability)
+    set_capability(capability)
     found = use_flash_attention_3(model(**changes), config(**settings), on_ranks(monkeypatch))
     assert found is not None
     assert re.search(f"^flash attention 3 is not used: .*{said}", found), found

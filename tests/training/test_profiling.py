@@ -37,9 +37,8 @@ class Told:
 
 def recorded(run: Any, *, device: str = "cpu") -> tuple[_Recording, float, dict[str, Cost]]:
     """`run(told)` as step 3, told what part it is in by what it sets `told.part` to."""
-    told = Told()
-    with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told):
-        recording = _Recording(None, torch.device(device))
+    told: Any = Told()
+    recording = _Recording(told, torch.device(device))
     try:
         with recording.step(3):
             run(told)
@@ -136,10 +135,10 @@ def test_files_of_a_stretch(tmp_path: Path) -> None:
 
 def check_files_of_a_stretch(tmp_path: Path, device: str, kinds: list[str]) -> None:
     said: list[str] = []
-    told = Told()
+    told: Any = Told()
     ranks: Any = mock.Mock(rank=2, world_size=4, device=torch.device(device))
-    profiler = StepProfiler(config("5-9", profile_ranks=["all"]), None, ranks, tmp_path / "out", said.append)
-    with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told), profiler:
+    profiler = StepProfiler(config("5-9", profile_ranks=["all"]), lambda: told, ranks, tmp_path / "out", said.append)
+    with profiler:
         for step in (6, 7):
             with profiler.step(step):
                 two_parts(told, device)
@@ -163,7 +162,8 @@ def check_files_of_a_stretch(tmp_path: Path, device: str, kinds: list[str]) -> N
 def test_an_error_drops_what_was_not_written(tmp_path: Path) -> None:
     """And leaves torch's profiler to the next."""
     ranks: Any = mock.Mock(rank=0, world_size=1, device=torch.device("cpu"))
-    profiler = StepProfiler(config("1-2"), None, ranks, tmp_path, lambda line: None)
+    told: Any = Told()
+    profiler = StepProfiler(config("1-2"), lambda: told, ranks, tmp_path, lambda line: None)
 
     def loop() -> None:
         with profiler:
@@ -172,10 +172,7 @@ def test_an_error_drops_what_was_not_written(tmp_path: Path) -> None:
             with profiler.step(2):
                 raise ExpertMeshError("not finite")
 
-    with (
-        mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=Told()),
-        pytest.raises(ExpertMeshError),
-    ):
+    with pytest.raises(ExpertMeshError):
         loop()
     assert profiler.recording is None
     assert list(tmp_path.iterdir()) == []
@@ -216,9 +213,8 @@ def test_triton_kernels_have_ranges() -> None:
         jit.JITFunction.run("kernel", 1, 2, grid=(3,), warmup=False)
 
     with mock.patch.object(jit.JITFunction, "run", launch):
-        told = Told()
-        with mock.patch("expertmesh.training.monitoring.profiling.Parts", return_value=told):
-            recording = _Recording(None, torch.device("cpu"))
+        told: Any = Told()
+        recording = _Recording(told, torch.device("cpu"))
         recording.on_cuda = True
         with recording._triton():
             run(told)

@@ -7,6 +7,7 @@ import torch
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.model_setup.tf32 import set_tf32
+from tests.gpus import SetCapability
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +17,9 @@ def _as_before() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def test_it_is_as_the_flag_says_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_as_the_flag_says_each_time(set_capability: SetCapability) -> None:
     """The second model of a process too, after one with it."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    set_capability((9, 0))
     assert not torch.backends.cuda.matmul.allow_tf32
     for is_on in (True, False, True):
         set_tf32(is_on, "cuda")
@@ -28,10 +29,10 @@ def test_it_is_as_the_flag_says_each_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_none(set_capability: SetCapability) -> None:
     with pytest.raises(ExpertMeshError, match="--tf32 needs a GPU; this run is on cpu; leave it out"):
         set_tf32(True, "cpu")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    set_capability((7, 5))
     with pytest.raises(ExpertMeshError, match=r"8\.0 \(Ampere\) or more; this one has 7\.5"):
         set_tf32(True, "cuda")
     assert not torch.backends.cuda.matmul.allow_tf32

@@ -43,17 +43,25 @@ class StepProfiler:
     changes. What cannot be profiled or written is said, and the run continues.
 
     Args:
+        parts: makes what knows the part that is being run, for the steps that are profiled.
         say: is told, on every rank alike, what is profiled and where it went.
     """
 
-    def __init__(self, config: TrainConfig, model: Any, ranks: Ranks, output_dir: Path, say: Callable[[str], object]):
+    def __init__(
+        self,
+        config: TrainConfig,
+        parts: Callable[[], Parts],
+        ranks: Ranks,
+        output_dir: Path,
+        say: Callable[[str], object],
+    ):
         self.stretches = config.profiled_steps
         on_all = config.profile_ranks == ["all"]
         self.where = "all ranks" if on_all else f"rank {' and '.join(config.profile_ranks)}"
         self.is_profiled = on_all or ranks.rank in _numbers(config)
         self.rank, self.device = ranks.rank, ranks.device
         self.directory = output_dir / PROFILES
-        self.model = model
+        self.parts = parts
         self.say = say
         self.done: list[int] = []
         self.recording: _Recording | None = None
@@ -90,7 +98,7 @@ class StepProfiler:
         self.say(f"profiling {steps_in_words(steps)} on {self.where}")
         if self.is_profiled:
             try:
-                self.recording = _Recording(self.model, self.device)
+                self.recording = _Recording(self.parts(), self.device)
             except Exception as error:  # no profile is worth a run
                 self.problem = str(error) or repr(error)
 
@@ -179,9 +187,9 @@ def steps_in_words(steps: Sequence[int]) -> str:
 class _Recording:
     """torch's profiler at work, until `stop`."""
 
-    def __init__(self, model: Any, device: torch.device):
+    def __init__(self, parts: Parts, device: torch.device):
         self.on_cuda = device.type == "cuda"
-        self.mode = _Ranges(Parts(model))
+        self.mode = _Ranges(parts)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_cuda
         self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self.profiler.start()

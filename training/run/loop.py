@@ -33,6 +33,7 @@ from ..engine.model_card import tell_loss
 from ..metrics import told_of
 from ..model_setup.compiling import Compilation, compilation
 from ..monitoring.alarms import Alarms
+from ..monitoring.attribution import Parts
 from ..monitoring.collector import SteadyCollector
 from ..monitoring.log import RunLog
 from ..monitoring.meter import Meter, measured
@@ -189,7 +190,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
     guard, alarms = NonFiniteGuard(config, run.model, log.line), Alarms(config, engine.balance, top_k, groups, log)
     meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
-    profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
+    profiler = StepProfiler(config, partial(Parts, run.model), run.ranks, log.output_dir, log.line)
     begin = log.num_steps if enough or stopping else first_step
     with StopRequest() as stop, SteadyCollector() as collector, profiler, _batches(run, begin) as following:
         for step in log.steps(begin):
