@@ -24,7 +24,3 @@ many of them as the others."""
 LLAMA_CPP_NORMALISES = {"olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
 """Families whose norm_topk_prob llama.cpp does not read, and what it is there: norm_w of `build_moe_ffn` in its
 src/models/ (as of llama-cpp-python 0.3.36)."""
-
-PEFT_REFUSES = {"nemotron_h": ("out_proj",)}
-"""Linear layers that PEFT refuses adapters on, by family and last name, as the kernel of mamba-ssm would not call them
-in training: it does not load an adapter that has one, though transformers calls them after training."""

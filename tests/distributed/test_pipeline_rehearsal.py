@@ -11,12 +11,12 @@ from torch import nn
 
 from expertmesh.moe.torch_private import FakeStore
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.imbalance import EVEN
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal import world
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
-from expertmesh.training.planning.rehearsal.world import Rehearsed
 from tests.distributed.pool import RankPool
 from tests.tiny import tiny_config
+from tests.training.dry_runs import CLUSTER
 
 CONFIG: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -55,7 +55,7 @@ world_materialize = world.materialize
 def on_a_cpu(is_real: bool) -> Iterator[None]:
     """Within it, a dry run is of what a CPU runs; with `is_real`, with tensors that have values."""
     with (
-        mock.patch.object(world._Given, "told", return_value=nullcontext()),
+        mock.patch.object(world, "_giving", return_value=nullcontext()),
         mock.patch.object(world, "micro_batches_to_run", lambda pipeline, number: number),
         mock.patch.object(world, "FakeTensors", Real if is_real else world.FakeTensors),
         mock.patch.object(world, "materialize", materialized if is_real else world_materialize),
@@ -66,7 +66,7 @@ def on_a_cpu(is_real: bool) -> Iterator[None]:
 def figures(config: TrainConfig, world_size: int, is_real: bool) -> Figures:
     with on_a_cpu(is_real):
         model = build_rehearsed(config, tiny_config(num_hidden_layers=5), "cpu")
-        step: Rehearsed = world._rehearse(config, model, world_size, EVEN, 8, "cpu")
+        step = world._rehearse(Asked(config, world_size, CLUSTER, dist.get_rank(), device="cpu"), model)
     events = [
         (event.name, str(event.place), event.phase, event.micro, str(event.action), event.collective, event.flops)
         for event in step.recorder.events

@@ -15,6 +15,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.steps.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
 from tests.distributed.pool import RankPool
@@ -33,6 +34,7 @@ from tests.families.configs import tiny_config
 from tests.parity.case import Case, hf_model, random_samples
 from tests.rounding import near
 from tests.tiers import tiered
+from tests.training.dry_runs import CLUSTER
 
 COMMON = f"{SIX_STEPS} {batch_of_12(2)} --ep-size 2 --on-nonfinite skip --save-steps 0 --router-aux-loss-coef 0.01"
 POISON = Poison("gradient", EXPERTS, 1, frozenset({0, 3}))
@@ -175,5 +177,5 @@ def test_the_host_waits_once_a_step_and_once_a_moe_layer(family: str, more: dict
     layers = 3
     common: dict[str, Any] = {"bf16": True, "ep_size": 4, "per_device_train_batch_size": 1, "max_seq_length": 64}
     config = TrainConfig(model="-", dataset=["-"], **common, **more)
-    found = rehearse(config, tiny_config(family, num_hidden_layers=layers), 8, 0)
+    found = rehearse(Asked(config, 8, CLUSTER), tiny_config(family, num_hidden_layers=layers))
     assert found.recorder.waits == 1 + layers

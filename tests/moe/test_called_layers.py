@@ -23,10 +23,11 @@ from expertmesh.moe.hf_model.trial import standing_in_for_weights
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import SCALES, Kind, fill, storages_of
 from expertmesh.moe.transformers_private import projecting_functions
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
 from tests.tiny import in_memory, relative_error
-from tests.training.dry_runs import flags_of
+from tests.training.dry_runs import CLUSTER, flags_of
 
 KERNEL, PACKAGE = "mamba_split_conv1d_scan_combined", "mamba_ssm"
 
@@ -196,5 +197,5 @@ def test_kernels_read_no_tensor_without_memory(family: str) -> None:
             model.train()(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
         with standing_in_for_weights(model):
             model.train()(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
-        rehearse(flags_of(ep_size=2), tiny_config(family), world_size=2)
+        rehearse(Asked(flags_of(ep_size=2), 2, CLUSTER), tiny_config(family))
     assert not kernel.given

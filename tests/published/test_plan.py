@@ -8,7 +8,7 @@ from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.experts.model_layers import moe_shape
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.training.cluster.commands import main
-from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.planner.model_config import find_config
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED
 
@@ -22,7 +22,7 @@ MOST_REHEARSED = 20
 
 def kinds(name: str) -> set[str]:
     """Kinds of a model's layers, and whether its attention has latent keys and values."""
-    config = read_config(str(CONFIGS / name))[0].get_text_config()
+    config = find_config(str(CONFIGS / name)).load().get_text_config()
     said: list[str] = getattr(config, "layer_types", None) or ["full_attention"]
     # two names of the same
     plain = {"attention", "full_attention"}

@@ -153,16 +153,13 @@ class ByFormula(Forecasts):
             raise ExpertMeshError(why)
         return account_by_formula(self.facts(asked.config), asked, self.is_marked)
 
-    def accounts(
-        self, several: Sequence[Asked], tell: Callable[[int, int], object] = lambda done, of: None
-    ) -> list[Account | ExpertMeshError]:
+    def accounts(self, several: Sequence[Asked]) -> list[Account | ExpertMeshError]:
         found: list[Account | ExpertMeshError] = []
         for asked in several:
             try:
                 found.append(self.account(asked))
             except ExpertMeshError as error:
                 found.append(error)
-            tell(len(found), len(several))
         return found
 
 
@@ -194,7 +191,7 @@ def _rank_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool) -> Accoun
     }
     memory = replace(whole.memory, peak=round(held.total), kinds=held)
     account = step.account()
-    time = replace(StepTime.none(), matrices=account.forwards * sum(actions.values()), update=account.time.update)
+    time = StepTime(matrices=account.forwards * sum(actions.values()), update=account.time.update)
     return replace(account, rank=asked.rank, memory=memory, time=time, actions=actions)
 
 

@@ -8,15 +8,18 @@ from transformers import MixtralConfig
 
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.planning.rehearsal.collective_order import Call, check_order, collectives_of
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.rehearsal.collective_order import check_order
+from expertmesh.training.planning.rehearsal.recorder import Event
 from expertmesh.training.planning.rehearsal.world import rehearse
+from tests.training.dry_runs import CLUSTER
 
 MEMBERS = {8: (0, 7), 16: (0, 7, 15)}
 """Ranks by world size, at least two of an ep group, of a dp group and of all. Of 100 tokens' rows rank 7 of 8 holds
 fewer than others, and rank 15 of 16 none."""
 
 
-def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[Call]:
+def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[Event]:
     """Every collective of a step with two micro-batches, at ep 8."""
     config = TrainConfig(
         model="-",
@@ -38,7 +41,8 @@ def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    return collectives_of(rehearse(config, model_config, world_size, rank).recorder.events)
+    events = rehearse(Asked(config, world_size, CLUSTER, rank), model_config).recorder.events
+    return [event for event in events if event.collective is not None]
 
 
 @pytest.mark.release

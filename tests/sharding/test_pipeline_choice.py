@@ -19,7 +19,7 @@ from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.pipelines import pipelined, with_open_settings
-from expertmesh.training.planning.rank_memory import ChosenPipeline, NoForecast, _forecast_alone
+from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, _forecast_alone
 from expertmesh.training.planning.rehearsal import rehearse_command
 from tests.sharding.planned import ByFormula, cluster_of, flags_of
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, PLENTY, asked_of
@@ -97,7 +97,7 @@ def test_layers_that_were_asked_for_stay() -> None:
 
 def test_settings_with_what_was_chosen() -> None:
     config = flags_of(pp_size=2)
-    assert NoForecast("no reason").chosen(config) == {}
+    assert Forecast("no reason").chosen(config) == {}
     assert config.schedule_name == "1f1b"
     chosen = ChosenPipeline("1f1b", (3, 5), "why", "balance")
     assert chosen.left_open(config) == {"pipeline_schedule": "1f1b", "pipeline_layers": "3,5"}
@@ -192,6 +192,14 @@ def test_plan_and_dry_run_and_run_tell_one_memory(
     assert chosen is not None
     assert list(chosen.layers) == best["stage_layers"]
     assert round(memory.total) == best["memory"]["total"]
+
+
+def test_what_is_in_host_memory_is_not_held_on_a_gpu() -> None:
+    config = flags_of(offload=True, gradient_checkpointing="full")
+    asked = Asked(config, 2, cluster_of(), 0, GivenRouting(samples=1))
+    (_, memory), _ = _forecast_alone(by_formula(), asked, False, True, config)
+    assert memory.lasting == 0
+    assert memory.total == pytest.approx(by_formula().account(asked).fit(PLENTY).total)
 
 
 def test_plan_and_dry_run_have_the_stages_of_a_run(

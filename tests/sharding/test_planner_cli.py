@@ -57,7 +57,7 @@ def forecasts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """By a formula, where a test does not ask for dry runs: what a plan says of figures does not depend on them."""
     if "dry_runs" not in request.fixturenames:
 
-        def by_formula(asked: Any, config: TrainConfig) -> ByFormula:
+        def by_formula(asked: Any, config: TrainConfig, progress: Any) -> ByFormula:
             return ByFormula(find_config(config.model).content, is_marked=True)
 
         monkeypatch.setattr(plan_command, "_forecasts", by_formula)
@@ -213,7 +213,7 @@ def test_sizes_that_are_refused_are_left_out(
 ) -> None:
     """Also the first; the others are planned. Where none was asked for nothing is said of it."""
 
-    def refusing(asked: Any, config: TrainConfig) -> ByFormula:
+    def refusing(asked: Any, config: TrainConfig, progress: Any) -> ByFormula:
         said = find_config(config.model).content
         return ByFormula(said, lambda question: "too long" if question.config.tp_size == 1 else None)
 

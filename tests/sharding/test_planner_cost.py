@@ -12,7 +12,7 @@ from expertmesh.training.model_setup.rates import AT_BEST, RateConstant, Rates, 
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
-from expertmesh.training.planning.planner.clock import Clock
+from expertmesh.training.planning.planner.clock import Clock, StepTime
 from expertmesh.training.planning.planner.costs import Cluster, kernel_seconds, seconds_among, share_away
 from expertmesh.training.planning.planner.hardware import DEVICES, Device, Hardware, Link, products_in
 from tests.sharding.planned import flags_of, tiny_forecasts
@@ -78,24 +78,25 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
     ready = clock.shard(0.5)
     clock.kernel(0.25)
     clock.until(ready)
-    assert (clock.now, clock.exposed) == (1.5, 0.25)
+    assert (clock.now, clock.spent.exposed) == (1.5, 0.25)
     clock.wait(1.0)
     clock.shard(0.5)
     clock.end()
-    assert (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) == (3.0, 1.25, 1.0, 1.0, 0.75)
+    spent = StepTime(elementwise=1.25, all_to_alls=1.0, sharding=1.0, exposed=0.75)
+    assert (clock.now, clock.spent) == (3.0, spent)
 
 
 def test_kernels_run_beside_all_to_alls_that_travel() -> None:
     """Which go one after the other among the same ranks; FSDP's are others'."""
     clock = Clock(Rates())
-    sent = [clock.send(*each) for each in (("ep", 1.0), ("ep", 0.5), ("others", 0.25))]
+    for each in (("ep", 1.0), ("ep", 0.5), ("others", 0.25)):
+        clock.send(*each)
     clock.kernel(0.75)
-    gathered = clock.shard(0.25)
+    clock.shard(0.25)
     assert clock.arrive("ep") == 0.25
     clock.kernel(1.0)
     assert clock.arrive("ep") == clock.arrive("others") == 0.0
-    assert [(each.start, each.end) for each in (*sent, gathered)] == [(0, 1), (1, 1.5), (0, 0.25), (0.75, 1.0)]
-    assert (clock.now, clock.computing, clock.waiting, clock.exposed) == (2.0, 1.75, 0.25, 0.0)
+    assert (clock.now, clock.spent) == (2.0, StepTime(elementwise=1.75, all_to_alls=0.25, sharding=0.25))
 
 
 def test_what_overlaps_is_slower() -> None:
@@ -106,20 +107,19 @@ def test_what_overlaps_is_slower() -> None:
     clock.kernel(1.0)
     assert clock.now == pytest.approx(1.25)
     clock.until(gathered)
-    assert (gathered.start, gathered.end) == pytest.approx((0.0, 0.5))
-    assert (clock.computing, clock.exposed, clock.waiting) == pytest.approx((1.0, 0.25, 0.0))
+    assert (clock.now, clock.spent.exposed, clock.spent.all_to_alls) == pytest.approx((1.25, 0.25, 0.0))
     # 0.2 s of kernels take 0.4, in which 0.32 of the all-to-all's 0.5 s pass
     clock.send("ep", 0.5)
     clock.kernel(0.2)
     assert clock.arrive("ep") == pytest.approx(0.18)
-    assert clock.waiting == pytest.approx(0.2 + 0.18)
+    assert clock.spent.all_to_alls == pytest.approx(0.2 + 0.18)
     assert clock.now == pytest.approx(1.25 + 0.4 + 0.18)
     # nothing beside what is waited for at once
     clock.shard(0.3)
     clock.wait(0.2)
     clock.end()
     assert clock.now == pytest.approx(1.83 + 0.3)
-    assert clock.now == pytest.approx(clock.computing + clock.exposed + clock.waiting)
+    assert clock.now == pytest.approx(clock.spent.total)
 
 
 def test_kernels_wait_for_the_host() -> None:
@@ -130,11 +130,11 @@ def test_kernels_wait_for_the_host() -> None:
     clock.kernel(1.0)
     clock.call(0.5)
     clock.launch()
-    assert (clock.now, clock.launching) == (1.25, 0.25)
+    assert (clock.now, clock.spent.launching) == (1.25, 0.25)
     clock.read()
     clock.call(0.25)
     clock.launch()
-    assert (clock.now, clock.launching) == (1.625, 0.625)
+    assert (clock.now, clock.spent.launching) == (1.625, 0.625)
 
 
 @pytest.mark.slow

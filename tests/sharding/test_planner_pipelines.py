@@ -15,7 +15,7 @@ from expertmesh.training.planning.memory import NEAR, Memory
 from expertmesh.training.planning.planner.account import LayerCosts
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.pipelines import PlannedPipeline, one_stage, pipelined
-from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, NoForecast
+from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast
 from expertmesh.training.run.banner import pipeline_lines
 from tests.sharding.planned import ByFormula, cluster_of, flags_of, tiny_forecasts
 from tests.tiny import tiny_config
@@ -244,7 +244,7 @@ def engine_of(pp: int, micro_batches: int) -> Any:
 
 
 def test_what_a_run_says_of_its_stages() -> None:
-    unknown = NoForecast("no reason")
+    unknown = Forecast("no reason")
     (line,) = pipeline_lines(engine_of(4, 8), unknown)
     assert line == (
         "pipeline: 4 stages of 2, 2, 2 and 2 layers (balanced by floating point operations); 1f1b (without a "
@@ -252,7 +252,7 @@ def test_what_a_run_says_of_its_stages() -> None:
     )
     why, balance = "by forecast zero-bubble gains less than 1%", "balanced by forecast seconds"
     chosen = ChosenPipeline("1f1b", (2,) * 4, why, balance)
-    known = Forecast("update", Memory(), 0.0, 1.0, chosen)
+    known = Forecast("", "update", Memory(), 0.0, 1.0, chosen)
     line, warning = pipeline_lines(engine_of(4, 2), known)
     assert f"2 layers ({balance}); 1f1b ({why}), bubble " in line
     assert warning == (

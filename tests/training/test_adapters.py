@@ -1,16 +1,12 @@
 """What --lora-targets names, in models of many families, and what an adapter begins with."""
 
-import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from expertmesh.moe.experts.lora import first_values
-from expertmesh.moe.hf_model import families
 from expertmesh.moe.hf_model.build import build_model, count_parameters, kernel_needs
-from expertmesh.moe.hf_model.family_exceptions import PEFT_REFUSES
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.kernel_entries import Precision
 from expertmesh.moe.kernels.kernel_registry import KERNELS
@@ -105,29 +101,6 @@ def test_layers_that_are_not_called() -> None:
     config = TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["all-linear"])
     assert ", not on dt_proj (the model's code multiplies by the weight itself): " in told_of("jamba", config)
     assert "not on" not in told_of("mixtral", config)
-
-
-def test_what_peft_does_not_load_is_told() -> None:
-    peft = pytest.importorskip("peft")
-
-    def is_refused(family: str, name: str) -> bool:
-        model: Any = SimpleNamespace(config=SimpleNamespace(model_type=family))
-        try:
-            peft.tuners.tuners_utils._check_lora_target_modules_mamba(peft.LoraConfig(), model, name)
-        except ValueError:
-            return True
-        return False
-
-    refused = {
-        (family, name)
-        for family in families.causal_families()
-        for name in re.findall(r"self\.(\w+) = [\w.]*Linear\(", families._source("modeling", family))
-        if is_refused(family, name)
-    }
-    assert refused == {(family, name) for family, names in PEFT_REFUSES.items() for name in names}
-    for family, name in refused:
-        config = TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=[name])
-        assert told_of(family, config).endswith(f"; PEFT loads no adapter on {name} of this family: merge it")
 
 
 def told_of(family: str, config: TrainConfig) -> str:

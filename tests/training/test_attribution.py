@@ -37,6 +37,7 @@ from expertmesh.training.monitoring.attribution import LASTING, Parts, StepPlace
 from expertmesh.training.monitoring.profiling import _Ranges
 from expertmesh.training.optim.low_bit import update_8bit, update_bf16, update_fp32
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.forecasts import has_code_from_outside
 from expertmesh.training.planning.rehearsal.triton_stand_in import import_kernels
 from expertmesh.training.planning.rehearsal.world import rehearse
@@ -46,7 +47,7 @@ from tests.distributed.reference import my_batches, sharded_model
 from tests.families.configs import tiny_config
 from tests.parity.case import SAMPLES, Case
 from tests.tiny import save_model
-from tests.training.dry_runs import SETTINGS, flags_of
+from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = "expertmesh."
@@ -174,7 +175,7 @@ DRY_RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_every_module_that_calls_operators_is_listed_on_a_gpu(name: str) -> None:
     family, world_size, flags = DRY_RUNS[name]
     with noting_unlisted() as unlisted:
-        rehearse(flags_of(**flags), tiny_config(family), world_size)
+        rehearse(Asked(flags_of(**flags), world_size, CLUSTER), tiny_config(family))
     assert unlisted == set()
 
 
@@ -210,7 +211,7 @@ def test_a_module_that_is_not_listed_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(STEP_PARTS, "expertmesh.moe.dispatch.permute")
     HELPERS.remove("moe.dispatch.exchange")
     with noting_unlisted() as unlisted:
-        rehearse(flags_of(ep_size=4), tiny_config("mixtral"), 8)
+        rehearse(Asked(flags_of(ep_size=4), 8, CLUSTER), tiny_config("mixtral"))
     HELPERS.add("moe.dispatch.exchange")
     assert unlisted == {"expertmesh.moe.dispatch.permute", "expertmesh.moe.dispatch.exchange"}
 

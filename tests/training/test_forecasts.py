@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +181,7 @@ def test_no_figure_depends_on_a_setting_that_is_not_in_the_key(name: str) -> Non
     noting = _Noting(**{field.name: getattr(config, field.name) for field in fields(TrainConfig) if field.init})
     NOTED.clear()
     build_rehearsed(noting, tiny_config(family), "cuda")
-    rehearse(noting, tiny_config(family), world_size)
+    rehearse(Asked(noting, world_size, CLUSTER), tiny_config(family))
     assert {"ep_size", "optim"} <= NOTED
     for setting in NOTED - forecasts.read_by("plan") - {"model", "dataset"}:
         assert getattr(config, setting) == getattr(TrainConfig(model="-"), setting), setting
@@ -235,10 +236,11 @@ def test_an_optimizer_from_outside_is_code_from_outside() -> None:
 def test_several_at_once_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     several = [asked(ep_size=ep_size) for ep_size in (1, 2)] + [replace(asked(), config=flags_of(max_seq_length=2**26))]
     monkeypatch.setattr(forecasts, "cores", lambda: 2)
-    told: list[tuple[int, int]] = []
-    found = forecasts_of().accounts(several, lambda done, of: told.append((done, of)))
+    own, told = forecasts_of(), list[int]()
+    own.tell = partial(told.append, 1)
+    found = own.accounts(several)
     assert [isinstance(each, Account) for each in found] == [True, True, False]
-    assert told[-1] == (3, 3)
+    assert len(told) == len(several)
     alone = Forecasts(tiny_mixtral().to_dict(), tiny_mixtral, is_kept=False)
     assert [alone.account(each) for each in several[:2]] == found[:2]
     assert forecasts_of(never).known(several[0]) == found[0]

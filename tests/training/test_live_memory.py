@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.planning.rehearsal.recorder import Recorder
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
-from tests.training.dry_runs import flags_of
+from tests.training.dry_runs import CLUSTER, flags_of
 
 KB = 1024
 
@@ -110,7 +111,7 @@ def test_a_dry_runs_memory_does_not_depend_on_when_the_collector_runs() -> None:
         return result
 
     def peak() -> tuple[int, int]:
-        held = rehearse(flags_of(**SETTINGS["tp, cp, 8-bit state"]), tiny_config("mixtral"), 8).held
+        held = rehearse(Asked(flags_of(**SETTINGS["tp, cp, 8-bit state"]), 8, CLUSTER), tiny_config("mixtral")).held
         return max(map(sum, held.values())), sum(map(sum, held.values()))
 
     alone = peak()
@@ -139,5 +140,5 @@ def test_no_tensor_of_a_step_waits_for_the_collector(name: str) -> None:
 
     gc.collect()
     with mock.patch.object(LiveTensors, "__exit__", leaving):
-        rehearse(flags_of(**SETTINGS[name]), tiny_config("mixtral"), 8)
+        rehearse(Asked(flags_of(**SETTINGS[name]), 8, CLUSTER), tiny_config("mixtral"))
     assert held == []

@@ -38,7 +38,7 @@ GIB = 2**30
 
 def forecast_of(lasting: float, activations: float, available: float) -> Forecast:
     held = Memory(parameters=lasting * GIB, activations=activations * GIB)
-    return Forecast("loss", held, 1.0 * GIB, available * GIB)
+    return Forecast("", "loss", held, 1.0 * GIB, available * GIB)
 
 
 def test_what_no_batch_fits_is_refused() -> None:

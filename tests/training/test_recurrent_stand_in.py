@@ -19,10 +19,12 @@ from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.moe.transformers_private import replacing_functions
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.coverage import assumed_code
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 from expertmesh.training.planning.rehearsal.recurrent_stand_in import computed_by, recorded, replaced_functions
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import UNSHRINKABLE, tiny_config
+from tests.training.dry_runs import CLUSTER
 
 FAMILIES = ("qwen3_next", "kimi_linear", "jamba")
 CHANGES: dict[str, dict[str, Any]] = {"qwen3_next": {"linear_value_head_dim": 24}}
@@ -180,7 +182,7 @@ def test_a_dry_run_is_as_short_for_long_sequences() -> None:
         config = TrainConfig(
             model="-", dataset=["-"], bf16=True, per_device_train_batch_size=1, max_seq_length=length, ep_size=2
         )
-        events = rehearse(config, tiny_config("qwen3_next"), 2).recorder.events
+        events = rehearse(Asked(config, 2, CLUSTER), tiny_config("qwen3_next")).recorder.events
         counts.append(Counter(event.name for event in events))
     assert counts[0] == counts[1]
     assert counts[0]["chunk_fwd_kernel_o"] == counts[0]["chunk_bwd_kernel_dqkwg"] > 0

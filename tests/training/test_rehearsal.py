@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from expertmesh.moe.hf_model.counts import training_flops
+from expertmesh.moe.hf_model.build import count_parameters
+from expertmesh.moe.hf_model.counts import ParameterCounts, training_flops
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.planning.planner.account import KINDS, PartCost
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
-from expertmesh.training.planning.planner.model_config import read_config
+from expertmesh.training.planning.planner.model_config import find_config
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.figures import needed_flops, parts_of, times_of
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
 from expertmesh.training.planning.rehearsal.seconds import event_seconds
@@ -26,7 +29,7 @@ from expertmesh.training.planning.rehearsal.triton_stand_in import kinds_of_kern
 from expertmesh.training.planning.rehearsal.world import Rehearsed, _fused_attention, rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
-from tests.training.dry_runs import flags_of
+from tests.training.dry_runs import CLUSTER, flags_of
 
 TOKENS = 512
 HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0))
@@ -140,7 +143,7 @@ def test_products_in_fp8() -> None:
 
 def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
     """Two full-width layers on 8 ranks."""
-    model_config, _ = read_config(str(CONFIGS / name))
+    model_config = find_config(str(CONFIGS / name)).load()
     model_config.num_hidden_layers = 2
     config = TrainConfig(
         model="-",
@@ -154,7 +157,11 @@ def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
         gradient_accumulation_steps=3,
         **settings,
     )
-    return rehearse(config, model_config, world_size=8, rank=5), model_config
+    return rehearse(Asked(config, 8, CLUSTER, 5), model_config), model_config
+
+
+def counts_of(step: Rehearsed, model_config: Any) -> ParameterCounts:
+    return count_parameters(build_rehearsed(step.asked.config, model_config, "cuda"))
 
 
 @pytest.fixture(scope="module", params=["mixtral-8x7b", "qwen3-30b-a3b"])
@@ -170,7 +177,7 @@ def parts(step: Rehearsed, hardware: Hardware = HARDWARE) -> dict[str, PartCost]
 def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, model_config = step
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
-    formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
+    formula = training_flops(counts_of(rehearsed, model_config), model_config, tokens, targets, pairs)
     assert needed_flops(rehearsed, times_of(rehearsed, 3)) == pytest.approx(formula, rel=1e-2)
 
 
@@ -188,7 +195,7 @@ def test_a_step_in_fp8() -> None:
     # and w1 and v1; columns of rows, hidden numbers and the output's gradient
     assert len(casts) == 2 * (5 + 3 + 11)
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
-    formula = training_flops(step.counts, config, tokens, targets, pairs)
+    formula = training_flops(counts_of(step, config), config, tokens, targets, pairs)
     assert needed_flops(step, times_of(step, 3)) == pytest.approx(formula, rel=1e-2)
     fast, slow = (
         sum(part.seconds for part in parts(step, replace(HARDWARE, device=replace(HARDWARE.device, fp8=rate))).values())
@@ -239,5 +246,5 @@ def test_a_dry_run_runs_no_kernel() -> None:
         for kind in kinds_of_kernels():
             patches.enter_context(mock.patch.object(kind, "run", side_effect=AssertionError("a kernel is run")))
         for _ in range(2):
-            told = rehearse(flags_of(ep_size=4, packing=True), tiny_config("deepseek_v3"), 8)
+            told = rehearse(Asked(flags_of(ep_size=4, packing=True), 8, CLUSTER), tiny_config("deepseek_v3"))
     assert "_triton_rope" in {event.name for event in told.recorder.events}

@@ -13,9 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.model_setup.rates import natural_imbalance
-from expertmesh.training.planning.imbalance import GivenRouting, skewed
+from expertmesh.training.monitoring.attribution import StepPlace
+from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import FRAGMENTATION, LASTING, PEER, RING
-from expertmesh.training.planning.rehearsal.collective_order import Call, check_order
+from expertmesh.training.planning.rehearsal.collective_order import check_order
+from expertmesh.training.planning.rehearsal.recorder import Event
 from tests.flags import last_of_each
 from tests.tiers import tiered
 
@@ -183,13 +185,10 @@ def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixtu
 
 
 def test_shares_of_skewed_routing() -> None:
-    shares = skewed(1.5, 4, 2)
-    assert shares[2] == pytest.approx(1.5 / 4)
-    assert sum(shares) == pytest.approx(1)
-    assert skewed(1, 4, 2) == ()
-    assert GivenRouting(busiest=2.0, loaded=1).among(num_experts=4, ep_size=4).shares == skewed(2.0, 4, 1)
-    assert GivenRouting(busiest=None).among(num_experts=8, ep_size=8).shares == skewed(natural_imbalance(8), 8, 0)
-    assert GivenRouting().among(num_experts=8, ep_size=8).shares == ()
+    assert GivenRouting(busiest=2.0, loaded=2).shares(4, 4) == pytest.approx((1 / 6, 1 / 6, 1 / 2, 1 / 6))
+    assert GivenRouting(busiest=4.0).shares(4, 4) == (1, 0, 0, 0)
+    assert GivenRouting(busiest=None).shares(8, 8)[0] == pytest.approx(natural_imbalance(8) / 8)
+    assert GivenRouting().shares(8, 8) == ()
 
 
 @pytest.mark.slow
@@ -306,15 +305,20 @@ def test_mistakes(model: str, capsys: pytest.CaptureFixture[str], flags: list[st
     assert said in told(model, capsys, *flags, code=2)
 
 
+def call(kind: str, ranks: tuple[int, ...], **size: Any) -> Event:
+    """A collective among these ranks; what a stage sends or receives has the other rank second."""
+    return Event(kind, StepPlace("FSDP", None), "forward", 0, collective=kind, ranks=ranks, group="1", **size)
+
+
 def test_ranks_that_do_not_agree() -> None:
-    gather, reduce = Call("all-gather", (0, 1), "forward"), Call("reduce-scatter", (0, 1), "backward")
+    gather, reduce = call("all-gather", (0, 1)), call("reduce-scatter", (0, 1))
     assert check_order({0: [gather, reduce], 1: [gather, reduce]}) == 2
     with pytest.raises(ExpertMeshError, match=r"ranks 0 and 1 differ .* among 2 ranks: number 2 is reduce-scatter"):
         check_order({0: [gather, reduce], 1: [gather, gather]})
     with pytest.raises(ExpertMeshError, match=r"number 2 is reduce-scatter .* and none any more on rank 1"):
         check_order({0: [gather, reduce], 1: [gather]})
     # each group by itself agrees, and all of them together do not
-    alone, other = Call("all-to-all", (0, 2), "forward"), Call("all-to-all", (1, 2), "forward")
+    alone, other = call("all-to-all", (0, 2)), call("all-to-all", (1, 2))
     with pytest.raises(ExpertMeshError, match="of all groups: number 1"):
         check_order({0: [alone, gather], 1: [gather, other]})
     # ranks of different stages need not
@@ -322,16 +326,16 @@ def test_ranks_that_do_not_agree() -> None:
 
 
 def test_ranks_whose_collectives_have_other_sizes() -> None:
-    gather = Call("c10d::_allgather_base_", (0, 1), "forward", "1", 100)
+    gather = call("all-gather", (0, 1), sent=100)
     with pytest.raises(ExpertMeshError, match=r"collective 2 among 2 ranks.* rank 0 sends 100 bytes, and rank 1 200"):
-        check_order({0: [gather, gather], 1: [gather, replace(gather, size=200)]})
+        check_order({0: [gather, gather], 1: [gather, replace(gather, sent=200)]})
     # groups with other members have sizes of their own, also those of a stage
-    apart = {0: [gather], 2: [replace(gather, ranks=(2, 3), size=200)]}
+    apart = {0: [gather], 2: [replace(gather, ranks=(2, 3), sent=200)]}
     assert check_order(apart) == 1
 
     # of an all-to-all, what one rank sends is what the other expects, and no more has to be equal
-    first = Call("c10d::alltoall_base_", (0, 1), "forward", "1", 12, to_each=(8, 16), from_each=(8, 24))
-    second = Call("c10d::alltoall_base_", (0, 1), "forward", "1", 20, to_each=(24, 16), from_each=(16, 16))
+    first = call("all-to-all", (0, 1), sent=12, to_each=(8, 16), from_each=(8, 24))
+    second = call("all-to-all", (0, 1), sent=20, to_each=(24, 16), from_each=(16, 16))
     assert check_order({0: [first], 1: [second]}) == 1
     with pytest.raises(ExpertMeshError, match="rank 0 sends 16 bytes to rank 1, which expects 12"):
         check_order({0: [first], 1: [replace(second, from_each=(12, 16))]})
@@ -340,10 +344,10 @@ def test_ranks_whose_collectives_have_other_sizes() -> None:
 
 
 def test_what_is_sent_is_what_is_received() -> None:
-    sent, received = Call("send", (0, 1), "forward", "1", 8), Call("receive", (0, 1), "forward", "1", 8)
+    sent, received = call("send", (0, 1), sent=8), call("receive", (1, 0), written=8)
     assert check_order({0: [sent, sent], 1: [received, received]}, ranks_per_stage=1) == 2
     with pytest.raises(ExpertMeshError, match=r"number 1 of what rank 0 sends to rank 1 is 8 bytes .* 12 bytes"):
-        check_order({0: [sent], 1: [replace(received, size=12)]}, ranks_per_stage=1)
+        check_order({0: [sent], 1: [replace(received, written=12)]}, ranks_per_stage=1)
     with pytest.raises(ExpertMeshError, match=r"number 2 .* and of what rank 1 receives from there none any more"):
         check_order({0: [sent, sent], 1: [received]}, ranks_per_stage=1)
     # in another group nothing is sent

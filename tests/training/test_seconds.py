@@ -8,13 +8,14 @@ import pytest
 from expertmesh.sharding.pipeline.schedule import Action
 from expertmesh.training.model_setup.rates import RateConstant, Rates
 from expertmesh.training.monitoring.attribution import FSDP, StepPlace
+from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.rehearsal.recorder import Event
 from expertmesh.training.planning.rehearsal.seconds import step_seconds
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
-from tests.training.dry_runs import flags_of
+from tests.training.dry_runs import CLUSTER, flags_of
 
 PAIR = (0, 1)
 
@@ -127,7 +128,8 @@ def test_seconds_of_a_pipelines_actions() -> None:
 
 def test_kernels_of_a_layer_come_after_the_wait_for_its_parameters() -> None:
     """As FSDP has it, whose next layer's gathering begins before."""
-    events = rehearse(flags_of(ep_size=4, gradient_checkpointing="full"), tiny_config("mixtral"), 8).recorder.events
+    asked = Asked(flags_of(ep_size=4, gradient_checkpointing="full"), 8, CLUSTER)
+    events = rehearse(asked, tiny_config("mixtral")).recorder.events
     of_micro = [each for each in events if each.micro == 0]
     under_way: list[int] = []
     ahead = 0

@@ -41,13 +41,13 @@ def test_a_short_model_has_the_first_and_the_last_of_each_run(name: str) -> None
     kinds = RUNS[name][0]
     complete = Short.complete(list(kinds))
     assert complete.layers == list(range(len(kinds)))
-    base = complete.shortest()
+    base = complete.shortest
     of_runs = [
         [layer for layer in base.layers if run.start <= layer < run.stop][i] for run in base.runs for i in (0, -1)
     ]
     assert of_runs == [layer for run in base.runs for layer in (run.start, run.stop - 1)]
     # each layer that is left out is in a repeat that one longer model has once more
-    longer = base.longer()
+    longer = base.longer
     added = sum((len(each.layers) - len(base.layers)) * times for each, times in longer)
     assert len(base.layers) + added == len(kinds)
     for short in (base, *(each for each, _ in longer)):
@@ -63,15 +63,15 @@ def test_a_short_model_has_the_first_and_the_last_of_each_run(name: str) -> None
 
 def test_stages_keep_layers_of_their_own() -> None:
     """Runs end with their stage; of other ranks' stages a repeat is kept, and none added."""
-    complete = Short.complete([0] * 12, (7, 5))
+    complete = Short.complete([0] * 12, (7, 5), [1])
     assert complete.runs == (Repeats(0, 1, 7), Repeats(7, 1, 5))
-    base = complete.shortest([1])
+    base = complete.shortest
     assert (base.layers, base.layers_of_stages) == ([0, 7, 8, 11], [1, 3])
-    ((longer, times),) = base.longer([1])
+    ((longer, times),) = base.longer
     assert (longer.layers, longer.layers_of_stages, times) == ([0, 7, 8, 10, 11], [1, 4], 2)
-    assert [each.number([1]) for each in (complete, base, longer)] == [5, 3, 4]
-    assert complete.number() == 12
-    assert complete.shortest().layers_of_stages == [3, 3]
+    assert [each.number for each in (complete, base, longer)] == [5, 3, 4]
+    of_all = Short.complete([0] * 12, (7, 5))
+    assert (of_all.number, of_all.shortest.layers_of_stages) == (12, [3, 3])
 
 
 def deep(family: str) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefixes
-from ...moe.hf_model.family_exceptions import PEFT_REFUSES
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from .freezing import groups_of
@@ -21,14 +20,12 @@ _NOT_CALLED = "the model's code multiplies by the weight itself"
 @dataclass(frozen=True)
 class Adapted:
     """lora: of all adapters. targets: as asked for. whole: paths of modules trained whole beside them. passed_over:
-    paths of layers among the targets that are not called. refused: last names of adapted layers that PEFT refuses.
-    trained, total: elements of parameters, adapters included."""
+    paths of layers among the targets that are not called. trained, total: elements of parameters, adapters included."""
 
     lora: Lora
     targets: tuple[str, ...]
     whole: tuple[str, ...]
     passed_over: tuple[str, ...]
-    refused: tuple[str, ...]
     trained: int
     total: int
 
@@ -42,7 +39,6 @@ class Adapted:
         return (
             f"adapter: LoRA, {kind}{dropout}, on {', '.join(self.targets)}{whole}: {self.trained / 1e6:,.2f} M of "
             f"{self.total / 1e6:,.1f} M parameters are trained ({self.trained / self.total:.2%})"
-            + (f"; PEFT loads no adapter on {', '.join(self.refused)} of this family: merge it" if self.refused else "")
         )
 
 
@@ -105,10 +101,7 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         model.get_submodule(path).requires_grad_(True)
     parameters = list(model.parameters())
     trained, total = (sum(p.numel() for p in some) for some in ((p for p in parameters if p.requires_grad), parameters))
-    names = {path.rpartition(".")[2] for path in chosen}
-    refused = tuple(name for name in PEFT_REFUSES.get(model.config.model_type, ()) if name in names)
-    passed_over = tuple(sorted(chosen & uncalled))
-    return Adapted(lora, tuple(config.lora_targets), tuple(whole), passed_over, refused, trained, total)
+    return Adapted(lora, tuple(config.lora_targets), tuple(whole), tuple(sorted(chosen & uncalled)), trained, total)
 
 
 def _last_names(paths: Iterable[str]) -> str:

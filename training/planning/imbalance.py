@@ -3,7 +3,7 @@ goes what else of a step depends on its data, and is given to a dry run instead.
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -77,34 +77,25 @@ def _logged(file: Path) -> float:
 
 @dataclass(frozen=True)
 class GivenRouting:
-    """samples: packed into one sequence, with `packing`, all equally long. shares: the fraction of all routed tokens
-    that goes to each ep rank; none: as `busiest` says, the load of the busiest expert over the mean, None for what is
-    natural. loaded: the ep rank that has it. trained: the fraction of all tokens that have a loss; None: all but the
-    first of each sample."""
+    """samples: packed into one sequence, with `packing`, all equally long. busiest: the load of the busiest expert over
+    the mean, None for what is natural. loaded: the ep rank that has it. trained: the fraction of all tokens that have a
+    loss; None: all but the first of each sample."""
 
     samples: int = 8
-    shares: tuple[float, ...] = ()
     busiest: float | None = 1.0
     loaded: int = 0
     trained: float | None = None
 
-    def among(self, num_experts: int, ep_size: int) -> "GivenRouting":
-        """The same with the shares of so many experts on so many ranks."""
-        if self.shares:
-            return self
+    def shares(self, num_experts: int, ep_size: int) -> tuple[float, ...]:
+        """The fraction of all routed tokens that goes to each ep rank: to the most loaded one at most all, and the rest
+        equally to the others. None where all are equal."""
         busiest = imbalance_of(self.busiest, num_experts)
-        return replace(self, shares=skewed(rank_imbalance(busiest, num_experts, ep_size), ep_size, self.loaded))
+        imbalance = rank_imbalance(busiest, num_experts, ep_size)
+        if imbalance == 1:
+            return ()
+        most = min(imbalance / ep_size, 1.0)
+        return tuple(most if rank == self.loaded else (1 - most) / (ep_size - 1) for rank in range(ep_size))
 
 
 EVEN = GivenRouting()
 """Every ep rank gets as many rows."""
-
-
-def skewed(imbalance: float, ep_size: int, ep_rank: int) -> tuple[float, ...]:
-    """Fractions of which one ep rank's is `imbalance` times the mean, at most all; the rest is divided equally among
-    the others. None where all are equal."""
-    if imbalance == 1:
-        return ()
-    own = min(imbalance / ep_size, 1.0)
-    others = (1 - own) / (ep_size - 1)
-    return tuple(own if rank == ep_rank else others for rank in range(ep_size))

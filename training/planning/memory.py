@@ -39,7 +39,7 @@ class Memory:
         gathered: parameters gathered for a layer, gradients not yet reduced, all-gather and reduce-scatter buffers; and
             weights in the compute dtype of experts that are not gathered, where they are kept until backward.
         working: what is there only while something is computed: a layer, the loss, the update.
-        slack: what the allocator, the driver and NCCL take on top (see `slack`).
+        slack: what the allocator, the driver and NCCL take on top (see `Fit`).
     """
 
     parameters: float = 0
@@ -80,12 +80,6 @@ class Communicator:
         return Communicator(name, ranks, PEER * peers + (RING if kinds - {"all-to-all"} else 0))
 
 
-def slack(nccl: float, within_a_step: float) -> float:
-    """What a GPU holds beside tensors: CUDA's context, NCCL's buffers, and what fragmentation takes of what comes and
-    goes within a step."""
-    return CONTEXT + nccl + FRAGMENTATION * within_a_step
-
-
 @dataclass(frozen=True)
 class Fit:
     """Whether a rank fits its GPU.
@@ -100,12 +94,6 @@ class Fit:
     fragmentation: float
     context: float
     card: float
-
-    @staticmethod
-    def of(memory: Memory, communicators: Sequence[Communicator], card: float, host: float) -> "Fit":
-        """memory: of tensors, at their peak, in `host` memory too."""
-        within_a_step = memory.total - memory.lasting
-        return Fit(memory.total - host, host, communicators, FRAGMENTATION * within_a_step, CONTEXT, card)
 
     @property
     def total(self) -> float:

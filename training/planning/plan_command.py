@@ -32,7 +32,7 @@ from .planner.forecasts import Forecasts
 from .planner.hardware import chosen_hardware, products_in
 from .planner.model_config import find_config
 from .planner.search import Plan, Search, estimate_lasting, forecast, layouts, sequences_per_step
-from .tables import Searched, launch_line, print_plans, summary, to_be_set
+from .tables import launch_line, print_plans, summary, to_be_set
 
 MOST_MORE_GPUS = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
@@ -49,13 +49,12 @@ def plan(asked: PlanFlags) -> int:
     hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
     cluster = Cluster(hardware, asked.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
-    forecasts = _forecasts(asked, config)
     with _naming(config.model), ProgressLine() as progress:
-        search = _search(asked, config, forecasts, cluster, progress)
+        search = _search(asked, config, _forecasts(asked, config, progress), cluster)
         plans = search.run()
         balanced = None
         if arguments.imbalance is None:
-            balanced = _balanced(search, plans[0], progress)
+            balanced = _balanced(search, plans[0])
     seconds = time.perf_counter() - begun
     best, facts = plans[0], search.facts
     planned = {each.config.tp_size for each in plans}
@@ -77,8 +76,8 @@ def plan(asked: PlanFlags) -> int:
         print(json.dumps([plan.as_json() | {"launch": launch(plan)} for plan in plans], indent=1))
         return 0 if best.fits else 1
     console = open_console()
-    searched = Searched(facts, config, plans, search.number, cluster, _batch_in_words(asked, config), seconds, balanced)
-    print_plans(console, searched, arguments.top, arguments.verbose)
+    batch = _batch_in_words(asked, config)
+    print_plans(console, plans, len(search.layouts), batch, seconds, balanced, arguments.top, arguments.verbose)
     for line in notes:
         console.print(Text(folded(line)))
     if asked.tried().pp_size == 1 and "pp_size" not in asked.given.all and asked.world_size > cluster.gpus_per_node:
@@ -108,7 +107,7 @@ class ProgressLine:
     def __enter__(self) -> "ProgressLine":
         return self
 
-    def __call__(self, done: int, of: int) -> None:
+    def __call__(self) -> None:
         self.done += 1
         if sys.stderr.isatty():
             print(f"\rlayouts dry-run: {self.done}", end="", file=sys.stderr, flush=True)
@@ -118,18 +117,16 @@ class ProgressLine:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _forecasts(asked: PlanFlags, config: TrainConfig) -> Forecasts:
+def _forecasts(asked: PlanFlags, config: TrainConfig, progress: ProgressLine) -> Forecasts:
     """
     Raises:
         ExpertMeshError: there is no such model.
     """
     file = find_config(config.model)
-    return Forecasts(file.content, file.load, is_kept=not asked.arguments.no_cache)
+    return Forecasts(file.content, file.load, is_kept=not asked.arguments.no_cache, tell=progress)
 
 
-def _search(
-    asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster: Cluster, progress: ProgressLine, **tried: Any
-) -> Search:
+def _search(asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster: Cluster, **tried: Any) -> Search:
     """The search among all that was left open.
 
     Raises:
@@ -144,7 +141,7 @@ def _search(
         raise ExpertMeshError(f"no layout of {asked.world_size} GPUs has {said or 'this model'}; leave some flags out")
     # as a run's own forecast: one sample a row is the most that attention computes
     routing = GivenRouting(samples=1, busiest=read_imbalance(asked.arguments.imbalance))
-    return Search(forecasts, facts, found, asked.world_size, cluster, routing, progress, asked.tp_sizes or ())
+    return Search(forecasts, facts, found, asked.world_size, cluster, routing, asked.tp_sizes or ())
 
 
 def _check_layout(asked: PlanFlags, config: TrainConfig, facts: ModelFacts) -> None:
@@ -163,9 +160,10 @@ def _check_layout(asked: PlanFlags, config: TrainConfig, facts: ModelFacts) -> N
     imbalance_of(read_imbalance(asked.arguments.imbalance), facts.num_experts)
 
 
-def _balanced(search: Search, best: Plan, progress: ProgressLine) -> Plan | None:
+def _balanced(search: Search, best: Plan) -> Plan | None:
     """The plan with balanced routing."""
-    evenly = forecast(search.forecasts, [search.asked(best.config, replace(search.routing, busiest=1.0))], progress)[0]
+    asked = replace(search.asked(best.config), routing=replace(search.routing, busiest=1.0))
+    evenly = forecast(search.forecasts, [asked])[0]
     if isinstance(evenly, ExpertMeshError):
         return None
     return evenly if best.pipeline is None else evenly.if_longer(best.pipeline.longer)
@@ -237,31 +235,25 @@ def _fewer_bytes(model: str) -> list[dict[str, Any]]:
 
 def _what_would_fit(asked: PlanFlags, smallest: Plan) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
-    config, cluster = asked.config(smallest.config.tp_size), smallest.cluster
-    tries: list[tuple[str, dict[str, Any], int]] = []
-    for changes in _fewer_bytes(config.model):
-        if any(getattr(config, name) != value for name, value in changes.items()):
-            tries.append((" ".join(f"{flag_of(name)} {value}" for name, value in changes.items()), changes, 1))
+    config, cluster, gpus = asked.config(smallest.config.tp_size), smallest.cluster, asked.world_size
+    changes = [each for each in _fewer_bytes(config.model) if any(getattr(config, n) != v for n, v in each.items())]
     if smallest.memory.lasting < cluster.memory:
         # what is computed is too large, not what lasts
-        tries += [(f"--cp-size {size}", {"cp_size": size}, 1) for size in (2, 4, 8) if size > config.cp_size]
-        shorter = config.max_seq_length // 2
-        while shorter >= 512:
-            tries.append((f"--max-seq-length {shorter}", {"max_seq_length": shorter}, 1))
-            shorter //= 2
-    more = 2
-    while more <= MOST_MORE_GPUS:
-        tries.append((f"--gpus {more * asked.world_size}", {}, more))
-        more *= 2
+        changes += [{"cp_size": size} for size in (2, 4, 8) if size > config.cp_size]
+        halves = (config.max_seq_length >> n for n in range(1, 32))
+        changes += [{"max_seq_length": length} for length in halves if length >= 512]
+    more = [2**n for n in range(1, MOST_MORE_GPUS.bit_length())]
+    tries = [(" ".join(f"{flag_of(name)} {value}" for name, value in each.items()), each, 1) for each in changes]
+    tries += [(f"--gpus {times * gpus}", {}, times) for times in more]
     fitting: list[str] = []
     done: set[str] = set()
     with ProgressLine() as progress:
-        for flags, changes, times in tries:
+        for flags, each, times in tries:
             kind = flags.split()[0]
             if kind in done and kind in ("--cp-size", "--max-seq-length", "--gpus"):
                 # the least of these is enough
                 continue
-            plan = _fitting(asked, changes, times, smallest, progress)
+            plan = _fitting(asked, each, times, smallest, progress)
             if plan is not None:
                 done.add(kind)
                 fitting.append(f"  {flags}: {summary(plan)}")
@@ -290,10 +282,10 @@ def _fitting(
     try:
         cluster = replace(smallest.cluster, gpus_per_node=larger.gpus_per_node)
         config = larger.config(smallest.config.tp_size, **changes)
-        search = _search(larger, config, _forecasts(larger, config), cluster, progress, **tried)
+        search = _search(larger, config, _forecasts(larger, config, progress), cluster, **tried)
         if estimate_lasting(search.facts, search.smallest(), search.world_size) > cluster.memory:
             return None
-        plan = forecast(search.forecasts, [search.asked(search.smallest())], progress)[0]
+        plan = forecast(search.forecasts, [search.asked(search.smallest())])[0]
     except ExpertMeshError:
         return None
     return plan if isinstance(plan, Plan) and plan.fits else None

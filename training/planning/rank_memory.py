@@ -4,7 +4,7 @@ where that was left open."""
 import os
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class Forecast:
     """A rank's memory in bytes.
 
     Attributes:
+        why_not: there is no forecast; empty where there is one.
         when: the moment of a step at which `memory` is what it holds.
         memory: by terms. What lasts, and what is gathered, any batch needs, however short.
         before: what the process holds before its model is made; 0 on a GPU.
@@ -64,10 +65,11 @@ class Forecast:
         pipeline: how it is run, where there is one.
     """
 
-    when: str
-    memory: Memory
-    before: float
-    available: float
+    why_not: str = ""
+    when: str = ""
+    memory: Memory = field(default_factory=Memory)
+    before: float = 0.0
+    available: float = float("inf")
     pipeline: ChosenPipeline | None = None
 
     @property
@@ -80,10 +82,14 @@ class Forecast:
 
     def line(self) -> str:
         """What is forecast, in a line."""
+        if self.why_not:
+            return f"no forecast: {self.why_not}"
         return f"{self.total / 2**30:,.2f} GiB per rank by forecast, of {self.available / 2**30:,.1f} GiB available"
 
     def details(self) -> list[str]:
         """The terms, and a warning where it will be close."""
+        if self.why_not:
+            return []
         before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
         lines = [f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}"]
         if self.total > NEAR * self.available:
@@ -134,28 +140,6 @@ _SEARCHED = (
 """Settings of the layout, with what is only taken beside them."""
 
 
-@dataclass(frozen=True)
-class NoForecast:
-    """why: there is none."""
-
-    why: str
-    pipeline: None = None
-
-    def chosen(self, config: TrainConfig) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def line(self) -> str:
-        return f"no forecast: {self.why}"
-
-    def details(self) -> list[str]:
-        """Nothing."""
-        return []
-
-    def check(self, world_size: int, config: TrainConfig) -> None:
-        """Accept: what is not known is not refused."""
-
-
 def forecast_rank(
     source: ModelSource,
     topology: Topology,
@@ -164,7 +148,7 @@ def forecast_rank(
     inputs: Inputs,
     ranks: Ranks,
     padding: Padding,
-) -> Forecast | NoForecast:
+) -> Forecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
     that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together.
 
@@ -185,13 +169,11 @@ def forecast_rank(
                 kind = "" if isinstance(error, ExpertMeshError) else f"{type(error).__name__}: "
                 told = [" ".join(f"{kind}{error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
-    (found,) = told
-    if isinstance(found, str):
-        return NoForecast(found)
-    held, pipeline = found
+    if isinstance(told[0], str):
+        return Forecast(told[0])
+    (when, memory), pipeline = told[0]
     before = _before(ranks)
-    when, memory = held
-    return Forecast(when, memory, before, available_memory(ranks.device, before), pipeline)
+    return Forecast("", when, memory, before, available_memory(ranks.device, before), pipeline)
 
 
 def _forecast(
@@ -233,12 +215,9 @@ _OPEN = ("pipeline_schedule", "pipeline_layers")
 
 
 def _held(account: Account, asked: Asked) -> tuple[str, Memory]:
-    """What the rank holds at its peak; on a GPU with what lies beside tensors."""
-    kinds = account.memory.kinds
-    if asked.device == "cuda":
-        fit = account.fit(asked.cluster.memory)
-        kinds = replace(kinds, slack=fit.total - fit.tensors)
-    return account.memory.when, kinds
+    """What the rank holds at its peak; on a GPU with what lies beside tensors, and without what is in host memory."""
+    is_gpu = asked.device == "cuda"
+    return account.memory.when, account.on_card(asked.cluster.memory) if is_gpu else account.memory.kinds
 
 
 def _before(ranks: Ranks) -> float:
@@ -299,10 +278,10 @@ def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
     return {}
 
 
-def beside(forecast: Forecast | NoForecast, measured: float) -> str:
+def beside(forecast: Forecast, measured: float) -> str:
     """What was measured, in bytes, next to what was forecast, in a line."""
     told = f"memory per rank: peak {measured / 2**30:,.2f} GiB measured"
-    if isinstance(forecast, NoForecast):
+    if forecast.why_not:
         return told
     before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
     return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"

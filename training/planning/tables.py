@@ -1,8 +1,7 @@
 """Forecasts and dry runs as people read them: on a terminal, and in a pipe."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,12 +13,10 @@ from ..config.train_config import SETTINGS, TrainConfig, flags_of_config, parse_
 from .columns import Column, open_console, print_table
 from .coverage import assumed_code, not_modelled
 from .imbalance import GivenRouting
-from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
+from .memory import CONTEXT, FRAGMENTATION, PEER, RING, Memory
 from .plan_flags import DATASET, OUTPUT_DIR
 from .planner.account import Account, SentBytes
 from .planner.clock import StepTime
-from .planner.costs import Cluster
-from .planner.facts import ModelFacts
 from .planner.hardware import GIB, attained
 from .planner.search import Plan
 
@@ -28,94 +25,61 @@ def _say(console: Console, line: str, style: str = "") -> None:
     console.print(Text(folded(line), style))
 
 
-@dataclass(frozen=True)
-class Searched:
-    """What `plan` has found.
-
-    Attributes:
-        facts, config: what is trained.
-        plans: best first. number: of layouts, most of which were estimated alone. batch: sequences per step, in words.
-        seconds: that the search took.
-        balanced: the first where all experts have as many tokens, if that is not what was planned.
-    """
-
-    facts: ModelFacts
-    config: TrainConfig
-    plans: Sequence[Plan]
-    number: int
-    cluster: Cluster
-    batch: str
-    seconds: float
-    balanced: Plan | None = None
-
-    @property
-    def best(self) -> Plan:
-        return self.plans[0]
-
-
-def print_plans(console: Console, searched: Searched, top: int, is_verbose: bool) -> None:
+def print_plans(
+    console: Console,
+    plans: Sequence[Plan],
+    number: int,
+    batch: str,
+    seconds: float,
+    balanced: Plan | None,
+    top: int,
+    is_verbose: bool,
+) -> None:
     """What is planned, whether it fits and what it costs, in a line each; then a table of the best plans with what its
     columns mean.
 
     Args:
-        top: rows of the table.
+        plans: best first. number: of layouts, most of which were estimated alone. batch: sequences per step, in words.
+        seconds: that the search took. balanced: the first where all experts have as many tokens, if that is not what
+            was planned. top: rows of the table.
         is_verbose: whether the table has all columns, and what follows it the assumptions, and the best plan's parts.
     """
-    plans, cluster = searched.plans, searched.cluster
-    for line in _in_short(searched):
-        _say(console, line)
-    _say(console, "")
-    columns = ranked(plans[:top], cluster)
+    best, cluster = plans[0], plans[0].cluster
+    config, counts = best.config, best.facts.counts
+    _say(
+        console,
+        f"{config.model}: {counts.total / 1e9:,.2f} B parameters, {counts.active / 1e9:,.2f} B active per token; "
+        f"{_trained(config)} in {_dtype(config)} with {config.optim}, sequences of {config.max_seq_length:,} "
+        f"tokens{', packed' if config.packing else ''}",
+    )
+    gpus = f"{best.world_size:,} GPUs ({cluster.hardware.name}; {cluster.gpus_per_node} per node)"
+    needed = f"{best.memory.total / GIB:,.1f} of {cluster.memory / GIB:,.1f} GiB per GPU"
+    if best.fits:
+        fits, takes = f"fits on {gpus}: the fastest layout needs {needed}", "takes"
+    else:
+        over = (best.memory.total - cluster.memory) / GIB
+        fits = f"does not fit on {gpus}: the smallest layout needs {needed}, {over:,.1f} more than there is"
+        takes = "would take"
+    _say(console, f"{fits}; {len(plans)} of {number} layouts were dry-run, those that promised most by estimate")
+    everywhere = f"{best.tokens_per_second * best.world_size:,.0f} tokens/s in all"
+    _say(console, f"a step of {batch} {takes} {best.seconds:,.2f} s: {speed(best, balanced)}; {everywhere}\n")
+    columns = _ranked(plans[:top])
     print_table(console, columns if is_verbose else [column for column in columns if column.meaning])
     _say(console, "")
     for column in columns:
         if column.meaning:
             _say(console, f"{column.called}: {column.meaning}")
-    if is_verbose:
-        _print_parts(console, searched)
-
-
-def _in_short(searched: Searched) -> list[str]:
-    """What, whether it fits, and what it costs."""
-    facts, config, best, cluster = searched.facts, searched.config, searched.best, searched.cluster
-    plans, device = searched.plans, cluster.hardware.name
-    what = (
-        f"{config.model}: {facts.counts.total / 1e9:,.2f} B parameters, {facts.counts.active / 1e9:,.2f} B active per "
-        f"token; {_trained(config)} in {_dtype(config.bf16, config.tf32)} with {config.optim}, sequences of "
-        f"{config.max_seq_length:,} tokens{', packed' if config.packing else ''}"
-    )
-    gpus = f"{best.world_size:,} GPUs ({device}; {cluster.gpus_per_node} per node)"
-    of_card = f"of {cluster.memory / GIB:,.1f} GiB per GPU"
-    tried = f"{len(plans)} of {searched.number} layouts were dry-run, those that promised most by estimate"
-    if not best.fits:
-        over = (best.memory.total - cluster.memory) / GIB
-        needed = f"{best.memory.total / GIB:,.1f} {of_card}, {over:,.1f} more than there is"
-        return [what, f"does not fit on {gpus}: the smallest layout needs {needed}; {tried}", _cost(searched)]
-    fits = f"fits on {gpus}: the fastest layout needs {best.memory.total / GIB:,.1f} {of_card}"
-    return [what, f"{fits}; {tried}", _cost(searched)]
-
-
-def _cost(searched: Searched) -> str:
-    best = searched.best
-    everywhere = best.tokens_per_second * best.world_size
-    return (
-        f"a step of {searched.batch} {'takes' if best.fits else 'would take'} {best.seconds:,.2f} s: "
-        f"{speed(best, searched.balanced)}; {everywhere:,.0f} tokens/s in all"
-    )
-
-
-def _print_parts(console: Console, searched: Searched) -> None:
-    """What was assumed, and the best plan in detail."""
-    best, hardware = searched.best, searched.cluster.hardware
-    by_tp: dict[int, Plan] = {}
-    for plan in searched.plans:
-        by_tp.setdefault(plan.config.tp_size, plan)
+    if not is_verbose:
+        return
     _say(console, "")
+    by_tp: dict[int, Plan] = {}
+    for plan in plans:
+        by_tp.setdefault(plan.config.tp_size, plan)
     for tp_size, plan in by_tp.items() if len(by_tp) > 1 else ():
         _say(console, f"best with --tp-size {tp_size}: {summary(plan)}")
     _say(console, "assumed: all sequences are full")
-    _say(console, f"rates of {hardware.name}: {attained(hardware)}")
-    _say(console, f"found in {searched.seconds:.1f} s")
+    _say(console, f"rates of {cluster.hardware.name}: {attained(cluster.hardware)}")
+    _say(console, f"found in {seconds:.1f} s")
     _say(console, "\nthe first line of the table")
     _say(console, f"peak in the {best.account.memory.when}: {memory_terms(best.memory)}")
     _say(console, _step(best.account.time, digits=2))
@@ -123,105 +87,107 @@ def _print_parts(console: Console, searched: Searched) -> None:
         print_table(console, _sent(best.account.sent))
 
 
-def _dtype(bf16: bool, tf32: bool) -> str:
-    return "bf16" if bf16 else "fp32 with TF32 matmuls" if tf32 else "fp32"
+def _dtype(config: TrainConfig) -> str:
+    return "bf16" if config.bf16 else "fp32 with TF32 matmuls" if config.tf32 else "fp32"
 
 
-def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
+def _ranked(plans: Sequence[Plan]) -> list[Column]:
     """One row per plan. Those columns that have a meaning are always printed, the others where everything is. Where
     space is short, the terms of memory go first: their sum stays."""
-    configs, memories = [plan.config for plan in plans], [plan.memory for plan in plans]
 
-    def gib(values: Iterable[float]) -> list[str]:
-        return [f"{n / GIB:.1f}" for n in values]
+    def column(heading: str, cell: Callable[[Plan], object], name: str = "", **more: Any) -> Column:
+        return Column(heading, [str(cell(plan)) for plan in plans], name, **more)
+
+    def gib(heading: str, term: str, spare: int, name: str = "") -> Column:
+        return column(heading, lambda plan: f"{getattr(plan.memory, term) / GIB:.1f}", name, spare=spare)
 
     def total(plan: Plan) -> str:
-        share = plan.memory.total / cluster.memory
+        share = plan.memory.total / plan.cluster.memory
         colour = "red" if not plan.fits else "yellow" if share > 0.9 else "green"
         return f"[{colour}]{'~' * plan.is_estimate}{plan.memory.total / GIB:.1f}[/]"
 
-    words = ["yes" if plan.fits else "no" for plan in plans]
-    fits = Column("fits", words, spare=1, is_text=True, meaning="whether the memory of a GPU is enough")
-    pipelines = _pipeline_columns(plans) if any(c.pp_size > 1 for c in configs) else []
-    tensor_parallel = Column(
+    pipelines = [
+        column(
+            "pipeline\nstages",
+            lambda plan: plan.config.pp_size,
+            meaning="--pp-size: groups of GPUs with some of the layers each",
+        ),
+        column(
+            "sche-\ndule",
+            lambda plan: plan.config.schedule_name if plan.config.pp_size > 1 else "",
+            "schedule",
+            spare=2,
+            is_text=True,
+            meaning="--pipeline-schedule: the order of a step's micro-batches",
+        ),
+        column("chunks", lambda plan: plan.config.pipeline_chunks, spare=1),
+        column("micro-\nbatches", lambda plan: f"{plan.account.forwards:,}", "micro-batches", spare=1),
+    ]
+    fits = column(
+        "fits",
+        lambda plan: "yes" if plan.fits else "no",
+        spare=1,
+        is_text=True,
+        meaning="whether the memory of a GPU is enough",
+    )
+    tensor_parallel = column(
         "tensor\nparallel",
-        [str(c.tp_size) for c in configs],
+        lambda plan: plan.config.tp_size,
         meaning="--tp-size: GPUs that heads and dense MLPs are sharded over",
     )
     return [
         *([fits] if len({plan.fits for plan in plans}) > 1 else []),
-        *pipelines,
-        Column(
+        *(pipelines if any(plan.config.pp_size > 1 for plan in plans) else []),
+        column(
             "data\nparallel",
-            [str(plan.topology.dp_size) for plan in plans],
+            lambda plan: plan.topology.dp_size,
             spare=1,
             meaning="groups of GPUs with all experts each",
         ),
-        Column(
+        column(
             "expert\nparallel",
-            [str(c.ep_size) for c in configs],
+            lambda plan: plan.config.ep_size,
             meaning="--ep-size: GPUs that a layer's experts are sharded over",
         ),
-        *([tensor_parallel] if any(c.tp_size > 1 for c in configs) else []),
-        Column(
+        *([tensor_parallel] if any(plan.config.tp_size > 1 for plan in plans) else []),
+        column(
             "dense\nweights",
-            [c.dense_shard for c in configs],
+            lambda plan: plan.config.dense_shard,
             is_text=True,
             meaning="--dense-shard: those outside of experts, sharded over all GPUs (full), or over "
             "each expert-parallel group (hybrid)",
         ),
-        Column(
+        column(
             "check-\npointing",
-            [c.gradient_checkpointing for c in configs],
+            lambda plan: plan.config.gradient_checkpointing,
             "checkpointing",
             is_text=True,
             meaning="--gradient-checkpointing: what backward recomputes instead of storing it",
         ),
-        Column(
+        column(
             "micro-\nbatch",
-            [str(c.per_device_train_batch_size) for c in configs],
+            lambda plan: plan.config.per_device_train_batch_size,
             "micro-batch",
             meaning="--per-device-train-batch-size: sequences per micro-batch",
         ),
-        Column("state", gib(m.lasting for m in memories), spare=4),
-        Column("activ.", gib(m.activations for m in memories), spare=3),
-        Column("gathered", gib(m.gathered for m in memories), spare=5),
-        Column("work-\ning", gib(m.working for m in memories), "working", spare=5),
-        Column("slack", gib(m.slack for m in memories), spare=5),
-        Column(
+        gib("state", "lasting", 4),
+        gib("activ.", "activations", 3),
+        gib("gathered", "gathered", 5),
+        gib("work-\ning", "working", 5, "working"),
+        gib("slack", "slack", 5),
+        column(
             "GiB\nper GPU",
-            [total(plan) for plan in plans],
+            total,
             meaning="memory at the peak" + ("; ~: by estimate" if any(plan.is_estimate for plan in plans) else ""),
         ),
-        Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
-        Column("between", [f"{plan.between / 1e9:.1f}" for plan in plans], "GB/step between", spare=2),
-        Column("s per\nstep", [f"{plan.seconds:.2f}" for plan in plans], spare=2),
-        Column(
+        column("GB/step\nin", lambda plan: f"{plan.inside / 1e9:.1f}", spare=2),
+        column("between", lambda plan: f"{plan.between / 1e9:.1f}", "GB/step between", spare=2),
+        column("s per\nstep", lambda plan: f"{plan.seconds:.2f}", spare=2),
+        column(
             "tokens/s\nper GPU",
-            [f"{plan.tokens_per_second:,.0f}" for plan in plans],
+            lambda plan: f"{plan.tokens_per_second:,.0f}",
             meaning="by rates that others attained",
         ),
-    ]
-
-
-def _pipeline_columns(plans: Sequence[Plan]) -> list[Column]:
-    configs = [plan.config for plan in plans]
-    return [
-        Column(
-            "pipeline\nstages",
-            [str(c.pp_size) for c in configs],
-            meaning="--pp-size: groups of GPUs with some of the layers each",
-        ),
-        Column(
-            "sche-\ndule",
-            [c.schedule_name if c.pp_size > 1 else "" for c in configs],
-            "schedule",
-            2,
-            is_text=True,
-            meaning="--pipeline-schedule: the order of a step's micro-batches",
-        ),
-        Column("chunks", [str(c.pipeline_chunks) for c in configs], spare=1),
-        Column("micro-\nbatches", [f"{plan.account.forwards:,}" for plan in plans], "micro-batches", spare=1),
     ]
 
 
@@ -232,11 +198,10 @@ def summary(plan: Plan) -> str:
 
 def speed(plan: Plan, balanced: Plan | None = None) -> str:
     """Throughput of a plan; as a band where the same is known with balanced routing."""
-    hardware = plan.cluster.hardware
-    least, least_mfu = f"{plan.tokens_per_second:,.0f}", f"{plan.share_of_peak(hardware):.1%}"
+    least, least_mfu = f"{plan.tokens_per_second:,.0f}", f"{plan.share_of_peak:.1%}"
     if balanced is None or balanced.tokens_per_second <= plan.tokens_per_second:
         return f"{least} tokens/s per GPU, {least_mfu} MFU"
-    most, most_mfu = f"{balanced.tokens_per_second:,.0f}", f"{balanced.share_of_peak(hardware):.1%}"
+    most, most_mfu = f"{balanced.tokens_per_second:,.0f}", f"{balanced.share_of_peak:.1%}"
     return f"{least} to {most} tokens/s per GPU, {least_mfu} to {most_mfu} MFU (natural to balanced routing)"
 
 
@@ -364,7 +329,7 @@ def _setting(plan: Plan, where: str) -> str:
     flags = [
         f"ep {config.ep_size}",
         f"dense {config.dense_shard}",
-        _dtype(config.bf16, config.tf32),
+        _dtype(config),
         f"checkpointing {config.gradient_checkpointing}",
         config.optim,
         *([] if config.adapter == "none" else [_trained(config)]),
@@ -396,19 +361,15 @@ def _sharing(config: TrainConfig) -> str:
 
 
 def _kinds(plan: Plan) -> list[Column]:
-    fits, account = plan.fit, plan.account
-    terms = account.memory.kinds.terms()
-    is_all = fits.host == account.memory.kinds.lasting
-    in_host: dict[str, float] = {term: terms[term] for term in LASTING} if is_all else {"frozen": fits.host}
-    split = [
-        (name, size)
-        for term, whole in terms.items()
-        for host in (in_host.get(term, 0.0),)
-        for name, size in ((term, whole - host), (f"{term}, in host memory", host))
-        if size
-    ]
+    fits, on_gpu = plan.fit, plan.memory.terms()
     rows = [
-        *split,
+        *(
+            (name, size)
+            for term, whole in plan.account.memory.kinds.terms().items()
+            if term != "slack"
+            for name, size in ((term, on_gpu[term]), (f"{term}, in host memory", whole - on_gpu[term]))
+            if size
+        ),
         ("= tensors on the GPU", fits.tensors),
         *((f"NCCL: {c.name}, {c.ranks} ranks", c.size) for c in fits.communicators),
         ("fragmentation", fits.fragmentation),
@@ -442,10 +403,9 @@ def _parts(account: Account) -> list[Column]:
 
 def _assumptions(plan: Plan, given: GivenRouting) -> list[str]:
     config, hardware = plan.config, plan.cluster.hardware
-    given = given.among(plan.facts.num_experts, config.ep_size)
     routing = "every expert gets equally many tokens"
-    if given.shares:
-        most = max(given.shares) * config.ep_size
+    if shares := given.shares(plan.facts.num_experts, config.ep_size):
+        most = max(shares) * config.ep_size
         routing = f"the most loaded rank gets {most:.2f} times the mean of a layer's tokens"
     lines = [
         f"assumed: {routing}; sequences are full" + (f", of {given.samples} samples each" if config.packing else ""),

@@ -18,7 +18,7 @@ from ..data.samples import Origin, samples_cache
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine
 from ..loss.head import loss_head
-from ..planning.rank_memory import Forecast, NoForecast
+from ..planning.rank_memory import Forecast
 from ..start.inputs import Inputs
 
 MOST_BUBBLE = 1 / 3
@@ -27,7 +27,7 @@ _SAMPLES_READ, _MOST_UNKNOWN = 100, 0.05
 """Samples that are looked at for unknown tokens, and the share of these above which there is a warning."""
 
 
-def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> list[str]:
+def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast) -> list[str]:
     """A line each for model, layout, data and memory."""
     num_experts = moe_shape(engine.model).num_experts
     return [
@@ -38,7 +38,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
     ]
 
 
-def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> list[str]:
+def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast) -> list[str]:
     """What `first_lines` leaves out: what computes, how it is trained, and each data set. Some are warnings."""
     config, source = engine.config, engine.source
     lines = [
@@ -85,7 +85,7 @@ def _complete_sequences(engine: Engine) -> list[str]:
     return [] if line is None else [line]
 
 
-def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:
+def pipeline_lines(engine: Engine, memory: Forecast) -> list[str]:
     """The stages of a model that is cut into some, why it has its schedule, and a warning where its ranks mostly wait;
     nothing of another."""
     pipeline, config = pipeline_of(engine.model), engine.config

@@ -25,7 +25,7 @@ from ..engine.engine import Engine, start_engine
 from ..monitoring.log import NOTABLE, RunLog
 from ..monitoring.profiling import check_profile
 from ..optim.schedule import check_schedule
-from ..planning.rank_memory import Forecast, NoForecast, beside, forecast_rank
+from ..planning.rank_memory import Forecast, beside, forecast_rank
 from ..start.consistency import compare_data, start_facts
 from ..start.inputs import Inputs, make_prompts, open_model, read_inputs
 from ..start.resume import find_resume, how_it_goes_on
@@ -193,7 +193,7 @@ def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
     check_profile(config, num_steps, ranks.world_size)
 
 
-def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forecast | NoForecast:
+def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forecast:
     """What a rank will hold, with what is chosen by it put into the engine's settings."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
@@ -217,7 +217,7 @@ def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
         print(folded("\n".join(lines)), flush=True)
 
 
-def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path | None, output_dir: Path) -> bool:
+def train_and_export(run: Run, memory: Forecast, resume_from: Path | None, output_dir: Path) -> bool:
     """False: stopped by a signal before the last step."""
     engine, log, watchdog, config, ranks = run.engine, run.log, run.watchdog, run.config, run.ranks
     if run.inputs.training is not None:

@@ -4,9 +4,9 @@ few were run."""
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
-from ..memory import Communicator, Fit, Memory, MemoryTerm
+from ..memory import CONTEXT, FRAGMENTATION, Communicator, Fit, Memory, MemoryTerm
 from .clock import StepTime
 from .sums import Sums
 
@@ -93,6 +93,10 @@ class LayerCosts(Sums):
     kept: float = 0.0
     queued: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
     def held(self, in_flight: int, waiting: int) -> float:
         """Bytes of so many micro-batches on the way, and of so many that wait for their weight gradients."""
         return in_flight * self.kept + waiting * self.queued
@@ -141,33 +145,30 @@ def action_name(kind: str, stage: int) -> str:
     return f"{kind} of stage {stage}"
 
 
-T = TypeVar("T")
-
-
-def on_line(base: T, more: Sequence[tuple[T, int]]) -> T:
-    """The figures of the complete model.
+def on_line(base: Any, more: Sequence[tuple[Any, int]]) -> Any:
+    """The figures of the complete model, or a part of them.
 
     Args:
         base: those of the shortest one. more: those of models that each have a repeat more of another run, with how
             many more the complete one has. Moments that one of them lacks are left out.
     """
-    return _sum(base, [(other, times) for other, times in more])
-
-
-def _sum(base: Any, more: Sequence[tuple[Any, int]]) -> Any:
     if isinstance(base, str):
         return base
     if isinstance(base, int | float):
         return base + sum((other - base) * times for other, times in more)
     if isinstance(base, Mapping):
         keys = [key for key in base if all(key in other for other, _ in more)]
-        return {key: _sum(base[key], [(other[key], times) for other, times in more]) for key in keys}
+        return {key: on_line(base[key], [(other[key], times) for other, times in more]) for key in keys}
     if isinstance(base, tuple):
-        return tuple(_sum(each, [(other[n], times) for other, times in more]) for n, each in enumerate(base))
+        return tuple(on_line(each, [(other[n], times) for other, times in more]) for n, each in enumerate(base))
     assert is_dataclass(base), base
-    of_fields = ((field.name, getattr(base, field.name)) for field in fields(base))
-    sums = {name: _sum(value, [(getattr(other, name), times) for other, times in more]) for name, value in of_fields}
-    return replace(base, **sums)  # type: ignore[type-var]
+    assert not isinstance(base, type), base
+    return type(base)(
+        *(
+            on_line(getattr(base, field.name), [(getattr(other, field.name), times) for other, times in more])
+            for field in fields(base)
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,18 @@ class Account:
 
     def fit(self, card: float) -> Fit:
         """Whether it fits a card of so many bytes."""
-        return Fit.of(self.memory.kinds, self.communicators, card, self.in_host)
+        kinds = self.memory.kinds
+        fragmentation = FRAGMENTATION * (kinds.total - kinds.lasting)
+        return Fit(kinds.total - self.in_host, self.in_host, self.communicators, fragmentation, CONTEXT, card)
+
+    def on_card(self, card: float) -> Memory:
+        """The peak without what is in host memory, of which frozen parameters come first, and with what lies beside
+        tensors."""
+        fit, kinds, left, on_gpu = self.fit(card), self.memory.kinds, self.in_host, {}
+        for term in ("frozen", "parameters", "gradients", "optimizer"):
+            taken = min(left, getattr(kinds, term))
+            on_gpu[term], left = getattr(kinds, term) - taken, left - taken
+        return replace(kinds, **on_gpu, slack=fit.total - fit.tensors)
 
     @property
     def total(self) -> PartCost:

@@ -43,6 +43,7 @@ class Forecasts:
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to be run.
         is_kept: whether answers go to the cache directory, and come from there.
+        tell: is called whenever one of several dry runs is done.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Forecasts:
         load: Callable[[], Any],
         device: Literal["cuda", "cpu"] = "cuda",
         is_kept: bool = True,
+        tell: Callable[[], object] = bool,
     ):
         self.said, self.load, self.device, self.is_kept = kept.of_model(said), load, device, is_kept
+        self.tell = tell
         self._found: dict[str, Any] = {}
 
     def facts(self, config: TrainConfig) -> ModelFacts:
@@ -60,28 +63,14 @@ class Forecasts:
         Raises:
             ExpertMeshError: the model cannot be built, or not trained with these flags.
         """
-        whole = replace(alike(config), **LAYOUT)
-
-        def find() -> ModelFacts:
-            from ..rehearsal.engine import rehearsed_facts
-
-            return rehearsed_facts(whole, self.load(), self.device)
-
-        return self._once(ModelFacts, find, whole, "facts")
+        return self._of_model(ModelFacts, "facts", config, lambda engine: engine.rehearsed_facts)
 
     def cuts(self, config: TrainConfig) -> Cuts:
         """
         Raises:
             ExpertMeshError: the model cannot be cut into stages.
         """
-        whole = replace(alike(config), **LAYOUT)
-
-        def find() -> Cuts:
-            from ..rehearsal.engine import cuts_of
-
-            return cuts_of(whole, self.load(), self.device)
-
-        return self._once(Cuts, find, whole, "cuts")
+        return self._of_model(Cuts, "cuts", config, lambda engine: engine.cuts_of)
 
     def account(self, asked: Asked) -> Account:
         """
@@ -102,35 +91,25 @@ class Forecasts:
         found = self._known(Account, *_key(self.settled(asked)))
         return found if isinstance(found, Account) else None
 
-    def accounts(
-        self, several: Sequence[Asked], tell: Callable[[int, int], object] = lambda done, of: None
-    ) -> list[Account | ExpertMeshError]:
-        """The same of several at once, with what refuses them; side by side in as many processes as there are cores.
-
-        Args:
-            tell: is told how many of how many are done.
-        """
+    def accounts(self, several: Sequence[Asked]) -> list[Account | ExpertMeshError]:
+        """The same of several at once, with what refuses them; side by side in as many processes as there are cores."""
         settled = [self.settled(asked) for asked in several]
-        found: dict[int, Account | ExpertMeshError] = {}
-        for number, asked in enumerate(settled):
-            if (known := self._known(Account, *_key(asked))) is not None:
-                found[number] = known
-        missing = [number for number in range(len(settled)) if number not in found]
+        found = {number: self._known(Account, *_key(asked)) for number, asked in enumerate(settled)}
+        missing = [number for number, known in found.items() if known is None]
         if len(missing) == 1 or cores() == 1:
             for number in missing:
                 found[number] = _account(self, several[number])
-                tell(len(found), len(settled))
+                self.tell()
         elif missing:
             with side_by_side() as pool:
                 self.load(), self.facts(several[0].config)
                 futures = {pool.submit(_account, self, settled[number]): number for number in missing}
                 for future in as_completed(futures):
-                    number = futures[future]
-                    found[number] = future.result()
+                    number, account = futures[future], future.result()
                     # which is in the cache directory already
-                    self._found[self._name(*_key(settled[number]))] = found[number]
-                    tell(len(found), len(settled))
-        return [found[number] for number in range(len(settled))]
+                    found[number] = self._found[self._name(*_key(settled[number]))] = account
+                    self.tell()
+        return [account for account in found.values() if account is not None]
 
     def settled(self, asked: Asked) -> Asked:
         """The same with what a run would choose by itself, and nothing on which no figure depends."""
@@ -145,11 +124,23 @@ class Forecasts:
             config = replace(config, expert_kernel=self.facts(config).kernel)
         return replace(asked, config=config, cluster=cluster, routing=routing, device=self.device)
 
+    def _of_model(self, kind: type[T], name: str, config: TrainConfig, of: Callable[[Any], Callable[..., T]]) -> T:
+        whole = replace(alike(config), **LAYOUT)
+
+        def find() -> T:
+            from ..rehearsal import engine
+
+            return of(engine)(whole, self.load(), self.device)
+
+        return self._once(kind, find, whole, name)
+
     def _once(self, kind: type[T], find: Callable[[], T], *key: Any) -> T:
         found = self._known(kind, *key)
         if found is None:
             found = _tried(find)
-            self._keep(found, *key)
+            self._found[self._name(*key)] = found
+            if self._is_kept(key):
+                kept.keep(found, self._name(*key))
         if isinstance(found, ExpertMeshError):
             raise found
         return found
@@ -160,12 +151,6 @@ class Forecasts:
             self._found[name] = known
         found: T | ExpertMeshError | None = self._found.get(name)
         return found
-
-    def _keep(self, found: Any, *key: Any) -> None:
-        name = self._name(*key)
-        self._found[name] = found
-        if self._is_kept(key):
-            kept.keep(found, name)
 
     def _name(self, *key: Any) -> str:
         return kept.key_of(self.said, self.device, *key)

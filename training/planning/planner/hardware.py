@@ -163,18 +163,6 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
     return replace(hardware, device=replace(device, matrix=matrix, fp32=matrix if tf32 else device.fp32))
 
 
-def _check_rates(table: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: a rate or size is not a positive number, or too large to compute with.
-    """
-    for name, value in table.items():
-        # a device that is no GPU has no memory in the table
-        least = 0 if name in ("latency", "memory", "fp8") else 1e-30
-        if not isinstance(value, int | float) or not least <= value < 1e30:
-            raise ValueError(f"{name} is not a positive number")
-
-
 def save_measured(hardware: Hardware, file: Path) -> None:
     """Write what `load_measured` reads, atomically.
 
@@ -197,8 +185,11 @@ def load_measured(file: Path) -> Hardware:
         device, rates = Device(**content.pop("device")), rates_from(content.pop("rates"))
         inside, between = (Link(**content.pop(name)) for name in ("inside", "between"))
         hardware = Hardware(device=device, inside=inside, between=between, rates=rates, **content)
-        for part in (device, inside, between):
-            _check_rates(vars(part))
+        for name, value in (item for part in (device, inside, between) for item in vars(part).items()):
+            # a device that is no GPU has no memory in the table
+            least = 0 if name in ("latency", "memory", "fp8") else 1e-30
+            if not isinstance(value, int | float) or not least <= value < 1e30:
+                raise ValueError(f"{name} is not a positive number")
         return hardware
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ExpertMeshError(

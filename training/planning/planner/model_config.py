@@ -58,15 +58,6 @@ def find_config(model: str) -> ConfigFile:
     return ConfigFile(file, model, content)
 
 
-def read_config(model: str) -> tuple[Any, str]:
-    """transformers' config of what `--model` names, and where it lies.
-
-    Raises:
-        ExpertMeshError: there is none, or it cannot be read.
-    """
-    return find_config(model).load(), model
-
-
 def _fetched(model: str) -> Path:
     """config.json of a hub id."""
     from huggingface_hub import hf_hub_download

@@ -1,7 +1,7 @@
 """A pipeline's step: which layers each stage has, how long its schedule takes, and what its ranks hold. First by the
 step of one stage of all layers, which many pipelines have in common; then by dry runs of a few of its ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -106,9 +106,7 @@ class PlannedPipeline:
         config, chunks = self.asked.config, self.asked.config.pipeline_chunks
         first, last = self.around
         each = [self.of_kinds[kind] for kind in self.facts.layers]
-        seconds = StageCosts.alike(
-            self.number, [one.forward + one.backward for one in each], _spent(first), _spent(last)
-        )
+        seconds = StageCosts.alike(self.number, [one.seconds for one in each], first.seconds, last.seconds)
         by_time = cut_stages(self.cuts, self.pp_size, chunks, config.layers_of_stages, seconds)
         if config.layers_of_stages is not None or self.asked.device == "cpu":
             # a CPU's free memory is another at every start, and a run that resumes has the stages that it had
@@ -120,21 +118,20 @@ class PlannedPipeline:
 
     def _memory(self, stages: tuple[range, ...]) -> StageMemory:
         """What stages hold by their layers: of several on a rank each may hold as much."""
-        chunks = self.asked.config.pipeline_chunks
-        layers = [[self._of_layer(stage, kind) for kind in self.facts.layers] for stage in range(self.number)]
-        own = StageCosts(layers, [0.0] * self.number)
-        held = self.held(stages)
-        beside = []
+        chunks, held, layers = self.asked.config.pipeline_chunks, self.held(stages), []
+        for moments in _held_by_stages(*self._steady):
+            of_kinds = [
+                self._lasting(kind.dense, kind.experts)
+                + (1 + FRAGMENTATION) * max(costs.held(*moment) for moment in moments)
+                for kind, costs in zip(self.facts.kinds, self.of_kinds, strict=True)
+            ]
+            layers.append([of_kinds[kind] for kind in self.facts.layers])
+        own, beside = StageCosts(layers, [0.0] * self.number), []
         for stage in range(self.number):
             rank = stage % self.pp_size
             on_rank = sum(own.of(other, stages[other]) for other in range(rank, self.number, self.pp_size))
             beside.append((held[rank].total - on_rank) / chunks)
         return StageMemory(StageCosts(layers, beside), self.limit / chunks)
-
-    def _of_layer(self, stage: int, kind: int) -> float:
-        costs = self.of_kinds[kind]
-        kept = max(costs.held(*moment) for moment in _held_by_stages(*self._steady)[stage])
-        return self._lasting(self.facts.kinds[kind].dense, self.facts.kinds[kind].experts) + (1 + FRAGMENTATION) * kept
 
     def _lasting(self, dense: Held, experts: Held) -> float:
         """Bytes on a rank of what lasts."""
@@ -165,17 +162,17 @@ class PlannedPipeline:
             dense = sum((kind.dense for kind in kinds), Held())
             dense += (facts.first if 0 in own else Held()) + (facts.last if self.number - 1 in own else Held())
             share = self._lasting(dense, sum((kind.experts for kind in kinds), Held())) / of_model if of_model else 0.0
-            kept = sum(max(self._kept(stages[stage], *moment) for moment in moments[stage]) for stage in own)
+            each = [[self.of_kinds[facts.layers[layer]] for layer in stages[stage]] for stage in own]
+            kept = sum(
+                max(sum(costs.held(*moment) for costs in of_stage) for moment in moments[stage])
+                for stage, of_stage in zip(own, each, strict=True)
+            )
             around = self.around[1].kept if self.number - 1 in own else 0.0
             lasting = {term: share * getattr(whole, term) for term in LASTING}
             in_flight = max(moment[0] for stage in own for moment in moments[stage])
             gathered = whole.gathered * (in_flight * len(layers) / len(facts.layers) if keeps_casts else 1.0)
             found.append(replace(whole, **lasting, activations=kept + around, gathered=gathered))
         return found
-
-    def _kept(self, layers: range, in_flight: int, waiting: int) -> float:
-        """Bytes that a stage keeps of so many micro-batches, and of so many that wait for their weight gradients."""
-        return sum(self.of_kinds[self.facts.layers[layer]].held(in_flight, waiting) for layer in layers)
 
     def seconds(self, stages: tuple[range, ...], run: Mapping[str, float] = MappingProxyType({})) -> float:
         """From the first forward of a step to the last backward. run: seconds of actions that were dry-run, by name.
@@ -293,10 +290,6 @@ class PlannedPipeline:
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def _spent(costs: LayerCosts) -> float:
-    return costs.forward + costs.backward
-
-
 def can_leave_weights(facts: ModelFacts) -> bool:
     """Whether all experts are trained, so that their weight gradients can wait."""
     return all(kind.experts.gradient == kind.experts.stored for kind in facts.kinds)
@@ -336,16 +329,14 @@ def pipelined(
     )
 
 
-def dry_run_pipeline(
-    forecasts: Forecasts, step: PlannedPipeline, tell: Callable[[int, int], object] = lambda done, of: None
-) -> tuple[Account, PlannedPipeline]:
+def dry_run_pipeline(forecasts: Forecasts, step: PlannedPipeline) -> tuple[Account, PlannedPipeline]:
     """`PlannedPipeline.by_dry_runs`, with these.
 
     Raises:
         ExpertMeshError: a dry run has failed.
     """
     accounts = []
-    for account in forecasts.accounts(step.rehearsed(), tell):
+    for account in forecasts.accounts(step.rehearsed()):
         if isinstance(account, ExpertMeshError):
             raise account
         accounts.append(account)

@@ -1,9 +1,10 @@
 """Every way to run a model on a number of GPUs: which of them are tried, by estimates that what was tried corrects, and
 what these take, best first."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 from math import log
 from typing import Any, get_args
 
@@ -19,13 +20,12 @@ from ....sharding.pipeline.schedule import (
 from ....sharding.topology import DenseShard, Topology, divisors
 from ...config.train_config import TrainConfig
 from ..imbalance import EVEN, GivenRouting
-from ..memory import Fit, Memory
+from ..memory import LASTING, Fit, Memory
 from .account import Account
 from .asked import Asked
 from .costs import Cluster, seconds_among
 from .facts import ModelFacts, lasting_on_rank
 from .forecasts import Forecasts
-from .hardware import Hardware
 from .pipelines import STEADY, PlannedPipeline, can_leave_weights, dry_run_pipeline, one_stage, pipelined
 from .tried import Tried
 
@@ -70,16 +70,10 @@ class Plan:
     def fit(self) -> Fit:
         return self.account.fit(self.cluster.memory)
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """On the GPU."""
-        fit, kinds = self.fit, self.account.memory.kinds
-        left = fit.host
-        on_gpu = {}
-        for term in ("frozen", "parameters", "gradients", "optimizer"):
-            taken = min(left, getattr(kinds, term))
-            on_gpu[term], left = getattr(kinds, term) - taken, left - taken
-        return replace(kinds, **on_gpu, slack=fit.total - fit.tensors)
+        return self.account.on_card(self.cluster.memory)
 
     @property
     def fits(self) -> bool:
@@ -111,9 +105,10 @@ class Plan:
         """Of one rank."""
         return self.tokens * self.account.forwards / self.seconds / self.config.pp_size
 
-    def share_of_peak(self, hardware: Hardware) -> float:
+    @property
+    def share_of_peak(self) -> float:
         """The model's FLOPs over those of the card in the time of the step: MFU."""
-        return self.account.needed / (self.seconds * hardware.device.matrix)
+        return self.account.needed / (self.seconds * self.cluster.hardware.device.matrix)
 
     def if_longer(self, longer: Mapping[Kind, float]) -> "Plan":
         """The same where a pipeline's actions take by so much longer (see `PlannedPipeline`)."""
@@ -157,9 +152,8 @@ def layouts(
 ) -> list[TrainConfig]:
     """All parallel layouts of so many ranks that this model can have. All-to-alls are cut into as many chunks as `base`
     says, or as a rank has experts. Left out are those whose micro-batches the global batch fills less than others'."""
-    sizes = tried.tp_sizes
+    most, sizes = min(gpus_per_node, world_size), tried.tp_sizes
     if sizes is None:
-        most = min(gpus_per_node, world_size)
         sizes = [1, *(size for size in TP_SIZES if most % size == 0 and 1 in tried.micro_batches)]
     found: list[TrainConfig] = []
     for tp_size in sizes:
@@ -168,10 +162,10 @@ def layouts(
         own = replace(tried, micro_batches=(1,)) if tried.tp_sizes is None and tp_size > 1 else tried
         for pipeline in _pipelines(replace(base, tp_size=tp_size), facts, own, world_size):
             found += _layouts(pipeline, facts, own, world_size, gpus_per_node)
-    if base.global_batch_size is not None and found:
-        filled = [sequences_per_step(config, world_size) for config in found]
-        found = [config for config, number in zip(found, filled, strict=True) if number == min(filled)]
-    return found
+    if base.global_batch_size is None or not found:
+        return found
+    filled = [sequences_per_step(config, world_size) for config in found]
+    return [config for config, number in zip(found, filled, strict=True) if number == min(filled)]
 
 
 def _layouts(
@@ -188,25 +182,21 @@ def _layouts(
         chunks = 1 if ep_size == 1 else pipeline.overlap_chunks
         if tried.ep_size is None:
             chunks = min(chunks, facts.num_experts // ep_size)
-        for dense_shard in _dense_shards(pipeline, ranks, ep_size, tried):
-            for checkpointing in _CHECKPOINTING if tried.checkpointing is None else (tried.checkpointing,):
-                is_selective = checkpointing == "selective"
-                for micro_batch in sorted(tried.micro_batches):
-                    config = replace(
-                        pipeline,
-                        ep_size=ep_size,
-                        overlap_chunks=chunks,
-                        dense_shard=dense_shard,
-                        gradient_checkpointing=checkpointing,
-                        keep_expert_products=pipeline.keep_expert_products if is_selective else 0,
-                        offload_activations=pipeline.offload_activations and checkpointing != "none",
-                        per_device_train_batch_size=micro_batch,
-                    )
-                    if config.pp_size <= config.micro_batches(world_size) or tried.pp_size is not None:
-                        yield config
-
-
-_CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+        shards = _dense_shards(pipeline, ranks, ep_size, tried)
+        ways = get_args(Checkpointing) if tried.checkpointing is None else [tried.checkpointing]
+        for dense_shard, checkpointing, micro_batch in product(shards, ways, sorted(tried.micro_batches)):
+            config = replace(
+                pipeline,
+                ep_size=ep_size,
+                overlap_chunks=chunks,
+                dense_shard=dense_shard,
+                gradient_checkpointing=checkpointing,
+                keep_expert_products=pipeline.keep_expert_products if checkpointing == "selective" else 0,
+                offload_activations=pipeline.offload_activations and checkpointing != "none",
+                per_device_train_batch_size=micro_batch,
+            )
+            if config.pp_size <= config.micro_batches(world_size) or tried.pp_size is not None:
+                yield config
 
 
 def _dense_shards(pipeline: TrainConfig, ranks: int, ep_size: int, tried: Tried) -> Iterable[DenseShard]:
@@ -230,8 +220,7 @@ def _pipelines(base: TrainConfig, facts: ModelFacts, tried: Tried, world_size: i
                 continue
             if base.layers_of_stages is not None and len(base.layers_of_stages) != pp_size * chunks:
                 continue
-            schedules: tuple[ScheduleName, ...] = (schedule_without_queue(chunks), "zero-bubble")
-            for schedule in schedules:
+            for schedule in (schedule_without_queue(chunks), "zero-bubble"):
                 if tried.schedule in (None, schedule) and (schedule != "zero-bubble" or can_leave_weights(facts)):
                     yield replace(base, pp_size=pp_size, pipeline_chunks=chunks, pipeline_schedule=schedule)
 
@@ -246,8 +235,10 @@ class Search:
     """A search for the best of some layouts.
 
     Args:
-        tell: is told how many dry runs are done, and of how many.
         compared: tensor-parallel sizes of each of which a layout is dry-run, however slow it may be.
+
+    Attributes:
+        refused: why there is no plan of a tensor-parallel size.
     """
 
     forecasts: Forecasts
@@ -256,20 +247,14 @@ class Search:
     world_size: int
     cluster: Cluster
     routing: GivenRouting = EVEN
-    tell: Callable[[int, int], object] = lambda done, of: None
     compared: Sequence[int] = ()
     plans: list[Plan] = field(default_factory=list)
     refused: dict[int, ExpertMeshError] = field(default_factory=dict)
     _sizes: "dict[tuple[Any, ...], _Sizes]" = field(default_factory=dict)
 
-    @property
-    def number(self) -> int:
-        """Of layouts."""
-        return len(self.layouts)
-
-    def asked(self, config: TrainConfig, routing: GivenRouting | None = None) -> Asked:
+    def asked(self, config: TrainConfig) -> Asked:
         """The question what a layout takes."""
-        return Asked(config, self.world_size, self.cluster, 0, self.routing if routing is None else routing)
+        return Asked(config, self.world_size, self.cluster, 0, self.routing)
 
     def sizes(self, config: TrainConfig) -> "_Sizes":
         """What estimates take of a layout, reckoned once."""
@@ -304,17 +289,13 @@ class Search:
             self._try(promising[:AT_ONCE], left)
         self._try(self._beside_the_best(left), left)
         runs = 0
-        while runs < PIPELINES and (best := self._best_by_estimate()) is not None:
+        # while the best one is a pipeline's by estimate
+        while runs < PIPELINES and self.plans and (best := best_first(self.plans)[0]).is_estimate:
             runs += self._dry_run(best)
             self._try(self._promising(left)[:AT_ONCE], left)
         if not self.plans:
             raise next(iter(self.refused.values()))
         return best_first(self.plans)
-
-    def _best_by_estimate(self) -> Plan | None:
-        """The best plan, if it is of a pipeline by estimate."""
-        best = next(iter(best_first(self.plans)), None)
-        return best if best is not None and best.is_estimate else None
 
     def _dry_run(self, plan: Plan) -> bool:
         """Dry-run ranks of a pipeline; by as much as its step takes longer than was estimated those of others do.
@@ -322,7 +303,7 @@ class Search:
         assert plan.pipeline is not None
         self.plans.remove(plan)
         try:
-            account, pipeline = dry_run_pipeline(self.forecasts, plan.pipeline, self.tell)
+            account, pipeline = dry_run_pipeline(self.forecasts, plan.pipeline)
         except ExpertMeshError as error:
             self.refused.setdefault(plan.config.tp_size, error)
             return False
@@ -382,10 +363,15 @@ class Search:
             return self._first_of_each_way([config for config in left if config.tp_size not in self.refused])
         estimates = [Estimate.of(self, config) for config in left]
         best = max((plan.tokens_per_second for plan in self.plans if plan.fits), default=0.0)
+
+        def likely(each: Estimate) -> float:
+            """The fastest first, those later whose memory may not suffice."""
+            return -each.speed * (1.0 if each.memory <= self.cluster.memory else 0.5)
+
         fitting = [each for each in estimates if each.memory <= SURE * self.cluster.memory and each.speed > best]
         if fitting or best:
-            return [each.config for each in sorted(fitting, key=lambda each: -each.speed * each.likely(self.cluster))]
-        smallest = min((plan.memory.total for plan in self.plans), default=float("inf"))
+            return [each.config for each in sorted(fitting, key=likely)]
+        smallest = min(plan.memory.total for plan in self.plans)
         smaller = [each for each in estimates if each.memory < smallest]
         return [each.config for each in sorted(smaller, key=lambda each: each.memory)]
 
@@ -397,7 +383,7 @@ class Search:
         for config in configs:
             left.remove(config)
         asked = [self.asked(config) for config in configs]
-        for each, found in zip(asked, forecast(self.forecasts, asked, self.tell), strict=True):
+        for each, found in zip(asked, forecast(self.forecasts, asked), strict=True):
             if isinstance(found, ExpertMeshError):
                 self.refused.setdefault(each.config.tp_size, found)
                 if "--tp-size" in str(found):
@@ -406,28 +392,23 @@ class Search:
             else:
                 self.plans.append(found)
                 if not found.fits:
-                    self._leave_out_larger(found, left)
-
-    def _leave_out_larger(self, plan: Plan, left: list[TrainConfig]) -> None:
-        """Larger micro-batches of a layout that does not fit do not either."""
-        config = plan.config
-
-        def is_larger(other: TrainConfig) -> bool:
-            but = {name: getattr(config, name) for name in ("per_device_train_batch_size", "pipeline_layers")}
-            is_it = other.per_device_train_batch_size > config.per_device_train_batch_size
-            return is_it and vars(other) | but == vars(config)
-
-        left[:] = [other for other in left if not is_larger(other)]
+                    # larger micro-batches do not either
+                    left[:] = [other for other in left if not _is_larger(other, found.config)]
 
 
-def forecast(
-    forecasts: Forecasts, asked: Sequence[Asked], tell: Callable[[int, int], object] = lambda done, of: None
-) -> list[Plan | ExpertMeshError]:
+def _is_larger(other: TrainConfig, config: TrainConfig) -> bool:
+    """Whether two layouts differ in nothing but the micro-batch, which is larger in the first."""
+    but = {name: getattr(config, name) for name in ("per_device_train_batch_size", "pipeline_layers")}
+    is_it = other.per_device_train_batch_size > config.per_device_train_batch_size
+    return is_it and vars(other) | but == vars(config)
+
+
+def forecast(forecasts: Forecasts, asked: Sequence[Asked]) -> list[Plan | ExpertMeshError]:
     """What several settings take, and what refuses them; of a pipeline by estimate (see `pipelines`)."""
     needed = [one_stage(each) if each.config.pp_size > 1 else each for each in asked]
     # pipelines of other schedules have the same
     once = [each for number, each in enumerate(needed) if each not in needed[:number]]
-    accounts = forecasts.accounts(once, tell)
+    accounts = forecasts.accounts(once)
     return [_plan(forecasts, each, accounts[once.index(of)]) for each, of in zip(asked, needed, strict=True)]
 
 
@@ -458,29 +439,20 @@ class Estimate:
     memory: float
     speed: float
 
-    def likely(self, cluster: Cluster) -> float:
-        """A weight that is less where the memory may not suffice."""
-        return 1.0 if self.memory <= cluster.memory else 0.5
-
     @staticmethod
     def of(search: Search, config: TrainConfig) -> "Estimate":
         like = min(search.plans, key=lambda plan: _distance(plan.config, config))
         then, now = search.sizes(like.config), search.sizes(config)
-        tokens, computed = now.tokens / then.tokens, now.computed / then.computed
-        memory = like.memory
+        tokens, lasting = now.tokens / then.tokens, now.lasting / then.lasting
+        memory, time, each = like.memory, like.account.time, 1 / like.account.forwards
         grown = replace(
             memory,
-            parameters=memory.parameters * now.lasting / then.lasting,
-            frozen=memory.frozen * now.lasting / then.lasting,
-            gradients=memory.gradients * now.lasting / then.lasting,
-            optimizer=memory.optimizer * now.lasting / then.lasting,
+            **{term: getattr(memory, term) * lasting for term in LASTING},
             activations=memory.activations * tokens * now.in_flight / then.in_flight,
             gathered=memory.gathered * now.gathered / max(1.0, then.gathered),
             working=memory.working * tokens,
         )
-        time = like.account.time
-        each = 1 / like.account.forwards
-        kernels = (time.matrices + time.elementwise + time.gathers) * each * computed
+        kernels = (time.matrices + time.elementwise + time.gathers) * each * (now.computed / then.computed)
         exchange = time.all_to_alls * each + now.exchange - then.exchange
         sharding = time.sharding * each + now.sharding - then.sharding
         # what is more to send is waited for, but for what more kernels hide
@@ -489,11 +461,10 @@ class Estimate:
         more = max(0.0, sharding - time.sharding * each)
         exposed = max(time.exposed * each * as_much + more - hidden, 0.1 * sharding)
         forwards = config.micro_batches(search.world_size)
-        update = time.update * now.lasting / then.lasting
         launching = time.launching * each * like.config.pp_size / config.pp_size
         busy = kernels + max(0.0, exchange) + max(0.0, exposed) + launching
         waited = time.total / (time.total - time.bubble) * now.bubble / then.bubble
-        seconds = forwards * busy * waited + update
+        seconds = forwards * busy * waited + time.update * lasting
         # a step of one micro-batch has gradients of the layers alone whose activations are gone
         is_single = forwards == 1 and config.pp_size == 1
         never_at_once = min(grown.gradients, grown.activations) if is_single else 0.0
@@ -541,42 +512,43 @@ class _Sizes:
     """
 
     def __init__(self, search: Search, config: TrainConfig):
-        facts, cluster = search.facts, search.cluster
-        topology = config.topology(search.world_size)
+        facts, cluster, layers = search.facts, search.cluster, len(search.facts.layers)
+        topology, forwards = config.topology(search.world_size), config.micro_batches(search.world_size)
+        stages, is_full = config.pp_size * config.pipeline_chunks, config.gradient_checkpointing == "full"
         sequences = config.per_device_train_batch_size * config.sequences_per_row
-        of_rank = sequences * config.max_seq_length / config.ranks_per_sequence
-        self.tokens, self.computed = of_rank, of_rank / config.pp_size
+        self.tokens = sequences * config.max_seq_length / config.ranks_per_sequence
+        self.computed = self.tokens / config.pp_size
         self.lasting = estimate_lasting(facts, config, search.world_size)
-        layers = len(facts.layers)
         dense, experts = facts.dense.computed / layers, facts.experts.computed / layers / config.ep_size
         self.in_flight = 1.0
         if config.pp_size > 1:
-            few = min(config.micro_batches(search.world_size), STEADY * config.pp_size)
-            held = peak_in_flight(make_schedule(config.schedule_name, config.pp_size, config.pipeline_chunks, few))
-            self.in_flight = max(held) / (config.pp_size * config.pipeline_chunks)
+            few = min(forwards, STEADY * config.pp_size)
+            most = _most_in_flight(config.schedule_name, config.pp_size, config.pipeline_chunks, few)
+            self.in_flight = most / stages
         self.gathered = 2 * dense + experts * (2 if topology.dp_size > 1 else self.in_flight * layers)
-        width = 2 if config.bf16 else 4
-        times = {"none": 4, "selective": 4, "full": 6}[config.gradient_checkpointing]
-        here, nodes = layers / config.pp_size, cluster.gpus_per_node
+        width, here = 2 if config.bf16 else 4, layers / config.pp_size
 
         def seconds(kind: str, size: float, ranks: range) -> float:
-            return seconds_among(kind, size, ranks, cluster.hardware, nodes) if len(ranks) > 1 else 0.0
+            if len(ranks) == 1:
+                return 0.0
+            return here * seconds_among(kind, size, ranks, cluster.hardware, cluster.gpus_per_node)
 
-        rows = of_rank * facts.top_k * facts.width * width * (1 - 1 / config.ep_size)
-        self.exchange = times * here * seconds("all-to-all", rows, topology.group("ep", 0, nodes))
-        gathers = 3 if config.gradient_checkpointing == "full" else 2
+        ep, dense_group, dp = (topology.group(axis, 0, cluster.gpus_per_node) for axis in ("ep", "dense", "dp"))
+        rows = self.tokens * facts.top_k * facts.width * width * (1 - 1 / config.ep_size)
+        self.exchange = (6 if is_full else 4) * seconds("all-to-all", rows, ep)
         self.sharding = 0.0
-        for size, trained, group in (
-            (dense, facts.dense, topology.group("dense", 0, nodes)),
-            (experts, facts.experts, topology.group("dp", 0, nodes)),
-        ):
+        for size, trained, group in ((dense, facts.dense, dense_group), (experts, facts.experts, dp)):
             own = size * (1 - 1 / len(group))
-            self.sharding += here * gathers * seconds("all-gather", own, group)
+            self.sharding += (3 if is_full else 2) * seconds("all-gather", own, group)
             if trained.gradient:
-                self.sharding += here * seconds("reduce-scatter", 4 / width * own, group)
-        forwards = config.micro_batches(search.world_size)
+                self.sharding += seconds("reduce-scatter", 4 / width * own, group)
         split = 3 if config.schedule_name == "zero-bubble" else 1
         self.bubble = 1 + (config.pp_size - 1) / forwards / config.pipeline_chunks / split
+
+
+@cache
+def _most_in_flight(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> int:
+    return max(peak_in_flight(make_schedule(name, pp_size, chunks, micro_batches)))
 
 
 def best_first(plans: Iterable[Plan]) -> list[Plan]:

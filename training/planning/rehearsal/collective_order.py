@@ -2,57 +2,17 @@
 or mixes up data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, permutations, zip_longest
 
 from ....moe.util.errors import ExpertMeshError
 from .recorder import SENDS, Event
 
 
-@dataclass(frozen=True)
-class Call:
-    """A collective of a rank, or what it sends to another stage or receives from there.
-
-    name: the operator's; of what is sent "send" or "receive". ranks: of the group; of what is sent, from and to.
-    told: where the step was. group: the name of the process group. size: bytes of what is sent. to_each, from_each: of
-    an all-to-all, bytes for and from each rank of the group.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    told: str
-    group: str = ""
-    size: float = 0.0
-    to_each: tuple[int, ...] = ()
-    from_each: tuple[int, ...] = ()
-
-    @property
-    def is_sent(self) -> bool:
-        return self.name in SENDS
-
-    def __str__(self) -> str:
-        if self.is_sent:
-            return f"{self.size:,.0f} bytes ({self.told})"
-        return f"{self.name} among {len(self.ranks)} ({self.told})"
-
-
-def collectives_of(events: Sequence[Event]) -> list[Call]:
-    """The collectives of a rank's step, and what it sends and receives."""
-    return [_call(event) for event in events if event.collective is not None]
-
-
-def _call(event: Event) -> Call:
-    if event.collective == "send":
-        return Call("send", event.ranks, event.told, event.group, event.sent)
-    if event.collective == "receive":
-        return Call("receive", event.ranks[::-1], event.told, event.group, event.written)
-    return Call(event.name, event.ranks, event.told, event.group, event.sent, event.to_each, event.from_each)
-
-
-def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | None = None) -> int:
+def check_order(by_rank: Mapping[int, Sequence[Event]], ranks_per_stage: int | None = None) -> int:
     """
     Args:
-        ranks_per_stage: ranks of different stages of a pipeline compute different things; None: there is one stage.
+        by_rank: events of a step. ranks_per_stage: ranks of different stages compute different things; None: there is
+            one stage.
 
     Returns:
         How many calls of each rank were compared: collectives, with their bytes, between all members of a group that
@@ -62,11 +22,14 @@ def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | No
     Raises:
         ExpertMeshError: two ranks differ; it names the first difference.
     """
-    collectives = {rank: [call for call in of_rank if not call.is_sent] for rank, of_rank in by_rank.items()}
+    collectives = {
+        rank: [event for event in of_rank if event.collective not in (None, *SENDS)]
+        for rank, of_rank in by_rank.items()
+    }
     for first, second in combinations(by_rank, 2):
         of_first, of_second = collectives[first], collectives[second]
-        for group in sorted({call.ranks for call in of_first} & {call.ranks for call in of_second}):
-            a, b = ([call for call in of_rank if call.ranks == group] for of_rank in (of_first, of_second))
+        for group in sorted({event.ranks for event in of_first} & {event.ranks for event in of_second}):
+            a, b = ([event for event in of_rank if event.ranks == group] for of_rank in (of_first, of_second))
             _compare(first, second, a, b, f"among {len(group)} ranks")
             for number, pair in enumerate(zip(a, b, strict=True), start=1):
                 _compare_sizes(first, second, *pair, number)
@@ -74,19 +37,19 @@ def check_order(by_rank: Mapping[int, Sequence[Call]], ranks_per_stage: int | No
             _compare(first, second, of_first, of_second, "of all groups")
     for sender, receiver in permutations(by_rank, 2):
         _compare_sent(sender, receiver, by_rank)
-    return max(map(len, by_rank.values()), default=0)
+    return max(sum(event.collective is not None for event in events) for events in by_rank.values())
 
 
-def _compare(first: int, second: int, of_first: Sequence[Call], of_second: Sequence[Call], where: str) -> None:
+def _compare(first: int, second: int, of_first: Sequence[Event], of_second: Sequence[Event], where: str) -> None:
     for number, (a, b) in enumerate(zip_longest(of_first, of_second), start=1):
         if a is None or b is None or (a.name, len(a.ranks)) != (b.name, len(b.ranks)):
             raise ExpertMeshError(
                 f"ranks {first} and {second} differ in their collectives {where}: number {number} is "
-                f"{a or _NONE} on rank {first}, and {b or _NONE} on rank {second}: the run would hang"
+                f"{_told(a)} on rank {first}, and {_told(b)} on rank {second}: the run would hang"
             )
 
 
-def _compare_sizes(first: int, second: int, a: Call, b: Call, number: int) -> None:
+def _compare_sizes(first: int, second: int, a: Event, b: Event, number: int) -> None:
     """Both calls are of one collective of one group."""
     differs = ""
     if a.to_each and b.to_each:
@@ -97,26 +60,33 @@ def _compare_sizes(first: int, second: int, a: Call, b: Call, number: int) -> No
         ):
             if sent != received:
                 differs = f"rank {sender} sends {sent:,} bytes to rank {receiver}, which expects {received:,}"
-    elif a.size != b.size:
-        differs = f"rank {first} sends {a.size:,.0f} bytes, and rank {second} {b.size:,.0f}"
+    elif a.sent != b.sent:
+        differs = f"rank {first} sends {a.sent:,.0f} bytes, and rank {second} {b.sent:,.0f}"
     if differs:
         raise ExpertMeshError(
-            f"ranks {first} and {second} differ in the sizes of collective {number} among {len(a.ranks)} ranks, {a}: "
+            f"ranks {first} and {second} differ in the sizes of collective {number} among {len(a.ranks)} ranks, "
+            f"{_told(a)}: "
             f"{differs}: the run would hang, or mix up data"
         )
 
 
-def _compare_sent(sender: int, receiver: int, by_rank: Mapping[int, Sequence[Call]]) -> None:
-    sent = [call for call in by_rank[sender] if call.name == "send" and call.ranks == (sender, receiver)]
-    received = [call for call in by_rank[receiver] if call.name == "receive" and call.ranks == (sender, receiver)]
-    for group in sorted({call.group for call in (*sent, *received)}):
-        of_group = ([call for call in of_rank if call.group == group] for of_rank in (sent, received))
+def _compare_sent(sender: int, receiver: int, by_rank: Mapping[int, Sequence[Event]]) -> None:
+    # the other rank is the second one, of what is sent and of what is received
+    sent = [event for event in by_rank[sender] if (event.collective, event.ranks[1:]) == ("send", (receiver,))]
+    received = [event for event in by_rank[receiver] if (event.collective, event.ranks[1:]) == ("receive", (sender,))]
+    for group in sorted({event.group for event in (*sent, *received)}):
+        of_group = ([event for event in events if event.group == group] for events in (sent, received))
         for number, (a, b) in enumerate(zip_longest(*of_group), start=1):
-            if a is None or b is None or a.size != b.size:
+            if a is None or b is None or a.sent != b.written:
                 raise ExpertMeshError(
-                    f"number {number} of what rank {sender} sends to rank {receiver} is {a or _NONE}, and of what rank "
-                    f"{receiver} receives from there {b or _NONE}: the run would hang"
+                    f"number {number} of what rank {sender} sends to rank {receiver} is {_told(a)}, and of what rank "
+                    f"{receiver} receives from there {_told(b)}: the run would hang"
                 )
 
 
-_NONE = "none any more"
+def _told(event: Event | None) -> str:
+    if event is None:
+        return "none any more"
+    if event.collective in SENDS:
+        return f"{event.sent or event.written:,.0f} bytes ({event.told})"
+    return f"{event.name} among {len(event.ranks)} ({event.told})"

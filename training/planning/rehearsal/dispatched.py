@@ -4,13 +4,15 @@ Of K distinct experts of E, drawn evenly, some are among m of them with probabil
 (1 - m/(E-K+1)); where a rank's share of the choices is told, m is that share of E.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ....moe.dispatch import alltoall
@@ -20,19 +22,17 @@ from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.kernels import expert_products
 from ....moe.kernels.expert_products import even
 from ....moe.util.errors import ExpertMeshError
+from ....moe.util.recompute_cache import is_replaying
+from ..planner.asked import Asked
+from .recorder import Recorder
 
 
-def expected_rows(
-    dispatcher: OnceDispatcher, tokens: int, top_k: int, shares: Sequence[float] = (), sequences: int = 1
-) -> RowCounts:
+def expected_rows(dispatcher: OnceDispatcher, tokens: int, top_k: int, shares: Sequence[float] = ()) -> RowCounts:
     """Rows of a layer, all ranks having as many tokens.
 
     Args:
-        dispatcher: of this rank.
-        tokens: of a sequence, without padding.
-        top_k: experts per token.
+        dispatcher: of this rank. tokens: without padding. top_k: experts per token.
         shares: of all choices, each ep rank's; none: equally much.
-        sequences: of each rank. Rounded for one, so that as many have as many times its rows.
     """
     nodes, on_node, sizes = dispatcher.num_nodes, dispatcher.ranks_per_node, dispatcher.sizes
     shares = shares or [1 / (nodes * on_node)] * (nodes * on_node)
@@ -46,9 +46,9 @@ def expected_rows(
         return 1 - prod(max(1 - experts / (dispatcher.num_experts - drawn), 0.0) for drawn in range(top_k))
 
     def rows(share: float) -> int:
-        return sequences * round(tokens * reached(share))
+        return round(tokens * reached(share))
 
-    computed = sequences * round(nodes * on_node * tokens * top_k * shares[dispatcher.ep_rank])
+    computed = round(nodes * on_node * tokens * top_k * shares[dispatcher.ep_rank])
     return RowCounts(
         [[rows(part * share) for share in of_nodes] for part in of_parts],
         [[rows(part * of_nodes[node])] * nodes for part in of_parts],
@@ -73,26 +73,48 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends])]
 
 
+class Splits:
+    """Rows to and from each ep rank, by chunk, and those of this rank's experts, as even as possible (see
+    `moe.dispatch.alltoall.Told`)."""
+
+    def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
+        self.sent_PS, self.received_PS = (
+            [list(part) for part in zip(*(split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
+        )
+        self.by_expert = [even(sum(rows_S), size) for rows_S, size in zip(self.received_PS, sizes, strict=True)]
+
+
 @contextmanager
-def telling_rows(
-    counts: Callable[..., Any], rows: Callable[[OnceDispatcher], RowCounts], exchange: Callable[[Tensor, Any], None]
-) -> Iterator[None]:
+def given_rows(asked: Asked, tokens: int, top_k: int, shares: Sequence[float], recorder: Recorder) -> Iterator[None]:
     """Within it, how many rows there are is not asked of other ranks, and every expert here has as many as any other.
 
     Args:
-        counts: in place of `moe.dispatch.alltoall.exchange_counts`.
-        rows: what a dispatcher that sends once is told.
-        exchange: called with what would be told to it, and to which group.
+        tokens: of a micro-batch. top_k: experts of each. shares: of all choices, each ep rank's; none: equally much.
     """
+    ep_size, ep_rank = asked.config.ep_size, asked.rank % asked.config.ep_size
 
-    def gather(counts_C: Tensor, group: Any) -> tuple[Tensor, None]:
-        exchange(counts_C, group)
-        return counts_C.new_empty(group.size(), counts_C.numel()), None
+    def exchange_counts(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+        received_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(received_E, counts_E, group=group)
+        recorder.read()
+        sent = split(tokens * top_k, shares or (1.0,) * ep_size)
+        return received_E, Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+
+    def rows(dispatcher: OnceDispatcher, told: Any) -> RowCounts:
+        # in a replay they have been in host memory since the first run
+        if not is_replaying():
+            recorder.read()
+        return expected_rows(dispatcher, tokens, top_k, shares)
+
+    def gather_counts(counts_C: Tensor, group: Any) -> tuple[Tensor, None]:
+        counts_SC = counts_C.new_empty(group.size(), counts_C.numel())
+        dist.all_to_all_single(torch.empty_like(counts_SC), counts_SC, group=group)
+        return torch.empty_like(counts_SC), None
 
     with (
-        mock.patch.multiple(alltoall, exchange_counts=counts, wait_for_counts=lambda device: None),
-        mock.patch.multiple(once, gather_counts=gather, wait_for_counts=lambda device: None),
+        mock.patch.multiple(alltoall, exchange_counts=exchange_counts, wait_for_counts=lambda device: None),
+        mock.patch.multiple(once, gather_counts=gather_counts, wait_for_counts=lambda device: None),
         mock.patch.object(expert_products, "read_counts", lambda counts_e, num_rows: even(num_rows, counts_e.numel())),
-        mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)),
+        mock.patch.object(OnceDispatcher, "rows", rows),
     ):
         yield

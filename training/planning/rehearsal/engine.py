@@ -1,8 +1,8 @@
 """What plans, dry runs and runs ask about a step: a model's facts, and a rank's cost breakdown by dry runs of short
 models."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,14 +18,13 @@ from ...config.train_config import TrainConfig
 from ...engine.assembly import compute_dtype
 from ...fused.liger_norm import is_by_liger
 from ...optim.optimizer import matrix_parts, state_bytes
-from ..memory import Communicator
-from ..planner.account import Account, Figures, LayerCosts, SentBytes, at_layers, on_line, peaks_of_phases
+from ..planner.account import Account, Figures, SentBytes, at_layers, on_line, peaks_of_phases
 from ..planner.asked import Asked
 from ..planner.facts import Cuts, Held, LayerFacts, ModelFacts
 from .building import DeviceType, build_rehearsed
-from .collective_order import Call, collectives_of
 from .figures import communicators, figures_of, stages_in_words
 from .layer_kinds import kinds_of_layers
+from .recorder import Event
 from .recurrent_stand_in import computed_by
 from .seconds import layer_costs
 from .short import Short
@@ -110,7 +109,7 @@ def cuts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> Cuts:
 
 
 def account_of(
-    asked: Asked, model_config: Any, facts: ModelFacts, every_layer: bool = False, order: list[Call] | None = None
+    asked: Asked, model_config: Any, facts: ModelFacts, every_layer: bool = False, order: list[Event] | None = None
 ) -> Account:
     """The cost breakdown of a rank's step, by dry runs of short models where layers repeat.
 
@@ -120,93 +119,75 @@ def account_of(
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
-    complete = Short.complete(facts.layers, asked.config.layers_of_stages)
-    base = complete.shortest(asked.own_stages)
-    longer = base.longer(asked.own_stages)
+    config = asked.config
+    complete = Short.complete(facts.layers, config.layers_of_stages, asked.own_stages)
+    base, longer = complete.shortest, complete.shortest.longer
     # stages that a run cuts by itself are others in each model
-    is_open = asked.config.pp_size > 1 and not complete.stages
-    shorter = sum(each.number(asked.own_stages) for each in (base, *(each for each, _ in longer)))
-    if every_layer or is_open or shorter >= complete.number(asked.own_stages):
+    is_open = config.pp_size > 1 and not complete.stages
+    if every_layer or is_open or base.number + sum(each.number for each, _ in longer) >= complete.number:
         base, longer = complete, []
     update = None
-    if longer and asked.config.optimizer_entry.takes_matrices:
+    if longer and config.optimizer_entry.takes_matrices:
         # dealt out to ranks, of which one has a matrix more than another: no straight line
-        update = _dry_run(asked, model_config, asked.config, is_update_alone=True)
-    first = run_short(asked, model_config, facts, base, update)
+        update = rehearse(asked, model_config, is_update_alone=True)
+
+    def run(short: Short) -> Rehearsed:
+        return _run_short(asked, model_config, facts, short, update)
+
+    first = run(base)
     if order is not None:
-        order += first.order
-    more = [(run_short(asked, model_config, facts, each, update).figures, times) for each, times in longer]
-    figures = on_line(first.figures, more)
-    return told(asked, facts, first, figures)
+        order += [event for event in first.recorder.events if event.collective is not None]
+    shown = figures_of(first, base.names)
+    figures = on_line(shown, [(figures_of(run(short), short.names), times) for short, times in longer])
+    return _told(asked, facts, first, shown.layers, figures, [facts.layers[layer] for layer in base.layers])
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What one dry run shows: figures, and what is the same however many layers there are."""
-
-    figures: Figures
-    communicators: tuple[Communicator, ...]
-    stages: tuple[int, ...]
-    order: list[Call]
-    layer_costs: dict[str, LayerCosts]
-
-
-def run_short(
-    asked: Asked, model_config: Any, facts: ModelFacts, short: Short, update: Rehearsed | None = None
-) -> Shown:
+def _run_short(asked: Asked, model_config: Any, facts: ModelFacts, short: Short, update: Rehearsed | None) -> Rehearsed:
     """Dry-run the step of a short model, or of the complete one.
 
     Args:
         update: of the complete one, which takes the place of the short one's.
     """
-    config, cluster = asked.config, asked.cluster
-    kinds = [facts.layers[layer] for layer in short.layers]
     with_experts = [layer for layer, kind in enumerate(facts.layers) if facts.kinds[kind].experts.stored]
     # the last ones of the complete model that are kept
-    keep = set(with_experts[max(0, len(with_experts) - config.keep_expert_products) :])
-    config = replace(config, keep_expert_products=len(keep.intersection(short.layers)))
+    keep = set(with_experts[max(0, len(with_experts) - asked.config.keep_expert_products) :])
+    config = replace(asked.config, keep_expert_products=len(keep.intersection(short.layers)))
     if short.stages:
         config = replace(config, pipeline_layers=",".join(map(str, short.layers_of_stages)))
-    rehearsed = _dry_run(asked, model_config, config, keep=None if short.is_complete else short.layers)
-    if update is not None:
-        rehearsed = rehearsed.with_update(update)
-    pipeline = pipeline_of(rehearsed.model)
-    return Shown(
-        figures_of(rehearsed, config, cluster, asked.world_size, short.names),
-        tuple(communicators(rehearsed.recorder.events, rehearsed.groups)),
-        () if pipeline is None else tuple(map(len, pipeline.stages.layers)),
-        collectives_of(rehearsed.recorder.events),
-        layer_costs(rehearsed.recorder.events, rehearsed.kept, kinds, cluster) if config.pp_size == 1 else {},
-    )
+    asked = replace(asked, config=config)
+    rehearsed = rehearse(asked, model_config, None if short.is_complete else short.layers)
+    return rehearsed if update is None else rehearsed.with_update(update)
 
 
-def _dry_run(asked: Asked, model_config: Any, config: TrainConfig, **how: Any) -> Rehearsed:
-    of_rank = config, model_config, asked.world_size, asked.rank, asked.routing, asked.cluster.gpus_per_node
-    return rehearse(*of_rank, device=asked.device, **how)
+def _told(
+    asked: Asked, facts: ModelFacts, first: Rehearsed, run: int, figures: Figures, kinds: Sequence[int]
+) -> Account:
+    """A rank's account.
 
-
-def told(asked: Asked, facts: ModelFacts, shown: Shown, figures: Figures) -> Account:
-    """A rank's account. shown: by the shortest model that was run. figures: of the complete one."""
+    Args:
+        first: of the shortest model that was run, with `run` layers of these kinds. figures: of the complete one.
+    """
+    config, events, pipeline = asked.config, first.recorder.events, pipeline_of(first.model)
+    stages = config.layers_of_stages or ([] if pipeline is None else list(map(len, pipeline.stages.layers)))
     sent = (SentBytes(*key, int(times), total, between) for key, (times, total, between) in figures.sent.items())
-    parts = sorted(figures.parts.items(), key=lambda item: -item[1].seconds)
     return Account(
         asked.rank,
-        asked.config.micro_batches(asked.world_size),
+        config.micro_batches(asked.world_size),
         (figures.layers, len(facts.layers)),
-        shown.figures.layers,
-        stages_in_words(asked.own_stages, asked.config.layers_of_stages or shown.stages),
+        run,
+        stages_in_words(asked.own_stages, stages),
         facts.counts.total,
         figures.peak,
         float(figures.in_host),
-        shown.communicators,
+        tuple(communicators(events, first.groups)),
         tuple(at_layers(figures.held)),
-        tuple(peaks_of_phases(figures.held, figures.in_host if asked.config.offload_experts else 0)),
+        tuple(peaks_of_phases(figures.held, figures.in_host if config.offload_experts else 0)),
         tuple(sorted(sent, key=lambda each: -each.total)),
-        dict(parts),
+        dict(sorted(figures.parts.items(), key=lambda item: -item[1].seconds)),
         figures.time,
         figures.actions,
         figures.needed,
         figures.host_waits,
         figures.update_operators,
-        shown.layer_costs,
+        {} if config.pp_size > 1 else layer_costs(events, first.kept, kinds, asked.cluster),
     )

@@ -9,7 +9,6 @@ from itertools import accumulate
 from ....sharding.parallelize.offload import frozen_experts
 from ....sharding.stages import layers_here
 from ....sharding.state import local_tensor
-from ...config.train_config import TrainConfig
 from ..memory import LASTING, Communicator
 from ..planner.account import KINDS, Figures, Moment, PartCost
 from ..planner.costs import Cluster, share_away
@@ -18,25 +17,19 @@ from .seconds import event_seconds, step_seconds
 from .world import Rehearsed
 
 
-def figures_of(
-    rehearsed: Rehearsed,
-    config: TrainConfig,
-    cluster: Cluster,
-    world_size: int,
-    names: Sequence[tuple[int, ...]] | None = None,
-) -> Figures:
-    """The figures of a step of as many micro-batches as `config` asks for.
+def figures_of(rehearsed: Rehearsed, names: Sequence[tuple[int, ...]] | None = None) -> Figures:
+    """The figures of a step of as many micro-batches as are asked for.
 
     Args:
         names: of a short model, the layers of the complete one for whose moments each of its own stands.
     """
-    forwards, events = config.micro_batches(world_size), rehearsed.recorder.events
-    times = times_of(rehearsed, forwards)
+    asked, events = rehearsed.asked, rehearsed.recorder.events
+    times = times_of(rehearsed, asked.config.micro_batches(asked.world_size))
     in_host = 0
-    if config.offload:
+    if asked.config.offload:
         kinds = max(rehearsed.held.values(), key=sum)
         in_host = sum(size for kind, size in zip(KINDS, kinds, strict=True) if kind in LASTING)
-    elif config.offload_experts:
+    elif asked.config.offload_experts:
         in_host = sum(local_tensor(part).nbytes for part in frozen_experts(rehearsed.model))
     return Figures(
         len(layers_here(rehearsed.model)),
@@ -45,9 +38,9 @@ def figures_of(
         rehearsed.state,
         in_host,
         rehearsed.held if names is None else _renamed(rehearsed.held, names),
-        sent_by(rehearsed, times, cluster.gpus_per_node),
-        parts_of(events, times, cluster),
-        *step_seconds(events, times, cluster),
+        _sent_by(rehearsed, times),
+        parts_of(events, times, asked.cluster),
+        *step_seconds(events, times, asked.cluster),
         needed_flops(rehearsed, times),
         rehearsed.recorder.waits,
         sum(event.calls for event in events if event.micro is None),
@@ -82,8 +75,8 @@ def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Co
     return [Communicator.of(groups[name], len(ranks[name]), kinds[name]) for name in ranks]
 
 
-def sent_by(
-    rehearsed: Rehearsed, times: Mapping[int | None, int], gpus_per_node: int
+def _sent_by(
+    rehearsed: Rehearsed, times: Mapping[int | None, int]
 ) -> dict[tuple[str, int, str], tuple[int, float, float]]:
     """What the rank sends in a step (see `Figures.sent`)."""
     totals: defaultdict[tuple[str, int, str], tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
@@ -91,38 +84,32 @@ def sent_by(
         if event.collective is None or len(event.ranks) == 1:
             continue
         key, often = (rehearsed.groups[event.group], len(event.ranks), event.collective), times[event.micro]
-        number, total, between = totals[key]
-        sent = often * event.sent
-        totals[key] = (number + often, total + sent, between + sent * share_away(key[2], event.ranks, gpus_per_node))
+        (number, total, between), sent = totals[key], often * event.sent
+        away = share_away(key[2], event.ranks, rehearsed.asked.cluster.gpus_per_node)
+        totals[key] = (number + often, total + sent, between + sent * away)
     return dict(totals)
 
 
 def parts_of(events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster) -> dict[str, PartCost]:
     """The parts of a step, of whose micro-batches a few were run: those after the first are alike."""
-    parts: dict[str, PartCost] = {}
+    parts: defaultdict[str, PartCost] = defaultdict(PartCost)
     for event in events:
-        part, often = event.place.part or "other", times[event.micro]
-        is_recomputed = event.phase != "optimizer step"
-        cost = PartCost(
-            often * event.flops, often * (event.flops - event.needed) * is_recomputed, sent=often * event.sent
-        )
+        often, recomputed = times[event.micro], (event.flops - event.needed) * (event.phase != "optimizer step")
+        cost = PartCost(often * event.flops, often * recomputed, sent=often * event.sent)
         if event.is_kernel:
             seconds = often * event_seconds(event, cluster.hardware)
             cost = replace(cost, moved=often * event.moved, kernels=often, seconds=seconds)
-        parts[part] = parts.get(part, PartCost()) + cost
-    return parts
+        parts[event.place.part or "other"] += cost
+    return dict(parts)
 
 
 def needed_flops(rehearsed: Rehearsed, times: Mapping[int | None, int]) -> float:
-    """FLOPs of the mean rank without recomputation in a step."""
+    """FLOPs of the mean rank without recomputation in a step: what a model needs does not depend on who computes it."""
+    of_experts = rehearsed.rows_over_mean
     return sum(
-        times[event.micro] * event.needed / _rows_over_mean(event, rehearsed) for event in rehearsed.recorder.events
+        times[event.micro] * event.needed / (of_experts if event.place.part == "expert GEMMs" else 1.0)
+        for event in rehearsed.recorder.events
     )
-
-
-def _rows_over_mean(event: Event, rehearsed: Rehearsed) -> float:
-    """By how much an event is larger than on the mean rank: what a model needs does not depend on who computes it."""
-    return rehearsed.rows_over_mean if event.place.part == "expert GEMMs" else 1.0
 
 
 def times_of(rehearsed: Rehearsed, micro: int) -> dict[int | None, int]:

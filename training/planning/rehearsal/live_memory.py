@@ -3,7 +3,7 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -91,10 +91,6 @@ class LiveTensors(Pausable, TorchDispatchMode):
     def number(self, tensor: Tensor) -> int | None:
         """The number that `changed` is given for a tensor's storage; None if it is not counted."""
         return self.numbers.get(local_tensor(tensor.detach()).untyped_storage()._cdata)
-
-    def bytes_of(self, numbers: Container[int]) -> int:
-        """What those storages hold, by their numbers, that are there."""
-        return sum(size for key, size in self.sizes.items() if self.numbers[key] in numbers)
 
     @contextmanager
     def noting_casts(self) -> Iterator[set[int]]:

@@ -16,8 +16,11 @@ from .live_memory import LiveTensors
 from .recorder import Change, Event, Maker, Recorder
 
 
-def held_at(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> dict[Moment, tuple[int, ...]]:
-    """The most bytes that a rank's tensors hold at each moment of a step, by kind, in the order of `KINDS`.
+def held_at(
+    recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int
+) -> tuple[dict[Moment, tuple[int, ...]], tuple[int, ...]]:
+    """The most bytes that a rank's tensors hold at each moment of a step, by kind, in the order of `KINDS`; and what
+    they hold when the update begins.
 
     Args:
         kinds: of its storages, from `kinds_of_storages`. state: bytes of the optimizer's, which the first update makes:
@@ -25,9 +28,11 @@ def held_at(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> 
     """
     held = dict.fromkeys(KINDS, 0) | {"optimizer": state}
     total = most = state
-    at_most = tuple(held.values())
+    at_most = before_update = tuple(held.values())
     found: dict[Moment, tuple[int, ...]] = {}
-    for entry in recorder.log:
+    for number, entry in enumerate(recorder.log):
+        if number == recorder.update_begins[1]:
+            before_update = tuple(held.values())
         if isinstance(entry, Event):
             # what has changed since the event before belongs to this one
             moment = entry.moment
@@ -41,16 +46,7 @@ def held_at(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> 
                 most, at_most = total, tuple(held.values())
     if found and most > sum(found[moment]):
         found[moment] = at_most
-    return found
-
-
-def held_before_update(recorder: Recorder, kinds: Mapping[int, MemoryTerm], state: int) -> tuple[int, ...]:
-    """The same when the update begins."""
-    held = dict.fromkeys(KINDS, 0) | {"optimizer": state}
-    for entry in recorder.log[: recorder.update_begins[1]]:
-        if isinstance(entry, Change) and (kind := kinds.get(entry.storage)) is not None:
-            held[kind] += entry.more
-    return tuple(held.values())
+    return found, before_update
 
 
 def kept_of(recorder: Recorder, kinds: Mapping[int, MemoryTerm]) -> list[tuple[Maker, int]]:

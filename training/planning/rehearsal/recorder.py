@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -88,11 +88,6 @@ class Event:
         return self.collective is None and not self.waits and not self.is_read and not self.from_host
 
     @property
-    def is_sharding(self) -> bool:
-        """Whether it gathers parameters, or sums gradients up."""
-        return self.collective in _GATHERING and not self.gathers_activations
-
-    @property
     def gathers_activations(self) -> bool:
         """Whether a tensor-parallel group gathers activations, or sums them up."""
         is_of_parameters = self.place.part == FSDP or self.phase == "optimizer step"
@@ -122,11 +117,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """A storage has grown by so many bytes, or shrunk. is_gone: for good."""
+    """A storage has grown by so many bytes, or shrunk."""
 
     storage: int
     more: int
-    is_gone: bool
 
 
 @dataclass(frozen=True)
@@ -293,7 +287,7 @@ class Recorder(Pausable, TorchDispatchMode):
 
     def changed(self, storage: int, more: int, is_gone: bool) -> None:
         """Note a change of memory (see `LiveTensors`)."""
-        self.log.append(Change(storage, more, is_gone))
+        self.log.append(Change(storage, more))
         if storage not in self.makers and not is_gone:
             self._unmade.append(storage)
 
@@ -330,31 +324,34 @@ class Recorder(Pausable, TorchDispatchMode):
         self._unmade.clear()
 
     def _record(self, operator: Any, place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:
-        event = self._event(operator.name(), place)
+        name = operator.name()
+        event = self._event(name, place)
         inputs, changed = _inputs(operator, args, kwargs)
-        if operator.name() in _FILLED:
+        if name in _FILLED:
             inputs = []
-        elif operator.name() in _FILLS_A_PART:
+        elif name == _FILLS_A_PART:
             # the other argument is the buffer
             inputs = list(args[0])
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
-        if operator.name() in _GATHERS:
+        fresh = [tensor for tensor in results if _is_fresh(tensor, inputs + changed)]
+        if name in _GATHERS:
             index = [tensor for tensor in inputs[1:] if not tensor.is_floating_point()]
             event.read = _bytes_read(index) + sum(map(_bytes, fresh))
         else:
-            event.read = _bytes_read(inputs, () if operator.name() in _OVERWRITE else changed)
-        event.written = event.read if operator.name() in _FILLS_A_PART else sum(map(_bytes, changed + fresh))
-        event.flops = _flops(operator, inputs + changed, results, args)
-        event.work = _work(operator, inputs + changed, args, event.flops) if event.flops else self._no_matmul(event)
-        if event.phase == "optimizer step" and event.work.operator == "matmul" and inputs[0].dtype != torch.bfloat16:
-            event.work = event.work._replace(operator="matmul fp32")
-        event.needed = event.flops * _NEEDED.get(operator.name(), 1.0)
-        if event.phase in ("recomputation", "optimizer step"):
-            event.needed = 0.0
-        if (collective := _collective(operator)) is not None:
+            event.read = _bytes_read(inputs, () if name in _OVERWRITE else changed)
+        event.written = event.read if name == _FILLS_A_PART else sum(map(_bytes, changed + fresh))
+        matmul = _MATMULS.get(name)
+        event.flops = 0.0 if matmul is None else 2.0 * matmul.products(inputs + changed, results, args)
+        event.work = self._no_matmul(event)
+        if matmul is not None and event.flops:
+            event.work = matmul.work(inputs + changed, args, event.flops, name)
+            if event.phase not in ("recomputation", "optimizer step"):
+                event.needed = event.flops * matmul.needed
+            elif event.phase == "optimizer step" and matmul.operator == "matmul" and inputs[0].dtype != torch.bfloat16:
+                event.work = event.work._replace(operator="matmul fp32")
+        if (collective := _COLLECTIVES.get(name)) is not None:
             event.collective = collective
-            event.group, event.ranks = self.group_of(args, kwargs)
+            event.group, event.ranks = _group_of(args, kwargs)
             if collective in SENDS:
                 # the third argument is the other rank's number in the group
                 event.ranks = (dist.get_rank(), event.ranks[args[2]])
@@ -375,70 +372,53 @@ class Recorder(Pausable, TorchDispatchMode):
                 event.to_each = _bytes_of_parts(rows, sent, len(event.ranks))
                 event.from_each = _bytes_of_parts(out, received, len(event.ranks))
 
-    def group_of(self, args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
-        """Name and ranks of the group that a collective is given, by its name or as an object."""
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-                argument = str(dist.ProcessGroup.unbox(argument).group_name)
-            if isinstance(argument, str):
-                group = _resolve_process_group(argument)  # type: ignore[arg-type]
-                return argument, tuple(dist.get_process_group_ranks(group))
-        raise AssertionError("a collective without a group")
 
-    def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
-        storage = tensor.untyped_storage()._cdata
-        return all(other.untyped_storage()._cdata != storage for other in inputs)
+def _group_of(args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and ranks of the group that a collective is given, by its name or as an object."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            argument = str(dist.ProcessGroup.unbox(argument).group_name)
+        if isinstance(argument, str):
+            group = _resolve_process_group(argument)  # type: ignore[arg-type]
+            return argument, tuple(dist.get_process_group_ranks(group))
+    raise AssertionError("a collective without a group")
+
+
+def _is_fresh(tensor: Tensor, inputs: list[Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return all(other.untyped_storage()._cdata != storage for other in inputs)
 
 
 _IN_SOME_LAYER = frozenset({"gradients added up", "other"})
 """Parts of a step whose operators nobody calls that would say for which layer: the one that backward has come to."""
-_NO_KERNEL = frozenset(
-    {
-        "aten::empty.memory_format",
-        "aten::empty_strided",
-        "aten::empty_like",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::resize_",
-        "aten::set_.source_Storage",
-        "aten::lift_fresh",
-        "aten::_unsafe_view",
-        "aten::record_stream",
-        "c10d::barrier",
-    }
-)
-_OVERWRITE = frozenset(
-    {
-        "aten::copy_",
-        "aten::zero_",
-        "aten::fill_.Scalar",
-        "aten::fill_.Tensor",
-        "aten::_foreach_copy_",
-        "aten::_foreach_zero_",
-        "fsdp::split_with_sizes_copy",
-        "fsdp::chunk_cat",
-        "aten::split_with_sizes_copy.out",
-        "aten::_chunk_cat.out",
-        "c10d::_allgather_base_",
-        "c10d::_reduce_scatter_base_",
-        "c10d::alltoall_base_",
-        "expertmesh::all_gather",
-        "expertmesh::reduce_scatter",
-    }
+
+
+def _named(names: str, space: str = "aten") -> frozenset[str]:
+    return frozenset(f"{space}::{name}" for name in names.split())
+
+
+_NO_KERNEL = _named(
+    "empty.memory_format empty_strided empty_like new_empty new_empty_strided resize_ set_.source_Storage lift_fresh "
+    "_unsafe_view record_stream"
+) | _named("barrier", "c10d")
+_OVERWRITE = (
+    _named(
+        "copy_ zero_ fill_.Scalar fill_.Tensor _foreach_copy_ _foreach_zero_ split_with_sizes_copy.out _chunk_cat.out"
+    )
+    | _named("split_with_sizes_copy chunk_cat", "fsdp")
+    | _named("_allgather_base_ _reduce_scatter_base_ alltoall_base_", "c10d")
+    | _named("all_gather reduce_scatter", "expertmesh")
 )
 """Operators that write to an argument without having read it."""
-_GATHERS = frozenset({"aten::index_select", "aten::gather", "aten::embedding", "aten::index.Tensor"})
+_GATHERS = _named("index_select gather embedding index.Tensor")
 """Operators that read as much of their first argument as they give."""
-
-_FILLED = frozenset(
-    {f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
-)
+_FILLED = _named("zeros_like ones_like full_like new_zeros new_ones new_full")
 """Operators that make a tensor like another one, of which they read no number."""
+_FILLS_A_PART = "fsdp::all_gather_copy_in"
+"""Writes as much as it reads, of its first argument, to a part of what it gives."""
 _WRITTEN_WITH = {("aten::_fused_adamw_", "grads"): "grad_scale"}
 """Arguments that an operator says it changes, and does so only where it is given another one, too: gradients that are
 scaled are written back."""
-_FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
-"""Operators that write as much as they read, of their first argument, to a part of what they give."""
 
 
 def _moves_nothing(operator: Any) -> bool:
@@ -487,130 +467,118 @@ def _bytes_of_parts(tensor: Tensor, sizes: Sequence[int], parts: int) -> tuple[i
     return tuple(of_row * size for size in sizes or [len(tensor) // parts] * parts)
 
 
-def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
-    """FLOPs of a matmul: a multiplication and an addition for each pair of elements that are multiplied."""
-    if operator.name() in _IN_SEGMENTS:
-        place, products = _IN_SEGMENTS[operator.name()]
-        segments, _, window = args[place : place + 3]
-        return 2.0 * _attention_in_segments(inputs[0], segments, window, products)
-    count = _FLOPS.get(operator.name())
-    return 0.0 if count is None else 2.0 * count(inputs, results)
+class _Matmul(NamedTuple):
+    """An operator with matmuls.
+
+    products: multiplications, each with an addition, by its inputs, results and arguments. operator: its class. needed:
+    the share that forward and backward take without recomputation. segments: which argument has those of attention
+    within segments.
+    """
+
+    products: Callable[[list[Tensor], list[Tensor], Any], float]
+    operator: Operator = "matmul"
+    needed: float = 1.0
+    segments: int | None = None
+
+    def work(self, inputs: list[Tensor], args: Any, flops: float, name: str) -> Work:
+        """Class and size."""
+        if self.segments is not None:
+            lengths = args[self.segments]
+            return Work(self.operator, sum(length**2 for length in lengths) / sum(lengths))
+        if self.operator in _ENDS and name != "aten::_scaled_mm":  # which has no figures but those of one group
+            # experts' matrices, or where the rows of each end
+            groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[self.operator]].numel()
+            return Work(self.operator, flops / groups)
+        if self.operator == "eigendecomposition":
+            return Work(self.operator, flops * inputs[0].shape[-1] ** 2 / inputs[0].numel())  # of one matrix at a time
+        if "attention" in self.operator:
+            query_BHSA = inputs[1 if "backward" in self.operator else 0]
+            return Work(self.operator, float(query_BHSA.shape[2]))
+        return Work(self.operator, flops)
 
 
-def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
-    """Class and size of an operator with matmuls. inputs: as for `_flops`."""
-    found = _OPERATORS.get(operator.name(), "matmul")
-    if operator.name() == "aten::_scaled_mm":
-        return Work(found, flops)  # in place of figures of its own, those of one group
-    if found in ("grouped matmul", "grouped matmul fp8"):
-        # experts' matrices, or where the rows of each end
-        groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[found]].numel()
-        return Work(found, flops / groups)
-    if found == "eigendecomposition":
-        return Work(found, flops * inputs[0].shape[-1] ** 2 / inputs[0].numel())  # of one matrix after the other
-    if operator.name() in _IN_SEGMENTS:
-        segments = args[_IN_SEGMENTS[operator.name()][0]]
-        return Work(found, sum(length**2 for length in segments) / sum(segments))
-    if found != "matmul":
-        query_BHSA = inputs[1 if "backward" in found else 0]
-        return Work(found, float(query_BHSA.shape[2]))
-    return Work(found, flops)
+def _product(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    return float(results[0].numel()) * inputs[0].shape[-1]
 
 
-def _product(inputs: list[Tensor], results: list[Tensor]) -> float:
-    return float(results[0].numel()) * inputs[-2].shape[-1]
+def _added_product(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    return _product(inputs[1:], results, args)
 
 
-def _grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
+def _grouped(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
     a, b = inputs[0], inputs[1]
     if b.dim() == 3:
         return float(a.shape[0]) * b.shape[1] * b.shape[2]
     return float(a.shape[0]) * a.shape[1] * b.shape[1]
 
 
-def _scaled_grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
-    """FLOPs of a scaled grouped GEMM. inputs: operands, their scales, and where experts' rows end. Where rows are
-    summed over, what follows the last expert's rows is padding that is not multiplied (see `fp8_casts.Runs`)."""
+def _scaled_grouped(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    """inputs: operands, their scales, and where experts' rows end. Where rows are summed over, what follows the last
+    expert's rows is padding that is not multiplied (see `fp8_casts.Runs`)."""
     a, b, ends_e = inputs[0], inputs[1], inputs[-1]
     if b.dim() == 3:
-        return _grouped(inputs, results)
+        return _grouped(inputs, results, args)
     return float(a.shape[0]) * (a.shape[1] - MULTIPLE * len(ends_e)) * b.shape[1]
 
 
-def _causal_pairs(query_BHSA: Tensor, key_BGSA: Tensor) -> float:
+def _eigenvectors(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    return EIGEN_FLOPS / 2 * inputs[0].numel() * inputs[0].shape[-1]
+
+
+def _causal_pairs(query_BHSA: Tensor) -> float:
     """Pairs of positions that see one another, over sequences and heads: attention here is causal, and square."""
     rows, heads, positions, _ = query_BHSA.shape
     return rows * heads * positions * (positions + 1) / 2
 
 
-def _attention(inputs: list[Tensor], results: list[Tensor]) -> float:
-    query, key, value = inputs[:3]
-    return _causal_pairs(query, key) * (query.shape[-1] + value.shape[-1])
+def _attention(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    query, _, value = inputs[:3]
+    return _causal_pairs(query) * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
-    _, query, key, value = inputs[:4]
+def _attention_backward(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    _, query, _, value = inputs[:4]
     # scores once more, and gradients of values, scores' weights, queries and keys
-    return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return _causal_pairs(query) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _attention_in_segments(query_NHA: Tensor, segments: list[int], window: int, products: int) -> float:
-    """FLOPs of attention in segments: so many products per pair of positions that see one another, all heads as
-    wide."""
-    _, heads, width = query_NHA.shape
-    (pairs,) = seen_pairs([Attention(window, heads * width)], map(range, segments))
-    return float(pairs) * heads * width * products
+def _in_segments(operator: Operator, first: int, products: int, needed: float = 1.0) -> _Matmul:
+    """Attention within segments, all heads as wide. first: of the arguments segments, scale and window. products: per
+    pair of positions that see one another."""
+
+    def count(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+        (segments, _, window), (_, heads, width) = args[first : first + 3], inputs[0].shape
+        (pairs,) = seen_pairs([Attention(window, heads * width)], map(range, segments))
+        return float(pairs) * heads * width * products
+
+    return _Matmul(count, operator, needed, first)
 
 
-_FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
-    "aten::mm": _product,
-    # written to where it goes, as a looped expert's weight gradients are
-    "aten::mm.out": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::addmm": _product,
-    "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::bmm": _product,
-    "aten::baddbmm": _product,
-    "mkldnn::_linear_pointwise": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::_grouped_mm": _grouped,
-    "aten::_scaled_grouped_mm": _scaled_grouped,
-    "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
-    "aten::_linalg_eigh": lambda inputs, results: EIGEN_FLOPS / 2 * inputs[0].numel() * inputs[0].shape[-1],
-    "aten::_scaled_dot_product_flash_attention": _attention,
-    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
-    "aten::_scaled_dot_product_efficient_attention": _attention,
-    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+_BACKWARD = 0.8
+"""Share of a fused attention's backward that is needed: of five products, scores are computed again."""
+_FUSED: tuple[tuple[str, Operator, Operator], ...] = (
+    ("flash_attention", "attention", "attention backward"),
+    ("efficient_attention", "efficient attention", "efficient attention backward"),
+    ("flash_attention_for_cpu", "attention", "attention backward"),
+)
+_MATMULS = {
+    **dict.fromkeys(_named("mm mm.out bmm addmm_") | _named("_linear_pointwise", "mkldnn"), _Matmul(_product)),
+    **dict.fromkeys(_named("addmm baddbmm"), _Matmul(_added_product)),
+    "aten::_grouped_mm": _Matmul(_grouped, "grouped matmul"),
+    "aten::_scaled_grouped_mm": _Matmul(_scaled_grouped, "grouped matmul fp8"),
+    "aten::_scaled_mm": _Matmul(_product, "grouped matmul fp8"),
+    "aten::_linalg_eigh": _Matmul(_eigenvectors, "eigendecomposition"),
+    **{f"aten::_scaled_dot_product_{name}": _Matmul(_attention, forward) for name, forward, _ in _FUSED},
+    **{
+        f"aten::_scaled_dot_product_{name}_backward": _Matmul(_attention_backward, backward, _BACKWARD)
+        for name, _, backward in _FUSED
+    },
+    "expertmesh::flash_attention": _in_segments("packed attention", 4, 2),
+    "expertmesh::flash_attention_backward": _in_segments("packed attention backward", 6, 5, _BACKWARD),
 }
-_OPERATORS: dict[str, Operator] = {
-    "aten::_grouped_mm": "grouped matmul",
-    "aten::_scaled_grouped_mm": "grouped matmul fp8",
-    "aten::_scaled_mm": "grouped matmul fp8",
-    "aten::_linalg_eigh": "eigendecomposition",
-    "aten::_scaled_dot_product_flash_attention": "attention",
-    "aten::_scaled_dot_product_flash_attention_backward": "attention backward",
-    "aten::_scaled_dot_product_efficient_attention": "efficient attention",
-    "aten::_scaled_dot_product_efficient_attention_backward": "efficient attention backward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
-    "expertmesh::flash_attention": "packed attention",
-    "expertmesh::flash_attention_backward": "packed attention backward",
-}
-"""Classes of operators with matmuls; the others' is "matmul"."""
+"""Operators with matmuls, by name."""
 _ENDS = {"grouped matmul": 2, "grouped matmul fp8": -1}
 """Which input says where experts' rows end, where rows are summed over."""
-_NEEDED = dict.fromkeys(
-    (
-        "aten::_scaled_dot_product_flash_attention_backward",
-        "aten::_scaled_dot_product_efficient_attention_backward",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-        "expertmesh::flash_attention_backward",
-    ),
-    0.8,
-)
-"""Fused attention's backward computes the scores again: of five products one."""
-_IN_SEGMENTS = {"expertmesh::flash_attention": (4, 2), "expertmesh::flash_attention_backward": (6, 5)}
-"""Of attention within segments: which argument is the first of segments, scale and window; and how many products."""
 
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
@@ -626,10 +594,6 @@ _COLLECTIVES = {
 _GATHERING = ("all-gather", "reduce-scatter")
 SENDS = ("send", "receive")
 """Of a pipeline's stages. `Event.ranks` of these are this rank and the other one."""
-
-
-def _collective(operator: Any) -> str | None:
-    return _COLLECTIVES.get(operator.name())
 
 
 @contextmanager

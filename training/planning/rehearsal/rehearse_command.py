@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,6 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     cluster = Cluster(hardware, gpus_per_node(arguments.gpus, arguments.gpus_per_node), hardware.device.memory)
     routing = _routing(arguments, config)
     file = find_config(config.model)
-    warnings.filterwarnings("ignore")
     started = time.time()
     forecasts = Forecasts(file.content, file.load)
     facts = forecasts.facts(config)
@@ -58,7 +56,10 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
         accounts, compared = [forecasts.account(ranks[0])], 0
     else:
         accounts, compared = _in_order(forecasts, ranks, file.load(), arguments.every_layer)
-    plans = [Plan(config, arguments.gpus, cluster, _timed(account, pipeline), facts) for account in accounts]
+    if pipeline is not None:
+        # whoever tells of the step, it takes as long, and the mean rank needs as much
+        accounts = [replace(account, time=pipeline.time, needed=pipeline.needed) for account in accounts]
+    plans = [Plan(config, arguments.gpus, cluster, account, facts) for account in accounts]
     largest = max(plans, key=lambda plan: plan.fit.total)
     even = None
     if arguments.imbalance is None:
@@ -82,15 +83,9 @@ def _as_json(plan: Plan, even: Plan) -> dict[str, Any]:
     return plan.account.as_json(plan.cluster.memory) | {
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.share_of_peak(plan.cluster.hardware),
+        "mfu": plan.share_of_peak,
         "balanced_tokens_per_second": even.tokens_per_second,
     }
-
-
-def _timed(account: Account, pipeline: Account | None) -> Account:
-    """The account of a rank; with a pipeline, whoever tells of the step, it takes as long, and the mean rank needs as
-    much."""
-    return account if pipeline is None else replace(account, time=pipeline.time, needed=pipeline.needed)
 
 
 def _in_order(
@@ -102,11 +97,12 @@ def _in_order(
         ExpertMeshError: a dry run fails, or the ranks' collectives differ.
     """
     # from here on torch is needed
-    from .collective_order import Call, check_order
+    from .collective_order import check_order
     from .engine import account_of
+    from .recorder import Event
 
     accounts: list[Account] = []
-    orders: dict[int, list[Call]] = {}
+    orders: dict[int, list[Event]] = {}
     for each in asked:
         orders[each.rank] = []
         settled = forecasts.settled(each)

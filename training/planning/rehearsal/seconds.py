@@ -13,74 +13,62 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from ...monitoring.attribution import FSDP
 from ..planner.account import LayerCosts, action_name
 from ..planner.clock import Clock, StepTime, Transfer
 from ..planner.costs import Cluster, kernel_seconds, seconds_among
 from ..planner.hardware import Hardware
-from .recorder import Event, Maker
+from .recorder import SENDS, Event, Maker
 
 
-class EventClock:
+class EventClock(Clock):
     """A clock that goes through the events of a step."""
 
     def __init__(self, cluster: Cluster):
+        super().__init__(cluster.hardware.rates)
         self.cluster, self.hardware = cluster, cluster.hardware
-        self.clock = Clock(self.hardware.rates)
         self.gathering: dict[int, Transfer] = {}
-        self.host = 0.0
 
     def go(self, event: Event) -> None:
         """Let what the event stands for be called, and run."""
-        clock, called = self.clock, event.calls * self.hardware.rates.call
-        self.host += called
-        clock.call(called)
+        self.call(event.calls * self.rates.call)
         if event.waits:
-            self._wait(event)
+            if event.unit is None:
+                self.arrive(event.ranks)
+            elif event.unit in self.gathering:
+                self.until(self.gathering.pop(event.unit))
         elif event.is_read:
-            clock.launch()
-            clock.read()
-        elif event.collective in ("send", "receive"):
-            # in a pipeline's timetable
-            return
+            self.launch()
+            self.read()
         elif event.collective is not None:
             self._exchange(event)
         elif event.from_host:
-            clock.shard(event.from_host / self.hardware.device.host_bandwidth)
+            self.shard(event.from_host / self.hardware.device.host_bandwidth)
         else:
-            clock.launch()
-            seconds = event_seconds(event, self.hardware)
+            self.launch()
             is_update = event.phase == "optimizer step"
-            clock.kernel(seconds, (event.flops > 0 and not is_update) * seconds, is_update * seconds)
-
-    def spent(self) -> StepTime:
-        """What has been spent until now."""
-        return StepTime.of([(1, self.clock)], self.host)
-
-    def _wait(self, event: Event) -> None:
-        if event.unit is None:
-            self.clock.arrive(event.ranks)
-        elif event.unit in self.gathering:
-            self.clock.until(self.gathering.pop(event.unit))
+            kind: Any = "update" if is_update else "matrices" if event.flops else "elementwise"
+            self.kernel(event_seconds(event, self.hardware), kind)
 
     def _exchange(self, event: Event) -> None:
-        assert event.collective is not None
-        clock, seconds = self.clock, 0.0
+        if event.collective is None or event.collective in SENDS:
+            # what stages send is in a pipeline's timetable
+            return
+        seconds, of_node = 0.0, self.cluster.gpus_per_node
         if len(event.ranks) > 1:
-            seconds = seconds_among(
-                event.collective, event.sent, event.ranks, self.hardware, self.cluster.gpus_per_node
-            )
+            seconds = seconds_among(event.collective, event.sent, event.ranks, self.hardware, of_node)
         if event.travels:
-            clock.send(event.ranks, seconds)
+            self.send(event.ranks, seconds)
         elif event.place.part == FSDP:
-            transfer = clock.shard(seconds)
+            transfer = self.shard(seconds)
             if event.unit is not None:
                 self.gathering[event.unit] = transfer
         elif event.gathers_activations:
-            clock.gather(seconds)
+            self.gather(seconds)
         elif len(event.ranks) > 1:
-            clock.wait(seconds)
+            self.wait(seconds)
 
 
 def event_seconds(event: Event, hardware: Hardware) -> float:
@@ -98,7 +86,7 @@ def step_seconds(
         events: of one rank, in order. times: for how many micro-batches of the step each stands that was run (see
             `times_of`).
     """
-    clock, spent, step = EventClock(cluster), StepTime.none(), StepTime.none()
+    clock, spent, step = EventClock(cluster), StepTime(), StepTime()
     actions: defaultdict[str, float] = defaultdict(float)
     micro_batches = sum(often for micro, often in times.items() if micro is not None)
     for (micro, action), together in groupby(events, key=lambda event: (event.micro, event.action)):
@@ -106,8 +94,8 @@ def step_seconds(
         for event in together:
             is_update = is_update or event.phase == "optimizer step"
             clock.go(event)
-        clock.clock.end()
-        before, spent = spent, clock.spent()
+        clock.end()
+        before, spent = spent, replace(clock.spent)
         more = spent - before
         if is_update:
             # the host's calls where they take longer
@@ -131,7 +119,7 @@ def layer_costs(
     found: defaultdict[str, LayerCosts] = defaultdict(LayerCosts)
     has_seen_layers = {True: False, False: False}
     for event in events:
-        before, is_forward = clock.clock.now, event.phase == "forward"
+        before, is_forward = clock.now, event.phase == "forward"
         clock.go(event)
         if event.micro != last:
             continue
@@ -139,7 +127,7 @@ def layer_costs(
         around = "after" if has_seen_layers[is_forward] == is_forward else "before"
         is_root = event.place.part == FSDP or event.unit is not None
         where = ("root" if is_root else around) if event.layer is None else str(kinds[event.layer])
-        seconds = clock.clock.now - before
+        seconds = clock.now - before
         found[where] += LayerCosts(seconds, 0.0) if is_forward else LayerCosts(0.0, seconds)
         if is_forward and event.flops and event.place.part == "expert GEMMs":
             found[where] += LayerCosts(weights=event_seconds(event, cluster.hardware), queued=event.moved)

@@ -70,46 +70,50 @@ class Short:
     Attributes:
         runs: of the complete one, stage after stage where there is a pipeline. repeats: that are kept of each.
         stages: how many of the runs each stage has; none: there is one.
+        own: numbers of the runs of the rank's own stages.
     """
 
     runs: tuple[Repeats, ...]
     repeats: tuple[int, ...]
-    stages: tuple[int, ...] = ()
+    stages: tuple[int, ...]
+    own: tuple[int, ...]
 
     @staticmethod
-    def complete(kinds: Sequence[Any], stages: Sequence[int] | None = None) -> "Short":
-        """All layers. stages: how many layers each has."""
+    def complete(
+        kinds: Sequence[Any], layers_of_stages: Sequence[int] | None = None, own_stages: Sequence[int] | None = None
+    ) -> "Short":
+        """All layers. own_stages: of a pipeline's rank."""
         runs: list[Repeats] = []
-        numbers = []
-        for number in [len(kinds)] if stages is None else stages:
+        stages: list[int] = []
+        own: list[int] = []
+        for stage, layers in enumerate([len(kinds)] if layers_of_stages is None else layers_of_stages):
             start = runs[-1].stop if runs else 0
-            found = runs_of(kinds[start : start + number], start)
+            found = runs_of(kinds[start : start + layers], start)
+            if layers_of_stages is None or own_stages is None or stage in own_stages:
+                own += range(len(runs), len(runs) + len(found))
             runs += found
-            numbers.append(len(found))
-        return Short(tuple(runs), tuple(run.repeats for run in runs), () if stages is None else tuple(numbers))
+            stages.append(len(found))
+        repeats = tuple(run.repeats for run in runs)
+        return Short(tuple(runs), repeats, () if layers_of_stages is None else tuple(stages), tuple(own))
 
-    def shortest(self, own: Sequence[int] | None = None) -> "Short":
-        """The fewest repeats of each run; of a pipeline, one of those of stages that are not the rank's `own`."""
-        mine = self._of_stages(own)
-        return replace(self, repeats=tuple(run.fewest if n in mine else 1 for n, run in enumerate(self.runs)))
+    @property
+    def shortest(self) -> "Short":
+        """The fewest repeats of each run; of a pipeline, one of those of stages that are not the rank's own."""
+        return replace(self, repeats=tuple(run.fewest if n in self.own else 1 for n, run in enumerate(self.runs)))
 
-    def longer(self, own: Sequence[int] | None = None) -> "list[tuple[Short, int]]":
+    @property
+    def longer(self) -> "list[tuple[Short, int]]":
         """Models in each of which another run has a repeat more, and how many more the complete one has of it."""
-        mine = self._of_stages(own)
         return [
             (replace(self, repeats=(*self.repeats[:n], kept + 1, *self.repeats[n + 1 :])), run.repeats - kept)
             for n, (run, kept) in enumerate(zip(self.runs, self.repeats, strict=True))
-            if kept < run.repeats and n in mine
+            if kept < run.repeats and n in self.own
         ]
 
-    def _of_stages(self, own: Sequence[int] | None) -> set[int]:
-        if own is None or not self.stages:
-            return set(range(len(self.runs)))
-        return {n for stage in own for n in range(sum(self.stages[:stage]), sum(self.stages[: stage + 1]))}
-
-    def number(self, own: Sequence[int] | None = None) -> int:
-        """Of layers; of a pipeline, of a rank's `own` stages."""
-        return sum(self.runs[n].size * self.repeats[n] for n in self._of_stages(own))
+    @property
+    def number(self) -> int:
+        """Of layers; of a pipeline, of the rank's own stages."""
+        return sum(self.runs[n].size * self.repeats[n] for n in self.own)
 
     @property
     def is_complete(self) -> bool:

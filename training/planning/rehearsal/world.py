@@ -3,12 +3,13 @@
 What depends on data is given. Attention is a fused kernel's, as on a GPU.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add, sub
 from traceback import walk_tb
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -17,15 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....moe.dispatch.dedup import OnceDispatcher, RowCounts
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import NO_ROUTING
-from ....moe.hf_model.build import count_parameters
-from ....moe.hf_model.counts import ParameterCounts
-from ....moe.kernels.expert_products import even
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
@@ -38,7 +35,6 @@ from ....moe.torch_private import (
 )
 from ....moe.transformers_private import never_tracing, without_packages
 from ....moe.util.errors import ExpertMeshError
-from ....moe.util.recompute_cache import is_replaying
 from ....sharding.collectives.context_parallel import CPGroup
 from ....sharding.collectives.groups import group_name
 from ....sharding.collectives.node_groups import check_tp_groups
@@ -62,14 +58,15 @@ from ...steps.micro_batch import StepCounts, figure_names, no_losses
 from ...steps.step import Gradients, train_step
 from ...tasks.registry import task_of
 from ...tasks.task import DataTraits
-from ..imbalance import EVEN, GivenRouting
+from ..imbalance import GivenRouting
 from ..planner.account import KINDS, Moment
-from .building import DeviceType, build_rehearsed
-from .dispatched import check_recorded, expected_rows, split, telling_rows
+from ..planner.asked import Asked
+from .building import build_rehearsed
+from .dispatched import check_recorded, given_rows
 from .fake_tensors import FakeTensors
 from .gpu_stand_in import NoCopies, as_on_gpu
 from .live_memory import LiveTensors
-from .peaks import bytes_of, held_at, held_before_update, kept_of, kinds_of_storages, optimizer_state
+from .peaks import bytes_of, held_at, kept_of, kinds_of_storages, optimizer_state
 from .recorder import Maker, Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
 from .recurrent_stand_in import recorded, replaced_functions
 from .triton_stand_in import import_kernels
@@ -80,18 +77,18 @@ class Rehearsed:
     """A step of a rank.
 
     Attributes:
+        asked: whose it is.
         recorder: what it has done, with a few micro-batches at most.
         model: whose step it was.
         kept: bytes of each storage that autograd keeps from a forward to its backward, with what made it.
         held: the most that a rank's tensors hold at each moment, in bytes by kind (see `held_at`); before_update: what
             they hold when the update begins.
         parameter_bytes, trained_bytes: of its part of the parameters. state: bytes of its optimizer's.
-        counts: of the model's parameters.
         groups: process groups' names, by torch's.
-        routing: what was given in place of data.
         rows_over_mean: of this rank's experts, over all layers.
     """
 
+    asked: Asked
     recorder: Recorder
     model: Any
     kept: Sequence[tuple[Maker, int]]
@@ -100,9 +97,7 @@ class Rehearsed:
     parameter_bytes: int
     trained_bytes: int
     state: int
-    counts: ParameterCounts
     groups: dict[str, str]
-    routing: GivenRouting
     rows_over_mean: float
 
     def with_update(self, other: "Rehearsed") -> "Rehearsed":
@@ -124,15 +119,7 @@ class Rehearsed:
 
 
 def rehearse(
-    config: TrainConfig,
-    model_config: Any,
-    world_size: int,
-    rank: int = 0,
-    routing: GivenRouting = EVEN,
-    gpus_per_node: int = 8,
-    keep: Sequence[int] | None = None,
-    device: DeviceType = "cuda",
-    is_update_alone: bool = False,
+    asked: Asked, model_config: Any, keep: Sequence[int] | None = None, is_update_alone: bool = False
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it: forward and backward of one
     micro-batch, where there are several of one that finds gradients, as all after the first are alike; and the update.
@@ -141,67 +128,53 @@ def rehearse(
     Every sequence is full. In this process there must be no process group.
 
     Args:
-        routing: in place of what depends on data.
-        gpus_per_node: for how tokens travel, where `config` does not say.
         keep: numbers of the decoder layers that a short model has (see `short`); None: all.
-        device: that it would run on.
         is_update_alone: whether no forward and no backward is run: all gradients are there.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
-    if device == "cuda":
-        import_kernels()
-    model = build_rehearsed(config, model_config, device, keep)
-    check_sizes(config.topology(world_size), moe_shape(model).num_experts)
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        return _rehearse(config, model, world_size, routing, gpus_per_node, device, keep, is_update_alone)
-    finally:
-        dist.destroy_process_group()
+    with warnings.catch_warnings(action="ignore"):
+        if asked.device == "cuda":
+            import_kernels()
+        model = build_rehearsed(asked.config, model_config, asked.device, keep)
+        check_sizes(asked.topology, moe_shape(model).num_experts)
+        dist.init_process_group("fake", rank=asked.rank, world_size=asked.world_size, store=FakeStore())
+        try:
+            return _rehearse(asked, model, keep, is_update_alone)
+        finally:
+            dist.destroy_process_group()
 
 
-def _on(device: DeviceType) -> AbstractContextManager[None]:
-    """Within it our code does what it would do on such a device."""
-    return as_on_gpu() if device == "cuda" else nullcontext()
-
-
-def _rehearse(
-    config: TrainConfig,
-    model: Any,
-    world_size: int,
-    routing: GivenRouting,
-    gpus_per_node: int,
-    device: DeviceType = "cuda",
-    keep: Sequence[int] | None = None,
-    is_update_alone: bool = False,
-) -> Rehearsed:
-    counts = count_parameters(model)
-    balance = choose_balance(config, model, model.config)
-    topology, ranks_per_node = config.topology(world_size), config.ranks_per_node or gpus_per_node
+def _rehearse(asked: Asked, model: Any, keep: Sequence[int] | None = None, is_update_alone: bool = False) -> Rehearsed:
+    config, world_size, is_gpu = asked.config, asked.world_size, asked.device == "cuda"
+    # within it our code does what it would do on such a device
+    on_device = as_on_gpu if is_gpu else nullcontext
+    balance, shape = choose_balance(config, model, model.config), moe_shape(model)
+    ranks_per_node = config.ranks_per_node or asked.cluster.gpus_per_node
     if config.ep_size > 1:
         of_ep = ranks_of_equal_nodes(world_size, ranks_per_node, config.ep_size)
-        check_recorded(resolve_dispatch(config.dispatch, config.ep_size, of_ep, moe_shape(model).top_k).name)
-    check_tp_groups(topology, ranks_per_node)
-    mesh = build_mesh("cpu", topology)
+        check_recorded(resolve_dispatch(config.dispatch, config.ep_size, of_ep, shape.top_k).name)
+    check_tp_groups(asked.topology, ranks_per_node)
+    mesh = build_mesh("cpu", asked.topology)
     if config.pp_size > 1:
         cut_into_stages(
             model, mesh, compute_dtype(config), config.schedule_name, config.pipeline_chunks, config.layers_of_stages
         )
     if (kind := config.quantized_base) is not None:
         store_frozen(model, kind)
-    routing = routing.among(moe_shape(model).num_experts, config.ep_size)
+    shares = asked.routing.shares(shape.num_experts, config.ep_size)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
-    with _on(device), sharing_empty_chunks():
+    with on_device(), sharing_empty_chunks():
         parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
-    with _on(device), FakeTensors() as fake:
+    with on_device(), FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
-        batch = _batch(config, mesh.cp_group, routing, fake)
+        batch = _batch(config, mesh.cp_group, asked.routing, fake)
         micro_batches = config.micro_batches(world_size)
         batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
@@ -209,12 +182,12 @@ def _rehearse(
         objective = replace(task_of(config).objective(config, DataTraits()), complete=as_they_are)
         of_step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
         recorder = Recorder(Parts(model))
-        given = _Given(config, batch.num_tokens, moe_shape(model).top_k, routing.shares, device)
+        given = partial(_giving, asked, batch.num_tokens, shape.top_k, shares)
         shared: list[Tensor] = []
-        if device == "cpu" and not is_update_alone:
+        if not is_gpu and not is_update_alone:
             # memory that collectives over gloo share is there from the first step on
             unheard = Recorder(recorder.parts)
-            with given.told(unheard), unheard, unheard.paused():
+            with given(unheard), unheard, unheard.paused():
                 train_step(*of_step, objective=objective)
             shared = shared_memory(model)
         is_later = config.pp_size == 1 and micro_batches > 1
@@ -233,7 +206,7 @@ def _rehearse(
         live = LiveTensors([*held, *shared], changed=recorder.changed)
         _mark_layers(model, recorder)
         # on a CPU they are run as they are
-        looping = decoder_layers(model) if device == "cuda" else ()
+        looping = decoder_layers(model) if is_gpu else ()
         recurrent = replaced_functions(module for layer in looping for module in layer.modules())
 
         # of those of earlier micro-batches, which are replaced unless they are summed in place
@@ -251,7 +224,7 @@ def _rehearse(
                             earlier.append(live.number(parameter.grad))
 
         with (
-            given.told(recorder),
+            given(recorder),
             _leaving_out_shapes(live, recorder),
             _bringing_back(config, recorder),
             recording_triton(recorder),
@@ -269,16 +242,13 @@ def _rehearse(
         storages = kinds_of_storages(recorder, live, casts, model, optimizer, shared, earlier)
         here, state = [p for p in model.parameters() if not p.is_meta], bytes_of(optimizer_state(optimizer))
         held_then = held_at(recorder, storages, state)
-        before_update = held_before_update(recorder, storages, state)
         sizes = bytes_of(here), bytes_of(p for p in here if p.requires_grad)
     used = {event.group for event in recorder.events if event.collective is not None}
     of_torch: Any = {name: _resolve_process_group(name) for name in used}  # type: ignore[arg-type]
     groups = {name: group_name(group.group_desc) for name, group in of_torch.items()}
-    rows_over_mean = routing.shares[dist.get_rank() % config.ep_size] * config.ep_size if routing.shares else 1.0
+    rows_over_mean = shares[asked.rank % config.ep_size] * config.ep_size if shares else 1.0
     kept = kept_of(recorder, storages)
-    return Rehearsed(
-        *(recorder, model, kept, held_then, before_update, *sizes, state, counts, groups, routing, rows_over_mean)
-    )
+    return Rehearsed(asked, recorder, model, kept, *held_then, *sizes, state, groups, rows_over_mean)
 
 
 def _no_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights, at: Any, objective: Any) -> Gradients:
@@ -292,23 +262,17 @@ def _no_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights, at
 
 def _mark_layers(model: Any, recorder: Recorder) -> None:
     """Have `recorder` know which layer a forward or a backward comes to."""
-    layers = list(decoder_layers(model))
-    stages = stages_of(model)
+    layers, stages = list(decoder_layers(model)), stages_of(model)
     lasts = {len(layers) - 1} if stages is None else {numbers[-1] for numbers in stages.layers}
-    for number, layer in enumerate(layers):
-        _mark_layer(layer, number, number in lasts, recorder)
 
-
-def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder) -> None:
     # what is recomputed is within a backward that is marked already
-
-    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if _current_autograd_node() is None:
             recorder.mark(number)
             if number == 0 and args and args[0].requires_grad:
                 args[0].register_hook(lambda gradient: recorder.mark(None))
 
-    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         result = output if isinstance(output, Tensor) else output[0]
         if _current_autograd_node() is None and result.requires_grad:
             # it comes before FSDP's own hook, by which backward begins to gather parameters
@@ -318,17 +282,18 @@ def _mark_layer(layer: nn.Module, number: int, is_last: bool, recorder: Recorder
         if _current_autograd_node() is None:
             recorder.mark(None)
 
-    layer.register_forward_pre_hook(begin, prepend=True)
-    layer.register_forward_hook(end, prepend=True)
-    if is_last:
-        layer.register_forward_hook(go_on)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(begin, number), prepend=True)
+        layer.register_forward_hook(partial(end, number), prepend=True)
+        if number in lasts:
+            layer.register_forward_hook(go_on)
 
 
 @contextmanager
 def _naming_layers(recorder: Recorder, keep: Sequence[int] | None) -> Iterator[None]:
     """
     Raises:
-        ExpertMeshError: an exception inside; it names where.
+        ExpertMeshError: an exception inside; it names where: phase, layer, and the module in which it was raised.
     """
     try:
         yield
@@ -337,20 +302,11 @@ def _naming_layers(recorder: Recorder, keep: Sequence[int] | None) -> Iterator[N
     except Exception as error:
         number = recorder.layer if keep is None or recorder.layer is None else keep[recorder.layer]
         layer = "" if number is None else f" of decoder layer {number}"
-        where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
-        raise ExpertMeshError(f"the dry run fails in the {where}") from error
-
-
-def what_failed(error: Exception, parts: Parts) -> str:
-    """The end of a sentence about an error: the module in which it was raised, if any, and its message."""
-    module = _innermost_module(error.__traceback__, parts)
-    return f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
-    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
-    paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
-    return f", in {paths[-1]}" if paths else ""
+        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        paths = [recorder.parts.paths.get(owner) for owner in owners if isinstance(owner, nn.Module)]
+        module = next((f", in {path}" for path in reversed(paths) if path), "")
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise ExpertMeshError(f"the dry run fails in the {recorder.phase}{layer}{module}: {told}") from error
 
 
 def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
@@ -404,97 +360,35 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
-        batch = sized_batch(rows, here, targets, cp_group, segments, config)
+        tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
+        positions_BS = torch.zeros_like(tokens_BS) if config.packing or cp_group is not None else None
+        index_N = torch.zeros(targets, dtype=torch.int64)
+        shared = ahead = for_loss = None
+        if cp_group is not None:
+            whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
+            shared = SplitSequences(cp_group, whole_BS, config.packing, (targets,) * cp_group.size)
+        if (task := task_of(config)).objective(config, DataTraits()).by_token:
+            number = rows * (cp_group is None or cp_group.index == 0)
+            inputs = task.example_inputs(config, number, targets)
+            for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
         if config.train_mtp > 0:
             number = max(1, targets - firsts)
-            drafts = Targets(torch.zeros_like(batch.tokens_BS), torch.zeros(number, dtype=torch.int64))
-            shared = () if cp_group is None else (number,) * cp_group.size
-            batch = replace(batch, ahead=Ahead(torch.zeros_like(batch.tokens_BS), drafts, shared))
-    return batch
+            drafts = Targets(torch.zeros_like(tokens_BS), torch.zeros(number, dtype=torch.int64))
+            ahead = Ahead(torch.zeros_like(tokens_BS), drafts, () if cp_group is None else (number,) * cp_group.size)
+    of_rows = tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared
+    return Batch(*of_rows, for_loss, ahead=ahead)
 
 
-def sized_batch(
-    rows: int,
-    here: int,
-    targets: int,
-    cp_group: CPGroup | None,
-    segments: tuple[int, ...] | None = None,
-    config: TrainConfig | None = None,
-) -> Batch:
-    """So many sequences of which this rank has so many tokens.
-
-    Args:
-        segments: where they are packed, samples' lengths.
-        config: whose --task and --teacher are read; None: it is sft, without a teacher.
-    """
-    is_packed = segments is not None
-    tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
-    positions_BS = torch.zeros_like(tokens_BS) if is_packed or cp_group is not None else None
-    index_N = torch.zeros(targets, dtype=torch.int64)
-    shared = None
-    if cp_group is not None:
-        whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
-        shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
-    for_loss: LossBatch | None = None
-    if config is not None and (task := task_of(config)).objective(config, DataTraits()).by_token:
-        number = rows * (cp_group is None or cp_group.index == 0)
-        inputs = task.example_inputs(config, number, targets)
-        for_loss = LossBatch(index_N, index_N, number, inputs, index_N, rows, cp_group)
-    return Batch(
-        *(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared), for_loss
-    )
-
-
-class Splits:
-    """Rows to and from each ep rank, by chunk, and those of this rank's experts, as even as possible (see
-    `moe.dispatch.alltoall.Told`)."""
-
-    def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
-        self.sent_PS, self.received_PS = (
-            [list(part) for part in zip(*(split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
-        )
-        self.by_expert = [even(sum(rows_S), size) for rows_S, size in zip(self.received_PS, sizes, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What depends on data or on a GPU: tokens of a micro-batch, experts of each, and the ranks' shares of all."""
-
-    config: TrainConfig
-    tokens: int
-    top_k: int
-    shares: Sequence[float]
-    device: DeviceType
-
-    @contextmanager
-    def told(self, recorder: Recorder) -> Iterator[None]:
-        """Within it, it is given."""
-        ep_size, ep_rank = self.config.ep_size, dist.get_rank() % self.config.ep_size
-
-        def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
-            received_E = torch.empty_like(counts_E)
-            dist.all_to_all_single(received_E, counts_E, group=group)
-            recorder.read()
-            sent = split(self.tokens * self.top_k, self.shares or (1.0,) * ep_size)
-            return received_E, Splits(sent, [sent[ep_rank]] * ep_size, sizes)
-
-        def exchange_rows(dispatcher: OnceDispatcher) -> RowCounts:
-            # in a replay they have been in host memory since the first run
-            if not is_replaying():
-                recorder.read()
-            return expected_rows(dispatcher, self.tokens, self.top_k, self.shares)
-
-        def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
-            counts_SC = counts_C.new_empty(group.size(), counts_C.numel())
-            dist.all_to_all_single(torch.empty_like(counts_SC), counts_SC, group=group)
-
-        with (
-            telling_rows(exchange_counts, exchange_rows, exchange_all),
-            replacing_sdpa(_fused_attention) if self.device == "cuda" else nullcontext(),
-            never_tracing(),
-            without_packages(),
-        ):
-            yield
+@contextmanager
+def _giving(asked: Asked, tokens: int, top_k: int, shares: Sequence[float], recorder: Recorder) -> Iterator[None]:
+    """Within it what depends on data or on a GPU is given (see `given_rows`)."""
+    with (
+        given_rows(asked, tokens, top_k, shares, recorder),
+        replacing_sdpa(_fused_attention) if asked.device == "cuda" else nullcontext(),
+        never_tracing(),
+        without_packages(),
+    ):
+        yield
 
 
 @contextmanager
