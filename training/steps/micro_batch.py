@@ -85,9 +85,11 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROS
     """
     attention = facts_of(model).attention
     figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans), *_drafts(b)) for b in batches]
-    # every pp index has all micro-batches
-    pp_size = _pp_size(model)
-    by_batch = [[number // pp_size for number in batch] for batch in _summed(figures, torch.int64)]
+    with computing_values():
+        counted = torch.tensor(figures)
+        dist.all_reduce(counted)
+        # every pp index has all micro-batches
+        by_batch = (counted // _pp_size(model)).tolist()
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     drafts = others.pop() if _drafts(batches[0]) else 0
     tokens, *pairs = (max(n, 1) for n in others)
@@ -102,16 +104,10 @@ def _drafts(batch: Batch) -> tuple[int, ...]:
 
 def _counted(model: Any, batches: Sequence[Batch], objective: Objective) -> float:
     """What an objective counts in a step, over all ranks."""
-    counted: float = _summed(objective.counted(batches), torch.float64)
-    return counted / _pp_size(model)
-
-
-def _summed(counts: Any, dtype: torch.dtype) -> Any:
-    """Numbers of this rank's host, summed over those of all ranks."""
     with computing_values():
-        counted = torch.tensor(counts, dtype=dtype)
+        counted = torch.tensor(objective.counted(batches), dtype=torch.float64)
         dist.all_reduce(counted)
-        return counted.tolist()
+        return float(counted) / _pp_size(model)
 
 
 def _pp_size(model: Any) -> int:
