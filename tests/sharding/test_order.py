@@ -53,4 +53,4 @@ def test_members_of_a_group_call_in_the_same_order(world_size: int, checkpointin
     assert {len(group) for group in groups} == {8: {8}, 16: {2, 8, 16}}[world_size]
     # within each group, and between groups: a GPU runs what it is given in the order it is given, whatever the group
     assert check_order(by_rank) == len(by_rank[0])
-    assert len(by_rank[0]) > 20
+    assert len(by_rank[0]) >= 20

@@ -115,6 +115,13 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     assert account.fit(8e10).total > account.memory.peak + CONTEXT + 2 * RING
 
 
+def test_a_dry_run_of_a_pipeline_has_its_update() -> None:
+    """In one whose counts come out as none the step would be skipped."""
+    account = tiny_account(2, {"pp_size": 2, "gradient_accumulation_steps": 2}, device="cuda")
+    assert account.memory.state == pytest.approx(2 * account.memory.trained, rel=0.01)
+    assert account.time.update > 0
+
+
 @pytest.mark.slow
 def test_what_settings_keep_and_what_they_move_to_the_host() -> None:
     """Inputs of checkpointed layers leave the card; kept products of experts do not."""
