@@ -48,9 +48,9 @@ def check_replicas(
     groups = [_replicas(part.num_rows, part.layout, topology) for part in parts.values()]
     groups += [_replicas(1, REPLICATED, topology)] * len(also)
     named = zip([*parts, *also], groups, sums_NW, strict=True)
-    differing = {name: told for name, of_tensor, sums_W in named if (told := _disagreement(of_tensor, sums_W))}
+    differing = {name: how for name, of_tensor, sums_W in named if (how := _disagreement(of_tensor, sums_W))}
     if differing:
-        first = "; ".join(f"{name} ({told})" for name, told in list(differing.items())[:NAMED])
+        first = "; ".join(f"{name} ({how})" for name, how in list(differing.items())[:NAMED])
         more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
         raise ExpertMeshError(
             f"--check-replicas: after step {step}, {len(differing)} of {len(sums)} tensors differ "
@@ -78,13 +78,13 @@ def _replicas(num_rows: int, layout: Layout, topology: Topology) -> tuple[tuple[
 
 def _disagreement(groups: Sequence[Sequence[int]], sums_W: Sequence[int]) -> str:
     """Which ranks have which value, for groups of replicas that do not agree; empty where all do."""
-    told = []
+    differences = []
     for group in groups:
         by_sum = sorted(group, key=lambda rank: sums_W[rank])
         camps = sorted((sorted(same) for _, same in groupby(by_sum, key=lambda rank: sums_W[rank])), key=len)
         if len(camps) > 1:
-            told.append(" against ".join(_ranks(camp) for camp in camps))
-    return ", ".join(told)
+            differences.append(" against ".join(_ranks(camp) for camp in camps))
+    return ", ".join(differences)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -67,9 +67,9 @@ def tell_mistake(message: str) -> int:
             time.sleep(0.02)
         return 0
     # as torch.distributed.elastic's ErrorHandler writes it, without torch, which may not be loaded yet
-    told = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    report = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
     with suppress(OSError):
-        error_file.write_text(json.dumps({"message": told}), encoding="utf-8")
+        error_file.write_text(json.dumps({"message": report}), encoding="utf-8")
     deadline = time.monotonic() + _TEARDOWN
     others = range(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with suppress(OSError):

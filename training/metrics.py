@@ -547,5 +547,5 @@ def table_of_metrics() -> str:
     """The list in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
     known = metrics_of([LOSS_OF + "NAME"])
     names = {f"eval_{metric.name}" for metric in known}
-    told = [metric for metric in known if metric.name not in names]
-    return "".join(f"- `{each.name}`{f' ({each.unit})' if each.unit else ''}: {each.meaning}\n" for each in told)
+    listed = [metric for metric in known if metric.name not in names]
+    return "".join(f"- `{each.name}`{f' ({each.unit})' if each.unit else ''}: {each.meaning}\n" for each in listed)

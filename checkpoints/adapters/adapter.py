@@ -386,15 +386,17 @@ class Adapter:
             ExpertMeshError: the config does not say of which tokens of the model these rows are.
         """
         said, own = self.config.get("trainable_token_indices"), f"{self.class_names.here(module)}.weight"
-        found: Any = next((said[key] for key in said if module.endswith(key)), None) if isinstance(said, dict) else said
+        tokens: Any = (
+            next((said[key] for key in said if module.endswith(key)), None) if isinstance(said, dict) else said
+        )
         shape, wanted = self.infos[tensor].shape, self.names.parameters.get(own)
-        is_list = isinstance(found, list) and all(type(token) is int and token >= 0 for token in found)
-        if not is_list or wanted is None or shape != (len(set(found)), *wanted[1:]) or max(found) >= wanted[0]:
+        is_list = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+        if not is_list or wanted is None or shape != (len(set(tokens)), *wanted[1:]) or max(tokens) >= wanted[0]:
             raise ExpertMeshError(
                 f"{self.path / WEIGHTS}: tensor {tensor} has shape {list(shape)}, which is not a row for each of this "
                 f"model's tokens that trainable_token_indices in {CONFIG} has"
             )
-        places = {token: place for place, token in enumerate(found)}
+        places = {token: place for place, token in enumerate(tokens)}
         self.token_rows |= dict.fromkeys((own, *self._tied_to(own)), (tensor, places))
 
     def _tied_to(self, parameter: str) -> list[str]:
@@ -472,9 +474,9 @@ def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int 
     read_json(path / CONFIG)  # without which it is none
     embedding = names.model.get_input_embeddings()
     own = next(path for path, module in names.model.named_modules() if module is embedding)
-    found = read_header(path / WEIGHTS).get(f"{PREFIX}{class_names.there(own)}.weight")
-    if found is not None:
-        return found.shape[0]
+    tensor = read_header(path / WEIGHTS).get(f"{PREFIX}{class_names.there(own)}.weight")
+    if tensor is not None:
+        return tensor.shape[0]
     said = read_json(path / CONFIG).get("trainable_token_indices") or []
     tokens = [token for each in (said.values() if isinstance(said, dict) else [said]) for token in each]
     return max(tokens, default=-1) + 1 or None

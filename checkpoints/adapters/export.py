@@ -86,7 +86,7 @@ def export_adapter(
         model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
     shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
-    told: list[str] = []
+    lines: list[str] = []
     with replacing(out) as directory, raise_together(), write_errors(out):
         write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
         if directory is not None:
@@ -96,16 +96,16 @@ def export_adapter(
                 (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             write_generation_config(checkpoint.source, directory)
             write_beside_adapter(checkpoint.source, tokenizer, directory)
-            told = write_card(card, directory, out)
+            lines = write_card(card, directory, out)
             if Path(base_model).is_dir():
-                told.append(
+                lines.append(
                     f"adapter: {CONFIG} names the directory {base_model} as its base, as PEFT's would; before you "
                     "publish the adapter, write the base's hub id there"
                 )
     if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
-        return told
+        return lines
     return [
-        *told,
+        *lines,
         f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that much "
         f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})",
     ]

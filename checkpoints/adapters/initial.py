@@ -196,17 +196,17 @@ def rank_and_alpha(path: Path) -> tuple[int, float]:
         if not name.endswith(f".{A}.weight"):
             continue
         module = adapted_module(name.removeprefix(PREFIX).removesuffix(f".{A}.weight"))
-        found = {rank_and_scaling(config, target_name(config, module))[0]}
+        ranks_here = {rank_and_scaling(config, target_name(config, module))[0]}
         inside = [f"{module}.{target.rpartition('.')[2]}" for target in targets]
         packed = {rank_and_scaling(config, each)[0] for each in inside if is_target(each, targets)}
-        if packed and {infos[name].shape[0]} != found:
-            found = packed
+        if packed and {infos[name].shape[0]} != ranks_here:
+            ranks_here = packed
             if 2 * min(packed) == max(packed):
                 if is_joined is None:
                     both = (lora_names(each)[1] for each in (module, f"{module}.base_layer"))
                     is_joined = _looks_joined(path, max(both, key=lambda b: infos[b].shape[1]))
-                found = {min(packed)} if is_joined else packed
-        ranks |= found
+                ranks_here = {min(packed)} if is_joined else packed
+        ranks |= ranks_here
     rank = max(ranks, default=int(config["r"]))
     return rank, _alpha_at(config, rank)
 

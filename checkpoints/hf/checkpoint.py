@@ -199,14 +199,14 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
             mis-shaped or of an unsupported dtype. The message names it.
     """
-    found = decoded(read_headers(source.path), source.quantization, names.experts_transposed)
-    matched = names.match({name: tensor.shape for name, tensor in found.tensors.items()})
-    wrong = dict(found.problems)
+    stored = decoded(read_headers(source.path), source.quantization, names.experts_transposed)
+    matched = names.match({name: tensor.shape for name, tensor in stored.tensors.items()})
+    wrong = dict(stored.problems)
     for name, problem in matched.problems.items():
-        known = found.tensors.get(name)
+        known = stored.tensors.get(name)
         wrong.setdefault(name, problem if known is None else f"{problem} ({known.file.name})")
     tensors, copies = (
-        [replace(found.tensors[name], regions=regions) for name, regions in each.items()]
+        [replace(stored.tensors[name], regions=regions) for name, regions in each.items()]
         for each in (matched.tensors, matched.tied_copies)
     )
     for tensor in tensors + copies:
@@ -226,8 +226,8 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         tensors,
         tensors + copies,
         copies,
-        [found.tensors[name] for name in matched.untrained],
-        activation_scales=found.left_out,
-        files=sorted({part.file for tensor in found.tensors.values() for part in tensor.parts}),
+        [stored.tensors[name] for name in matched.untrained],
+        activation_scales=stored.left_out,
+        files=sorted({part.file for tensor in stored.tensors.values() for part in tensor.parts}),
         problems=list(wrong.values()),
     )

@@ -66,7 +66,7 @@ def export_model(
     with replacing(out, patient) as partial:
         with raise_together(patient), write_errors(out):
             if partial is not None:
-                told = export_side_files(checkpoint, partial, tokenizer) + write_card(card, partial, out)
+                lines = export_side_files(checkpoint, partial, tokenizer) + write_card(card, partial, out)
         with raise_together(patient), write_errors(out):
             files = plan_hf_files(hf_outputs(checkpoint), max_shard_size)
             write_sharded(files, sharded_parameters(model, topology), partial)
@@ -74,7 +74,7 @@ def export_model(
                 (partial / INDEX_NAME).write_text(hf_index(files))
     if partial is None:
         return []
-    return [*told, *error_lines(output.errors for file in files for output in file.tensors)]
+    return [*lines, *error_lines(output.errors for file in files for output in file.tensors)]
 
 
 @contextmanager

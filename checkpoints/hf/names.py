@@ -174,25 +174,25 @@ class Names:
             targets[target] = _Target(layout.tensors[part.expert.place.tensor], parts, place)
         return targets
 
-    def match(self, found: Mapping[str, Shape]) -> Matched:
+    def match(self, shapes: Mapping[str, Shape]) -> Matched:
         """Which of the model's rows stand where in tensors on disk of these names and shapes."""
         if self._mtp is None:
-            return self._match(found)
-        on_disk = {self._mtp.ours(name, self._layers): name for name in found}
-        return self._match({ours: found[name] for ours, name in on_disk.items()}).renamed(on_disk)
+            return self._match(shapes)
+        on_disk = {self._mtp.ours(name, self._layers): name for name in shapes}
+        return self._match({ours: shapes[name] for ours, name in on_disk.items()}).renamed(on_disk)
 
-    def _match(self, found: Mapping[str, Shape]) -> Matched:
+    def _match(self, shapes: Mapping[str, Shape]) -> Matched:
         from transformers.core_model_loading import dot_natural_key
 
         matched = Matched()
-        (sources, copies), converters = self._sorted_out(found, matched), _by_pattern(self.model)
-        natural = {name: dot_natural_key(name) for name in found}
+        (sources, copies), converters = self._sorted_out(shapes, matched), _by_pattern(self.model)
+        natural = {name: dot_natural_key(name) for name in shapes}
         places: dict[str, tuple[int, Any]] = {}
         tensors: dict[str, tuple[Region, ...]] = {}
         covered: dict[str, list[range]] = {name: [] for name in self.parameters}
         for target, by_source in sources.items():
             wanted = self._targets[target]
-            for piece in self._pieces(target, by_source, converters, found, matched.problems):
+            for piece in self._pieces(target, by_source, converters, shapes, matched.problems):
                 regions = tuple(_regions(piece, wanted, matched.problems))
                 if regions:
                     # parts of one tensor may be of several targets
@@ -203,21 +203,21 @@ class Names:
         matched.tensors.update((name, tensors[name]) for name in sorted(tensors, key=places.__getitem__))
         for name, target in copies.items():
             wanted = self._targets[target]
-            if found[name] == wanted.shape:
+            if shapes[name] == wanted.shape:
                 matched.tied_copies[name] = (Region(target, range(wanted.shape[0])),)
             else:
-                matched.problems[name] = _misshapen(name, found[name], wanted.shape)
+                matched.problems[name] = _misshapen(name, shapes[name], wanted.shape)
         self._check_coverage(covered, sources, matched.problems)
         return matched
 
-    def _sorted_out(self, found: Mapping[str, Shape], matched: Matched) -> tuple[dict[str, _Sources], dict[str, str]]:
+    def _sorted_out(self, shapes: Mapping[str, Shape], matched: Matched) -> tuple[dict[str, _Sources], dict[str, str]]:
         """By target, the tensors that make it up; of copies of a tied one, their target. What belongs to no target goes
         into `matched`."""
         known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self.aliases, True), **self._left_out}
         sources: dict[str, _Sources] = {}
         copies: dict[str, str] = {}
         others: dict[str, bool] = {}
-        for target, pattern, names in put_together(self.model, found, known, self.shape.num_experts):
+        for target, pattern, names in put_together(self.model, shapes, known, self.shape.num_experts):
             if target in self.aliases:
                 copies |= dict.fromkeys(names, self.aliases[target])
             elif target in self._targets:
@@ -252,20 +252,20 @@ class Names:
         target: str,
         by_source: _Sources,
         converters: dict[str, "_Converter"],
-        found: Mapping[str, Shape],
+        shapes: Mapping[str, Shape],
         problems: dict[str, str],
     ) -> Iterator[_Piece]:
         """The boxes that tensors on disk are of a target, each of the right shape."""
         wanted = self._targets[target]
         for name in by_source.get(None, []):
-            if found[name] == wanted.shape:
-                yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False)
+            if shapes[name] == wanted.shape:
+                yield _Piece(name, shapes[name], (0,) * len(wanted.shape), stacked=False)
             else:
-                problems[name] = _misshapen(name, found[name], wanted.shape)
+                problems[name] = _misshapen(name, shapes[name], wanted.shape)
         converted = {pattern: names for pattern, names in by_source.items() if pattern is not None}
         if converted:
             converter = converters[next(iter(converted))]
-            yield from converter.pieces(target, self._targets, converted, found, problems)
+            yield from converter.pieces(target, self._targets, converted, shapes, problems)
 
     def _check_coverage(
         self, covered: dict[str, list[range]], sources: dict[str, _Sources], problems: dict[str, str]
@@ -455,7 +455,7 @@ class _Converter:
         target: str,
         targets: Mapping[str, _Target],
         sources: dict[str, list[str]],
-        found: Mapping[str, Shape],
+        shapes: Mapping[str, Shape],
         problems: dict[str, str],
     ) -> Iterator[_Piece]:
         """The boxes of a target that tensors on disk are."""
@@ -466,36 +466,36 @@ class _Converter:
                 f"tensor {first}: transformers makes {target} of it by {self.unknown!r}, which expertmesh cannot read"
             )
         elif self.transposes is not None:
-            yield from _transposed(first, self.transposes, wanted, found, problems)
+            yield from _transposed(first, self.transposes, wanted, shapes, problems)
         elif self.divided:
             pattern = max((p for p in self.converter.target_patterns if p in target), key=len)
             parts = self._all_of(target, pattern)
-            yield from _part(first, parts.index(target), [targets.get(part) for part in parts], found, problems)
+            yield from _part(first, parts.index(target), [targets.get(part) for part in parts], shapes, problems)
         elif self.merges:
-            yield from _stacked(by_place, self.joined, wanted, found, problems, self.shared_out)
+            yield from _stacked(by_place, self.joined, wanted, shapes, problems, self.shared_out)
         else:
             assert self.joined is not None, "a converter has an operation"
-            yield from _one_behind_the_other(chain(*by_place), self.joined, wanted, found, problems)
+            yield from _one_behind_the_other(chain(*by_place), self.joined, wanted, shapes, problems)
 
 
 def _transposed(
-    name: str, operation: Any, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
+    name: str, operation: Any, wanted: _Target, shapes: Mapping[str, Shape], problems: dict[str, str]
 ) -> Iterator[_Piece]:
     """A tensor whose last two dims lie the other way round; or, where transformers looks first, may do so."""
     dims = len(wanted.shape)
     at, there = (0,) * dims, (*wanted.shape[:-2], *wanted.shape[:-3:-1])
     if {operation.dim0 % dims, operation.dim1 % dims} != {dims - 2, dims - 1}:
         problems[name] = f"tensor {name}: transformers transposes it by {operation!r}, which expertmesh cannot read"
-    elif operation.check_dims and found[name] == wanted.shape:
-        yield _Piece(name, found[name], at, stacked=False)
-    elif found[name] == there:
-        yield _Piece(name, found[name], at, stacked=False, swapped=True)
+    elif operation.check_dims and shapes[name] == wanted.shape:
+        yield _Piece(name, shapes[name], at, stacked=False)
+    elif shapes[name] == there:
+        yield _Piece(name, shapes[name], at, stacked=False, swapped=True)
     else:
-        problems[name] = _misshapen(name, found[name], there)
+        problems[name] = _misshapen(name, shapes[name], there)
 
 
 def _part(
-    name: str, place: int, parts: Sequence[_Target | None], found: Mapping[str, Shape], problems: dict[str, str]
+    name: str, place: int, parts: Sequence[_Target | None], shapes: Mapping[str, Shape], problems: dict[str, str]
 ) -> Iterator[_Piece]:
     """One of several parts of a tensor along dim 0, each with the rows of its target."""
     wanted = parts[place]
@@ -503,17 +503,17 @@ def _part(
     # a target that is none of the model's would be as large as this one: transformers cannot divide by it
     rows = [(part or wanted).shape[0] for part in parts]
     expected = (sum(rows), *wanted.shape[1:])
-    if found[name] == expected:
-        yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False, first=sum(rows[:place]))
+    if shapes[name] == expected:
+        yield _Piece(name, shapes[name], (0,) * len(wanted.shape), stacked=False, first=sum(rows[:place]))
     else:
-        problems[name] = _misshapen(name, found[name], expected)
+        problems[name] = _misshapen(name, shapes[name], expected)
 
 
 def _stacked(
     by_place: Sequence[list[str]],
     joined: int | None,
     wanted: _Target,
-    found: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
     problems: dict[str, str],
     shared_out: bool,
 ) -> Iterator[_Piece]:
@@ -526,31 +526,31 @@ def _stacked(
         # of experts that several targets share the numbers go on from those of another one
         before = min(numbers, default=0) // wanted.shape[0] * wanted.shape[0] if shared_out else 0
         for number, name in zip((number - before for number in numbers), names, strict=True):
-            if found[name] != tuple(box):
-                problems[name] = _misshapen(name, found[name], tuple(box))
+            if shapes[name] != tuple(box):
+                problems[name] = _misshapen(name, shapes[name], tuple(box))
             elif number >= wanted.shape[0]:
                 problems[name] = _no_place(name)
             else:
                 at = [number] + [0] * len(box)
                 if joined is not None:
                     at[joined] = place * box[joined - 1]
-                yield _Piece(name, found[name], tuple(at), stacked=True)
+                yield _Piece(name, shapes[name], tuple(at), stacked=True)
 
 
 def _one_behind_the_other(
-    names: Iterable[str], joined: int, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
+    names: Iterable[str], joined: int, wanted: _Target, shapes: Mapping[str, Shape], problems: dict[str, str]
 ) -> Iterator[_Piece]:
     """Tensors of any length, joined along a dim."""
     start = 0
     for name in names:
         shape, at = list(wanted.shape), [0] * len(wanted.shape)
-        if len(found[name]) == len(shape):
-            shape[joined], at[joined] = found[name][joined], start
-        if found[name] != tuple(shape):
-            problems[name] = _misshapen(name, found[name], tuple(shape))
+        if len(shapes[name]) == len(shape):
+            shape[joined], at[joined] = shapes[name][joined], start
+        if shapes[name] != tuple(shape):
+            problems[name] = _misshapen(name, shapes[name], tuple(shape))
             return
         start += shape[joined]
-        yield _Piece(name, found[name], tuple(at), stacked=False)
+        yield _Piece(name, shapes[name], tuple(at), stacked=False)
 
 
 def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterator[Region]:

@@ -84,18 +84,18 @@ def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) 
     Returns:
         What of the config that has changed, or is still wrong, in lines.
     """
-    source, told, lacking = checkpoint.source, [*_served_otherwise(checkpoint.source)], Unfilled()
+    source, lines, lacking = checkpoint.source, [*_served_otherwise(checkpoint.source)], Unfilled()
     if not checkpoint.drops_untrained:
         try:
             lacking = unfilled(read_json(source.path / CONFIG), checkpoint)
         except ExpertMeshError as error:  # of another class than the trained one
-            told.append(f"config.json is copied as it is: {error}")
+            lines.append(f"config.json is copied as it is: {error}")
     drops_parts = lacking.has_none and not describes_language_model(source.config)
     if lacking.parts:
         instead = "the export is of the language model alone" if drops_parts else "transformers draws them at random"
-        told.append(f"{lacking.parts}; {instead}")
+        lines.append(f"{lacking.parts}; {instead}")
     if lacking.predictors:
-        told.append(
+        lines.append(
             f"config.json no longer has {lacking.predictors}: the model's files have no layer for multi-token "
             "prediction"
         )
@@ -105,7 +105,7 @@ def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) 
         drop_predictors=checkpoint.drops_untrained or bool(lacking.predictors),
         quantized_as=None if checkpoint.origin is None else checkpoint.origin.source.path,
     )
-    return told
+    return lines
 
 
 def _served_otherwise(source: ModelSource) -> Iterator[str]:

@@ -98,8 +98,8 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint) -> Unfilled:
         of_parts = others & {name for target in targets for name in targets[target]}
         others -= of_parts
         if missing:
-            told = by_module([min(same) for same in missing], targets)
-            parts = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {told}"
+            lacking = by_module([min(same) for same in missing], targets)
+            parts = f"config.json names a {type(whole).__name__}, which lacks {len(missing):,} tensors: {lacking}"
             has_none = all(map(checkpoint.names.is_computed, of_parts))
     return Unfilled(parts, has_none, missing_predictors(raw, checkpoint, others))
 

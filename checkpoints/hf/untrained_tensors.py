@@ -129,8 +129,8 @@ def summarize(carried: Sequence[DiskTensor], others: Iterable[str]) -> str:
         others: names of the tensors that are trained.
     """
     size = sum(tensor.num_bytes for tensor in carried)
-    told = f"{size / 1e9:,.1f} GB" if size >= 10**8 else f"{size / 1e6:,.1f} MB"
-    return f"{len(carried):,} tensors ({told}): {by_module([tensor.name for tensor in carried], others)}"
+    total = f"{size / 1e9:,.1f} GB" if size >= 10**8 else f"{size / 1e6:,.1f} MB"
+    return f"{len(carried):,} tensors ({total}): {by_module([tensor.name for tensor in carried], others)}"
 
 
 def by_module(names: Iterable[str], others: Iterable[str]) -> str:

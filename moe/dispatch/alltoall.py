@@ -88,7 +88,7 @@ class _ExchangedPart:
 
     exchange: Exchange
     number: int
-    told: "Told"
+    on_host: "HostCounts"
     counts_e: Tensor
     by_expert_R: Tensor | None
     by_source_R: Tensor | None
@@ -102,7 +102,7 @@ class _ExchangedPart:
         return sum(self.exchange.received[self.number])
 
     def host_counts(self) -> list[int]:
-        return self.told.by_expert[self.number]
+        return self.on_host.by_expert[self.number]
 
     def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
         rows_RD = Arrive.apply(sent_RD, self.exchange, self.number)
@@ -158,7 +158,7 @@ class AllToAllDispatcher:
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
         """As `Dispatcher.send`."""
-        receive_counts_E, told = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
+        receive_counts_E, on_host = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
         order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
         with for_backward_alone(is_replaying()):
             rows_ND = TokensToRows.apply(x_TD, order)
@@ -166,24 +166,24 @@ class AllToAllDispatcher:
         wait_for_counts(counts_E.device)
         if has_padding:
             # the rows' own gradient goes by the order of all of them: `Send` knows how many it sends
-            order = first_rows(order, sum(map(sum, told.sent_PS)))
-        exchange = Exchange(self.group, told.sent_PS, told.received_PS)
+            order = first_rows(order, sum(map(sum, on_host.sent_PS)))
+        exchange = Exchange(self.group, on_host.sent_PS, on_host.received_PS)
         rows = Send.apply(rows_ND, exchange)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)
         parts: list[ExpertChunk] = [
-            self._part(exchange, told, number, counts_Se) for number, counts_Se in enumerate(counts)
+            self._part(exchange, on_host, number, counts_Se) for number, counts_Se in enumerate(counts)
         ]
         return _ExchangedRows(rows, parts, exchange, order, weights_TK)
 
-    def _part(self, exchange: Exchange, told: "Told", number: int, counts_Se: Tensor) -> ExpertChunk:
+    def _part(self, exchange: Exchange, on_host: "HostCounts", number: int, counts_Se: Tensor) -> ExpertChunk:
         by_expert_R, by_source_R = None, None
         if counts_Se.shape[1] > 1:
             num_rows = sum(exchange.received[number])
             by_expert_R = _transpose_blocks(counts_Se, num_rows)
             by_source_R = _transpose_blocks(counts_Se.t(), num_rows)
-        return _ExchangedPart(exchange, number, told, counts_Se.sum(dim=0), by_expert_R, by_source_R)
+        return _ExchangedPart(exchange, number, on_host, counts_Se.sum(dim=0), by_expert_R, by_source_R)
 
     def _places(self, experts_TK: Tensor) -> Tensor:
         """The place of each choice's row among those that are sent."""
@@ -227,7 +227,7 @@ def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
     return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
 
 
-class Told(Protocol):
+class HostCounts(Protocol):
     """What ranks have told one another of their rows, in host memory.
 
     sent_PS, received_PS: for each part, rows to each rank, and rows from each rank. by_expert: for each part, the rows
@@ -271,7 +271,7 @@ class _Counts:
         return [counts_e.tolist() for counts_e in self._both_2Se[1].sum(dim=0).split(self._sizes)]
 
 
-def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Told]:
+def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, HostCounts]:
     """Tell every ep rank how many rows its experts will get from here. Neither result may be read before
     `wait_for_counts` has returned.
 

@@ -175,20 +175,20 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
         raise ExpertMeshError(f"--rope-scaling: {config.model_type} has no rotary embedding to scale; leave it out")
     had = getattr(text, _POSITIONS, None)
     kinds = _kinds_of_layers(text, current)
-    found: dict[str | None, Any] = {kind: current[kind] for kind in kinds} if kinds else {None: current}
-    tables = _by_kind(scaling, found)
-    changed = {kind: _scaled(found[kind], table, had, kind) for kind, table in tables.items()}
+    by_kind: dict[str | None, Any] = {kind: current[kind] for kind in kinds} if kinds else {None: current}
+    tables = _by_kind(scaling, by_kind)
+    changed = {kind: _scaled(by_kind[kind], table, had, kind) for kind, table in tables.items()}
     positions = max(ends for _, _, ends in changed.values())
     if had and all(round(original * table["factor"]) < had for table, original, _ in changed.values()):
         (kind, (table, original, _)), *_ = changed.items()
         raise ExpertMeshError(
             f"--rope-scaling: {_said(table, original)} would leave "
             f"{round(original * table['factor']):,} of the {had:,} positions that this model has by "
-            f"{_said(found[kind])}: the factor multiplies the positions before any scaling; give "
+            f"{_said(by_kind[kind])}: the factor multiplies the positions before any scaling; give "
             f"{math.floor(had / original) + 1} or more"
         )
     lines = tuple(
-        (f"rope{'' if kind is None else f' of {kind}'}: {_said(table, original)} instead of {_said(found[kind])}")
+        (f"rope{'' if kind is None else f' of {kind}'}: {_said(table, original)} instead of {_said(by_kind[kind])}")
         for kind, (table, original, _) in changed.items()
     )
     length = f"stays {had:,}" if had == positions else f"becomes {positions:,}" + (f", of {had:,}" if had else "")
@@ -257,9 +257,9 @@ def changed_config(raw: Mapping[str, Any], change: RopeChange) -> Any:
         except Exception as error:
             raise ExpertMeshError(f"--rope-scaling: transformers refuses the config: {error}") from error
     tie_text_as_whole(new, changed)
-    found = new.get_text_config().rope_parameters
-    if any(found.get(key) != value for key, value in change.parameters.items()):
-        raise ExpertMeshError(f"--rope-scaling: transformers reads {found} from {dict(change.parameters)}")
+    read = new.get_text_config().rope_parameters
+    if any(read.get(key) != value for key, value in change.parameters.items()):
+        raise ExpertMeshError(f"--rope-scaling: transformers reads {read} from {dict(change.parameters)}")
     return new
 
 
@@ -277,17 +277,17 @@ def check_rope(model: Any, scaling: RopeScaling) -> None:
         )
 
 
-def _by_kind(scaling: RopeScaling, found: Mapping[str | None, Any]) -> dict[str | None, Mapping[str, Any]]:
+def _by_kind(scaling: RopeScaling, by_kind: Mapping[str | None, Any]) -> dict[str | None, Mapping[str, Any]]:
     """The requested tables, by the kinds of layers that the config has."""
-    names = ", ".join(str(kind) for kind in found)
-    if None in found:
+    names = ", ".join(str(kind) for kind in by_kind)
+    if None in by_kind:
         if None not in scaling.tables:
             raise ExpertMeshError("--rope-scaling: all layers of this model have one rotary embedding; give one table")
         return dict(scaling.tables)
     if None in scaling.tables:
         # what sees a few positions back never meets a distance that it was not trained with
-        all_seeing = [kind for kind in found if "sliding" not in str(kind)]
-        if len(all_seeing) != 1 or len(found) == 1:
+        all_seeing = [kind for kind in by_kind if "sliding" not in str(kind)]
+        if len(all_seeing) != 1 or len(by_kind) == 1:
             raise ExpertMeshError(
                 f"--rope-scaling: this model has rotary embeddings of several kinds, {names}; give JSON "
                 "with a table for each kind to scale"
@@ -296,32 +296,33 @@ def _by_kind(scaling: RopeScaling, found: Mapping[str | None, Any]) -> dict[str 
     else:
         tables = dict(scaling.tables)
     for kind in tables:
-        if kind not in found:
+        if kind not in by_kind:
             raise ExpertMeshError(f"--rope-scaling: this model has no layers of kind {kind}; it has {names}")
-        if found[kind] is None:
+        if by_kind[kind] is None:
             raise ExpertMeshError(f"--rope-scaling: layers of kind {kind} of this model have no rotary embedding")
     return tables
 
 
 def _scaled(
-    found: Mapping[str, Any], asked: Mapping[str, Any], positions: int | None, kind: str | None
+    current: Mapping[str, Any], asked: Mapping[str, Any], positions: int | None, kind: str | None
 ) -> tuple[dict[str, Any], int, int]:
     """(the new table, the positions before scaling, those after)."""
-    was, rope_type = found.get("rope_type", "default"), asked["rope_type"]
+    was, rope_type = current.get("rope_type", "default"), asked["rope_type"]
     where = "" if kind is None else f" of {kind}"
     if was not in ("default", *_NEEDED) or (was != rope_type and "proportional" in (was, rope_type)):
         raise ExpertMeshError(
             f"--rope-scaling: the rotary embedding{where} of this model is of type {was}, which "
             f"cannot become {rope_type}" + (f"; use {was}:N" if was in _NEEDED else "")
         )
-    before = found.get(_ORIGINAL) or (
-        positions and round(positions / (found.get("factor") or 1) if was in ("linear", "proportional") else positions)
+    before = current.get(_ORIGINAL) or (
+        positions
+        and round(positions / (current.get("factor") or 1) if was in ("linear", "proportional") else positions)
     )
     original = asked.get(_ORIGINAL) or before
     if not original:
         raise ExpertMeshError(f"--rope-scaling: config.json has no {_POSITIONS}; give JSON with {_ORIGINAL}")
     dropped = _OF_FACTOR if was == rope_type else _STRETCHING
-    table = {key: value for key, value in found.items() if key not in dropped} | dict(asked)
+    table = {key: value for key, value in current.items() if key not in dropped} | dict(asked)
     if _ORIGINAL in _POSSIBLE.get(rope_type, {}):
         table[_ORIGINAL] = original
     # dynamic types take the positions that a config names for those before scaling

@@ -67,10 +67,10 @@ def _answer(work: Callable[[], Any], writing: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         try:
-            told = pickle.dumps((False, work()))
+            outcome = pickle.dumps((False, work()))
         except Exception as error:
-            told = pickle.dumps((True, error))
+            outcome = pickle.dumps((True, error))
         with os.fdopen(writing, "wb") as answer:
-            answer.write(told)
+            answer.write(outcome)
     finally:
         os._exit(0)

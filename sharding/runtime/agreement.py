@@ -82,8 +82,8 @@ def check_alike(
         return
     mine = "" if facts is None else json.dumps(dict(facts), sort_keys=True)
     digest = mine and hashlib.sha256(mine.encode()).hexdigest()[:16]
-    told = _gather(ranks, what, json.dumps([digest, node_name()]), seconds)
-    digests, nodes = zip(*map(json.loads, told), strict=True)
+    gathered = _gather(ranks, what, json.dumps([digest, node_name()]), seconds)
+    digests, nodes = zip(*map(json.loads, gathered), strict=True)
     found = list(dict.fromkeys(filter(None, digests)))[:_MOST_VARIANTS]
     if len(found) <= 1:
         return
@@ -113,8 +113,8 @@ def raise_at_start(ranks: Ranks, problem: str, seconds: float) -> None:
     Raises:
         ExpertMeshError: on all ranks, when one cannot start; on the others the message names its node.
     """
-    told = _gather(ranks, "start", json.dumps([problem, node_name()]), seconds)
-    problems, nodes = zip(*map(json.loads, told), strict=True)
+    gathered = _gather(ranks, "start", json.dumps([problem, node_name()]), seconds)
+    problems, nodes = zip(*map(json.loads, gathered), strict=True)
     if not any(problems):
         return
     _take_leave(ranks, seconds)
@@ -127,8 +127,8 @@ def _gather(ranks: Ranks, name: str, text: str, seconds: float) -> list[str]:
     """The text of every rank, in order."""
     ranks.store.set(f"{_KEY}/{name}/{ranks.rank}", text)
     wait_for_all(ranks, seconds)
-    told = ranks.store.multi_get([f"{_KEY}/{name}/{rank}" for rank in range(ranks.world_size)])
-    return [each.decode() for each in told]
+    gathered = ranks.store.multi_get([f"{_KEY}/{name}/{rank}" for rank in range(ranks.world_size)])
+    return [each.decode() for each in gathered]
 
 
 def _take_leave(ranks: Ranks, seconds: float) -> None:

@@ -236,11 +236,11 @@ def raise_together(patient: Ranks | None = None) -> Iterator[None]:
         problem = f"rank {dist.get_rank()} failed: {type(caught).__name__}: {caught}"
     if patient is not None:
         wait_for_all(patient)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (problem, node_name()))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (problem, node_name()))
     if caught is not None and not isinstance(caught, ExpertMeshError):
         raise caught
-    problems, nodes = zip(*told, strict=True)
+    problems, nodes = zip(*gathered, strict=True)
     first = next((p for p in problems if p is not None), None)
     if first is None:
         return

@@ -93,8 +93,8 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
         if name in of_loop and {name, *setting.metadata.get("aliases", ())} & {*given}
     ]
     own = [name for name in names if name not in read_by("Trainer")]
-    told = [f"{', '.join(own)}: only train_ep.py reads this; it has no effect in your own loop or Trainer"] * bool(own)
-    told += [
+    lines = [f"{', '.join(own)}: only train_ep.py reads this; it has no effect in your own loop or Trainer"] * bool(own)
+    lines += [
         f"{name}: only train_ep.py and Trainer read this; it has no effect in your own loop"
         for name in names
         if name not in own
@@ -102,12 +102,12 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
     of_schedule = [name for name in _SCHEDULE if getattr(config, name) != default_of(SETTINGS[name])]
     if config.max_steps < 0 and of_schedule:
         said = ", ".join(f"{name}={getattr(config, name)!r}" for name in of_schedule)
-        told.append(
+        lines.append(
             f"{said}: the learning rate stays constant until engine.schedule, or max_steps, says for how many steps"
         )
     engine_alone = replace(config, **{name: default_of(SETTINGS[name]) for name in of_loop})
     vars(engine_alone).update(asked=config.asked - of_loop)
-    return [*told, *config.overridden, *engine_alone.without_effect]
+    return [*lines, *config.overridden, *engine_alone.without_effect]
 
 
 def _signature() -> inspect.Signature:

@@ -187,8 +187,8 @@ def overruled_settings(args: Any, config: TrainConfig) -> list[str]:
     """
     said = []
     # of what only train_ep.py reads, `expertmesh.load` has told
-    told = SETTINGS.keys() - read_by("load") - vars(args).keys()
-    for name in (name for name in SETTINGS if name not in read_by("Trainer") | told):
+    warned_of = SETTINGS.keys() - read_by("load") - vars(args).keys()
+    for name in (name for name in SETTINGS if name not in read_by("Trainer") | warned_of):
         given, asked = getattr(config, name), getattr(args, name, None)
         if given not in (_default(config, name), asked, json.dumps(asked)):
             said.append(f"{name}={_shown(given)} (there {_shown(asked)})")

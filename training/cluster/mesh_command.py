@@ -95,8 +95,8 @@ def _layers_by_pp_index(arguments: argparse.Namespace) -> list[list[range]]:
 
 
 def _torchrun_ranks_a_node() -> int | None:
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if told is None else int(told)
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if local_size is None else int(local_size)
 
 
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:

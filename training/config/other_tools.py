@@ -172,9 +172,9 @@ def _row(name: str, exactly: bool) -> tuple[str, frozenset[str]] | None:
     Args:
         exactly: whether the table must have the name itself, not a pattern for it.
     """
-    for names, told, accepted in WITHOUT_EQUIVALENT:
+    for names, answer, accepted in WITHOUT_EQUIVALENT:
         if name in names.split() if exactly else any(fnmatchcase(name, pattern) for pattern in names.split()):
-            return told if "give " in told else f"{told}; leave it out", frozenset(accepted.split())
+            return answer if "give " in answer else f"{answer}; leave it out", frozenset(accepted.split())
     return None
 
 

@@ -571,16 +571,16 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     words, refused = ([], []) if config is None else _arguments(parser, _read_yaml(Path(config)))
     said = [f"--config {config}: {'; '.join(refused)}"] if refused else []
     given = GivenSettings(flags, _parsed(parser, words), config)
-    told: list[str] = []
+    overridden: list[str] = []
     for place, (key, values) in enumerate(parser.passed_over):
         for name in parser.others.contradicted(key.replace("-", "_"), given.all):
             flag, value = as_flag(name, given.all[name]), " ".join(values)
             theirs = f"--{key} {value}" if place < of_flags else f"{key}: {value} of {config}"
             if name in flags and place >= of_flags:
-                told.append(f"{flag} overrides {theirs}")
+                overridden.append(f"{flag} overrides {theirs}")
             else:
                 said.append(f"{theirs} is not what {flag} says; leave one of them out")
-    return replace(given, refused=tuple(said), passed_over=tuple(told))
+    return replace(given, refused=tuple(said), passed_over=tuple(overridden))
 
 
 def as_flag(name: str, value: Any) -> str:

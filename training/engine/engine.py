@@ -418,10 +418,10 @@ class Engine:
             made = [self.batch(batch, for_loss) for batch in batches]
         except ExpertMeshError as error:
             problem = str(error)
-        told: list[Any] = [None] * self.ranks.world_size
+        gathered: list[Any] = [None] * self.ranks.world_size
         has_any = any(batch is not None for batch in batches)
-        dist.all_gather_object(told, (problem, len(batches), self._digests(batches), (for_loss, *figures), has_any))
-        problems, numbers, digests, losses, have_any = zip(*told, strict=True)
+        dist.all_gather_object(gathered, (problem, len(batches), self._digests(batches), (for_loss, *figures), has_any))
+        problems, numbers, digests, losses, have_any = zip(*gathered, strict=True)
         if said := next(filter(None, problems), None):
             raise ExpertMeshError(said)
         _check_losses(losses)
@@ -515,12 +515,12 @@ class Engine:
     def _evaluated(self, batches: Iterable[MicroBatch], objective: Objective) -> Evaluation:
         """As `evaluate`, of an objective."""
         made, _ = self._all_made(batches, objective.by_token, objective.figures)
-        found = mean_loss(self.model, made, self.ranks.device, objective)
-        if found.targets == 0 or math.isnan(found.loss):
-            why = "it, or what count gave, is no number or 0" if found.targets else NO_TARGETS
+        evaluation = mean_loss(self.model, made, self.ranks.device, objective)
+        if evaluation.targets == 0 or math.isnan(evaluation.loss):
+            why = "it, or what count gave, is no number or 0" if evaluation.targets else NO_TARGETS
             self.tell(f"warning: the loss of an evaluation is NaN: {why}")
-        tell_loss(self, "evaluation loss", found.loss)
-        return found
+        tell_loss(self, "evaluation loss", evaluation.loss)
+        return evaluation
 
     def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
         """The log-probability of each label, without gradients: for each of this rank's batches (B, S) fp32, as its
@@ -532,8 +532,8 @@ class Engine:
         made, given = self._all_made(batches, for_loss=True)
         shapes = [None if batch is None else torch.as_tensor(batch["input_ids"]).shape for batch in given]
         sizes = [1 if shape is None else shape.numel() for shape in shapes]
-        found = label_logprobs(self.model, made, self.ranks.device, [*sizes, *[1] * (len(made) - len(given))])
-        return [None if shape is None else x.view(shape) for shape, x in zip(shapes, found, strict=False)]
+        logprobs = label_logprobs(self.model, made, self.ranks.device, [*sizes, *[1] * (len(made) - len(given))])
+        return [None if shape is None else x.view(shape) for shape, x in zip(shapes, logprobs, strict=False)]
 
     def _all_made(
         self, batches: Iterable[MicroBatch], for_loss: bool, figures: Sequence[str] = ()
@@ -547,9 +547,9 @@ class Engine:
             for batch in batches:
                 made.append(self._made(batch, for_loss))
                 given.append(batch)
-        told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (len(made), self._digests(given), (for_loss, *figures)))
-        numbers, digests, losses = zip(*told, strict=True)
+        gathered: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(gathered, (len(made), self._digests(given), (for_loss, *figures)))
+        numbers, digests, losses = zip(*gathered, strict=True)
         _check_losses(losses)
         self._check_shared(digests)
         made += [self._made(None, for_loss) for _ in range(max(numbers) - len(made))]
@@ -578,12 +578,12 @@ class Engine:
                     "a prompt has an image's token, and generate takes texts alone; export the model, and generate "
                     "with transformers"
                 )
-        told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (tokens, max_new_tokens))
-        if len({repr(each) for each in told}) > 1:
+        gathered: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(gathered, (tokens, max_new_tokens))
+        if len({repr(each) for each in gathered}) > 1:
             raise ExpertMeshError("ranks get different prompts or max_new_tokens; give all ranks the same")
-        found = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
-        return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
+        answers = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
+        return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
     def end_tokens(self, tokenizer: Any) -> list[int]:
         """Tokens that end a generated text: those of the model as it is exported, and the tokenizer's."""
@@ -745,14 +745,14 @@ class Engine:
                 raise ExpertMeshError(f"{out}: already contains files; choose another, or give overwrite=True")
         self.release()
         tokenizer = self._saved(tokenizer)
-        config, told = self.config, self.find_ends(tokenizer)
+        config, lines = self.config, self.find_ends(tokenizer)
         if config.adapter == "none":
             how = (config.shard_bytes, tokenizer, self.ranks, self._card())
-            told += export_model(self.model, self.checkpoint, self.topology, out, *how)
+            lines += export_model(self.model, self.checkpoint, self.topology, out, *how)
         else:
             written = (lora_of(config), config.model, config.adapter_format, tokenizer, self._card())
-            told += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
-        return told if self.ranks.rank == 0 else []
+            lines += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+        return lines if self.ranks.rank == 0 else []
 
     def merge(self, adapter: str | Path, directory: str | Path, tokenizer: Any = None) -> list[str]:
         """Write the model with an adapter merged into its weights.
@@ -768,20 +768,20 @@ class Engine:
         Raises:
             ExpertMeshError: on all ranks, when there is no such adapter, or the directory cannot be written.
         """
-        told: list[str] = []
+        lines: list[str] = []
         how = HowToWrite(
             *(self.config.shard_bytes, 1),
             overwrite=True,
             drop_untrained=self.config.drop_untrained,
             tokenizer=self._saved(tokenizer),
             as_source=self.checkpoint.origin is not None,
-            tell=told.append,
-            tell_errors=told.append,
+            tell=lines.append,
+            tell_errors=lines.append,
         )
         with raise_together(patient=self.ranks):
             if self.ranks.rank == 0:
                 merge_adapter(self.source.path, Path(adapter), Path(directory), how)
-        return told
+        return lines
 
     def _card(self) -> str:
         """The model card of what is exported."""
@@ -850,17 +850,17 @@ def _objective(
     return Objective(loss, count, tuple(figures))
 
 
-def _check_losses(told: Sequence[tuple[Any, ...]]) -> None:
+def _check_losses(losses: Sequence[tuple[Any, ...]]) -> None:
     """
     Args:
-        told: of each rank, whether its loss is one's own, and the names of its figures.
+        losses: of each rank, whether its loss is one's own, and the names of its figures.
 
     Raises:
         ExpertMeshError: they differ.
     """
-    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    other = next((rank for rank, each in enumerate(losses) if each != losses[0]), None)
     if other is not None:
-        said = ("a loss of its own with the figures " + str(list(each[1:])) if each[0] else "none" for each in told)
+        said = ("a loss of its own with the figures " + str(list(each[1:])) if each[0] else "none" for each in losses)
         first, another = (words for rank, words in enumerate(said) if rank in (0, other))
         raise ExpertMeshError(f"rank 0 gives {first}, rank {other} {another}: give all ranks the same loss and figures")
 

@@ -171,9 +171,9 @@ AT_BEST = Rates()
 @cache
 def published(gpu: str) -> Rates:
     """What was published of a GPU; where nothing was, of the one that the file says it is like."""
-    told = json.loads((Path(__file__).parent / "rates.json").read_text(encoding="utf-8"))[gpu]
-    rates = rates_from({"attained": told["attained"], "constants": told["constants"]})
-    return rates.with_classes_of(published(told["like"])) if "like" in told else rates
+    table = json.loads((Path(__file__).parent / "rates.json").read_text(encoding="utf-8"))[gpu]
+    rates = rates_from({"attained": table["attained"], "constants": table["constants"]})
+    return rates.with_classes_of(published(table["like"])) if "like" in table else rates
 
 
 def experts_apart(device_name: str) -> int:
@@ -184,14 +184,14 @@ def experts_apart(device_name: str) -> int:
     return published(known[0]).experts_apart if known else 1
 
 
-def rates_from(told: Any) -> Rates:
+def rates_from(table: Any) -> Rates:
     """What `dataclasses.asdict` made of `Rates`.
 
     Raises:
         ValueError: a class is unknown, or a figure is not a positive number. TypeError, KeyError: it is something else.
     """
-    attained = tuple(Attained(**each) for each in told["attained"])
-    constants = tuple(RateConstant(**each) for each in told["constants"])
+    attained = tuple(Attained(**each) for each in table["attained"])
+    constants = tuple(RateConstant(**each) for each in table["constants"])
     names = ("compute beside", "collective beside", "launch", "call", "wait", "experts apart")
     for each in attained:
         if each.operator.removesuffix(FA3) not in CLASSES:

@@ -118,13 +118,13 @@ class StepProfiler:
                 written = self._write(recording)
             except Exception as error:  # no profile is worth a run
                 self.problem = str(error) or repr(error)
-        told = [("", "")] * dist.get_world_size()
-        dist.all_gather_object(told, (written, self.problem))
+        gathered = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(gathered, (written, self.problem))
         steps = steps_in_words(self.done)
-        for rank, (_, problem) in enumerate(told):
+        for rank, (_, problem) in enumerate(gathered):
             if problem:
                 self.say(f"warning: rank {rank} has no profile of {steps}: {problem}")
-        if lines := [line for line, _ in told if line]:
+        if lines := [line for line, _ in gathered if line]:
             more = f"; one more per profiled rank, {len(lines)} in all" if len(lines) > 1 else ""
             self.say(f"profiled {steps}: {lines[0]}{more}")
         self.done, self.problem = [], ""

@@ -71,8 +71,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, num_s
             scheduler_specific_kwargs=arguments,
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        told = f" with --lr-scheduler-kwargs {json.dumps(arguments)}" if arguments else ""
-        raise ExpertMeshError(f"--lr-scheduler-type {name}{told}: {error}") from error
+        with_arguments = f" with --lr-scheduler-kwargs {json.dumps(arguments)}" if arguments else ""
+        raise ExpertMeshError(f"--lr-scheduler-type {name}{with_arguments}: {error}") from error
     return scheduler
 
 

@@ -184,8 +184,8 @@ def asked_by(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ())
         value = getattr(arguments, alias)
         if value is None or value is False:
             continue
-        told = given_settings([flag_of(name), "false" if value is True else value]).flags
-        if flags.setdefault(name, told[name]) != told[name]:
+        parsed = given_settings([flag_of(name), "false" if value is True else value]).flags
+        if flags.setdefault(name, parsed[name]) != parsed[name]:
             written = flag_of(alias) if value is True else f"{flag_of(alias)} {value}"
             raise ExpertMeshError(
                 f"{written} and {flag_of(name)} {flags[name]} are one setting with two values; give one of them"

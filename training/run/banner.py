@@ -182,12 +182,12 @@ def _attention(model: Any) -> str:
 def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
     if source.rope is None:
         return []
-    told = (
+    adapted = (
         "an adapter has no config.json: merge and --init-adapter read rope_scaling.json next to "
         "it; other programs need this setting in the base model: "
         f"{json.dumps(source.rope.settings)}"
     )
-    return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
+    return [*source.rope.lines, *([] if config.adapter == "none" else [adapted])]
 
 
 def data_line(inputs: Inputs, order: DataOrder) -> str:

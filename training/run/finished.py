@@ -132,12 +132,12 @@ def find_finished(
         ExpertMeshError: on all ranks, when the run that has finished is another one; or more is asked for, and it left
             nothing to go on from.
     """
-    told: list[str | None] = [None]
+    answer: list[str | None] = [None]
     with raise_together(), write_errors(output_dir):
         if ranks.rank == 0 and (done := read_finished(output_dir)) is not None:
-            told = [_find(done, config, output_dir, num_steps, facts, order, tell)]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+            answer = [_find(done, config, output_dir, num_steps, facts, order, tell)]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def complete_report(output_dir: Path, tell: Tell) -> None:

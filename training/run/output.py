@@ -163,12 +163,12 @@ def _check_shared(config: TrainConfig, output_dir: Path, ranks: Ranks) -> None:
             for stale in output_dir.glob(f".seen-*{PARTIAL}"):
                 stale.unlink(missing_ok=True)
             marker.touch()
-    told: list[Any] = [None] * ranks.world_size
+    gathered: list[Any] = [None] * ranks.world_size
     sees = _sees(marker, _SEEN_SECONDS if needed else _NOT_NEEDED_SECONDS)
-    dist.all_gather_object(told, (sees, node_name(), str(output_dir.resolve())))
+    dist.all_gather_object(gathered, (sees, node_name(), str(output_dir.resolve())))
     if ranks.rank == 0:
         marker.unlink(missing_ok=True)
-    seen, nodes, places = zip(*told, strict=True)
+    seen, nodes, places = zip(*gathered, strict=True)
     blind = [rank for rank in range(ranks.world_size) if not seen[rank]]
     if not blind:
         return

@@ -73,9 +73,9 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
 
     What is held for as long as the run takes is given to `closing`.
     """
-    told = [*config.without_effect, *config.without_effect_on(ranks.device.type)]
-    if ranks.rank == 0 and told:
-        print(folded(f"note: {'; '.join(told)}"), flush=True)
+    unheeded = [*config.without_effect, *config.without_effect_on(ranks.device.type)]
+    if ranks.rank == 0 and unheeded:
+        print(folded(f"note: {'; '.join(unheeded)}"), flush=True)
     if config.ends_after_data and ranks.world_size == 1:
         # samples are the same on any number of ranks
         config, without = config.on_one_rank()
@@ -280,10 +280,10 @@ def export(engine: Engine, output_dir: Path, tokenizer: Any) -> list[str]:
     hf, adapter = output_dir / "hf", output_dir / "adapter"
     if engine.config.adapter == "none":
         return [*engine.export(hf, tokenizer, overwrite=True), f"exported to {hf}"]
-    told = engine.export(adapter, tokenizer, overwrite=True)
+    lines = engine.export(adapter, tokenizer, overwrite=True)
     if not engine.config.merge:
-        return [*told, f"exported to {adapter}"]
-    return [*told, *engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
+        return [*lines, f"exported to {adapter}"]
+    return [*lines, *engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
 
 
 def tell(line: str) -> None:

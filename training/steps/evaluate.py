@@ -46,8 +46,8 @@ class Evaluation:
 
     def __str__(self) -> str:
         if self.figures:
-            told = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
-            return f"eval loss {self.loss:.4f}, {told}, in {self.seconds:.1f} s"
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+            return f"eval loss {self.loss:.4f}, {figures}, in {self.seconds:.1f} s"
         digits = ",.2f" if self.perplexity < 1e6 else ".2e"
         return (
             f"eval loss {self.loss:.4f}, perplexity {self.perplexity:{digits}}, "
@@ -173,12 +173,12 @@ def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, s
     with inference(model):
         for several, heads in head_outputs(model, batches, device, by_token=True):
             for number, batch in enumerate(several):
-                told = batch.of_loss
+                loss_batch = batch.of_loss
                 labels = torch.zeros(next(following), device=device)
                 if number < len(heads):
-                    labels[told.place_N] = heads[number]
-                if told.cp_group is not None:
-                    dist.all_reduce(labels, group=told.cp_group.ranks)
+                    labels[loss_batch.place_N] = heads[number]
+                if loss_batch.cp_group is not None:
+                    dist.all_reduce(labels, group=loss_batch.cp_group.ranks)
                 if pipeline is not None:
                     dist.broadcast(labels, pipeline.groups.ranks[-1], group=pipeline.groups.forward)
                 found.append(labels)

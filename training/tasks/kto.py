@@ -142,15 +142,15 @@ def with_divergence(model: Any, batches: Iterable[Batch], device: torch.device) 
     with inference(model):
         for several, heads in head_outputs(model, others, device, by_token=True):
             for batch, logprobs_N in zip(several, heads, strict=False):  # a pipeline's last stage may be elsewhere
-                told = batch.of_loss
-                sums[0] += (told.sums(logprobs_N) - told[REFERENCE]).sum()
-                sums[1] += told.num_samples
+                loss_batch = batch.of_loss
+                sums[0] += (loss_batch.sums(logprobs_N) - loss_batch[REFERENCE]).sum()
+                sums[1] += loss_batch.num_samples
     dist.all_reduce(sums)
     found = (sums[0] / sums[1]).clamp(min=0)
 
     def complete(batch: Batch) -> Batch:
-        told = batch.of_loss
-        inputs = {**told.inputs, KL: found.to(told.tokens_N.device).expand(told.num_samples)}
-        return replace(batch, for_loss=replace(told, inputs=inputs), mismatched=None)
+        loss_batch = batch.of_loss
+        inputs = {**loss_batch.inputs, KL: found.to(loss_batch.tokens_N.device).expand(loss_batch.num_samples)}
+        return replace(batch, for_loss=replace(loss_batch, inputs=inputs), mismatched=None)
 
     return complete

@@ -237,10 +237,10 @@ class Account:
 
     def as_json(self, card: float) -> dict[str, Any]:
         """Bytes, seconds and FLOPs."""
-        fit, told = self.fit(card), asdict(self)
-        parts = [{"name": name, **cost} for name, cost in told.pop("parts").items()]
-        time = told["time"] | {"total": self.time.total}
-        return told | {
+        fit, values = self.fit(card), asdict(self)
+        parts = [{"name": name, **cost} for name, cost in values.pop("parts").items()]
+        time = values["time"] | {"total": self.time.total}
+        return values | {
             "time": time,
             "parts": parts,
             "fit": asdict(fit),

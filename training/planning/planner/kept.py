@@ -35,9 +35,9 @@ T = TypeVar("T")
 def key_of(*everything: Any) -> str:
     """What stands for these values, our sources and the packages that compute. Values are dataclasses, or what JSON
     has."""
-    told = [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in everything]
-    told.append(_code(PACKAGES, SOURCES))
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    parts = [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in everything]
+    parts.append(_code(PACKAGES, SOURCES))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache

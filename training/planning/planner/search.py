@@ -210,13 +210,13 @@ def _dense_shards(pipeline: TrainConfig, ranks: int, ep_size: int, tried: Tried)
 
 def _pipelines(base: TrainConfig, facts: ModelFacts, tried: Tried, world_size: int) -> Iterator[TrainConfig]:
     """The base with each pipeline that is tried."""
-    told = tried.pp_size is not None
+    is_pp_size_given = tried.pp_size is not None
     for pp_size in [tried.pp_size] if tried.pp_size is not None else divisors(world_size):
         if pp_size == 1:
             yield replace(base, pp_size=1, pipeline_chunks=1, pipeline_schedule=None, pipeline_layers=None)
             continue
         for chunks in CHUNKS if tried.chunks is None else [tried.chunks]:
-            if not told and (pp_size > MOST_PP_RANKS or pp_size * chunks > len(facts.layers)):
+            if not is_pp_size_given and (pp_size > MOST_PP_RANKS or pp_size * chunks > len(facts.layers)):
                 continue
             if base.layers_of_stages is not None and len(base.layers_of_stages) != pp_size * chunks:
                 continue

@@ -60,8 +60,8 @@ def stages_in_words(own: Sequence[int] | None, layers: Sequence[int]) -> str:
     if own is None:
         return ""
     ends = [0, *accumulate(layers)]
-    told = (f"stage {stage + 1} (layers {ends[stage]} to {ends[stage + 1] - 1})" for stage in own)
-    return f"{', '.join(told)} of {len(layers)}"
+    named = (f"stage {stage + 1} (layers {ends[stage]} to {ends[stage + 1] - 1})" for stage in own)
+    return f"{', '.join(named)} of {len(layers)}"
 
 
 def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Communicator]:

@@ -72,8 +72,8 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
     refuse_gone(rest, GONE)
     given = given_settings(rest, own := list(parser._option_string_actions))
     asked = parse_config(rest if given.all.get("dataset") else [*rest, "--dataset", "none"], own)
-    if told := [*asked.without_effect, *asked.without_effect_on("cuda")]:
-        print(folded(f"note: {'; '.join(told)}"), file=sys.stderr)
+    if unheeded := [*asked.without_effect, *asked.without_effect_on("cuda")]:
+        print(folded(f"note: {'; '.join(unheeded)}"), file=sys.stderr)
     config = asked.settled()
     _check(arguments, config)
     if arguments.ranks == "all":
