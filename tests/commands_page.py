@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from unittest import mock
 
@@ -93,15 +93,20 @@ def section(command: str) -> str:
     first = next((first for first, others in ALIKE.items() if command in others), None)
     if first is not None:
         told = rows_of(first)
-        says.append(f"As for [{first}](#{first}): {', '.join(row[0] for row in rows if row in told)}.")
+        says.append(f"As for [{first}](#{first}): {names_of(row for row in rows if row in told)}.")
         rows = [row for row in rows if row not in told]
     if COMMANDS[command][1] != TAKES_A_RUN:
         of_a_run = [row for row in rows if re.split(r"[` ]", row[0])[1][2:].replace("-", "_") in SETTINGS]
         rows = [row for row in rows if row not in of_a_run]
         if of_a_run:
-            says.append(f"As in [`train_ep.py`](flags.md): {', '.join(row[0] for row in of_a_run)}.")
+            says.append(f"As in [`train_ep.py`](flags.md): {names_of(of_a_run)}.")
     told_of = [item(*row) for row in rows]
     return "\n".join([f"## {command}\n", f"```text\n{usage}\n```\n", " ".join(filter(None, says)), "", *told_of, ""])
+
+
+def names_of(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Those of flags that are told of elsewhere, without their values."""
+    return ", ".join(re.sub(r" [^`]+`", "`", row[0]) for row in rows)
 
 
 def rows_of(command: str) -> list[tuple[str, str, str]]:
