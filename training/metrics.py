@@ -126,7 +126,7 @@ def _is_routing_known(interval: Interval) -> bool:
 
 def _of_preferences(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
     """What is told of preference data, in steps and in evaluations."""
-    return _of_own_loss(figure, f"{meaning}; of preference data", f"Preferences: {figure}", console)
+    return _of_own_loss(figure, meaning, f"Preferences: {figure}", console)
 
 
 def _of_student(figure: str, meaning: str, console: Callable[[float], str] | None = None) -> list[Metric]:
