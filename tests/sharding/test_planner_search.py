@@ -14,7 +14,7 @@ from expertmesh.training.planning import tables
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.planner import search as of_search
-from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.asked import MICRO_BATCHES, Asked, Tried
 from expertmesh.training.planning.planner.clock import StepTime
 from expertmesh.training.planning.planner.facts import Held
 from expertmesh.training.planning.planner.forecasts import Forecasts
@@ -32,7 +32,6 @@ from expertmesh.training.planning.planner.search import (
     layouts,
     sequences_per_step,
 )
-from expertmesh.training.planning.planner.tried import MICRO_BATCHES, Tried
 from expertmesh.training.planning.tables import launch_line
 from tests.sharding import planned
 from tests.sharding.planned import H100, SLOWER, ByFormula, cluster_of, flags_of, mixtral_facts, tiny_forecasts

@@ -14,8 +14,8 @@ from ...moe.util.terminal import folded
 from ..config.train_config import GivenSettings, TrainConfig, given_settings, with_init_adapter
 from .coverage import check_covered
 from .imbalance import add_imbalance_flags, read_imbalance
+from .planner.asked import MICRO_BATCHES, Tried
 from .planner.hardware import MOST, add_hardware_flags, check_positive, gpus_per_node, tell_nodes
-from .planner.tried import MICRO_BATCHES, Tried
 
 DATASET, OUTPUT_DIR = "$DATASET", "$OUTPUT_DIR"
 """Shell variables in a launch line, for what no plan depends on."""

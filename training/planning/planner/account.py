@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ..memory import CONTEXT, FRAGMENTATION, Communicator, Fit, Memory, MemoryTerm
 from .clock import StepTime
-from .sums import Sums
+from .costs import Sums
 
 KINDS: tuple[MemoryTerm, ...] = get_args(MemoryTerm)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...model_setup.rates import Rates
-from .sums import Sums
+from .costs import Sums
 
 SHARDING = "FSDP"
 """The stream of FSDP's collectives."""

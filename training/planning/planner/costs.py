@@ -9,12 +9,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from operator import add, sub
+from typing import Literal, Self
 
 from ...model_setup.rates import Work
 from .hardware import Device, Hardware
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+
+
+class Sums:
+    """A dataclass of numbers, which are added, subtracted and multiplied field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(*map(sub, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, often: float) -> Self:
+        return type(self)(*(often * each for each in vars(self).values()))
 
 
 @dataclass(frozen=True)

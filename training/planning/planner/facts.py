@@ -5,7 +5,7 @@ from functools import cached_property
 
 from ....moe.hf_model.counts import ParameterCounts
 from ....sharding.topology import Topology
-from .sums import Sums
+from .costs import Sums
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from ...config.train_config import TrainConfig
 from ..imbalance import EVEN, GivenRouting
 from ..memory import LASTING, Fit, Memory
 from .account import Account
-from .asked import Asked
+from .asked import Asked, Tried
 from .costs import Cluster, seconds_among
 from .facts import ModelFacts, lasting_on_rank
 from .forecasts import Forecasts
 from .pipelines import STEADY, PlannedPipeline, can_leave_weights, dry_run_pipeline, one_stage, pipelined
-from .tried import Tried
 
 TP_SIZES = (2, 4, 8)
 """Ranks of a tensor-parallel group that are tried beside none, where no size is given."""
