@@ -271,7 +271,7 @@ METRICS = [
         over_ranks="alike",
     ),
     *_of_student("teacher_kl", "divergence of the prediction from the teacher's", lambda mean: f"kl {mean:.3f}"),
-    *_of_student("cross_entropy", "mean cross-entropy of the target tokens beside a teacher"),
+    *_of_student("cross_entropy", "mean cross-entropy of the target tokens"),
     Metric(
         name="mtp_loss",
         unit="nats",
