@@ -118,8 +118,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
 
 def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_steps: int) -> list[str]:
     return [
-        "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
-        "--model", str(arguments.model or directory / "model"), "--dataset", str(directory / "data.jsonl"),
+        "--use-cpu", "--model", str(arguments.model or directory / "model"), "--dataset", str(directory / "data.jsonl"),
         "--output-dir", str(out),
         "--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size),
         "--tp-size", str(arguments.tp_size), "--max-steps", str(arguments.steps),

@@ -48,7 +48,6 @@ from torch import Tensor
 
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.original_megablocks import original_dmoe
-from expertmesh.moe.cpu.matmul import matmul
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.shape import MoEShape
@@ -553,23 +552,23 @@ def expert_flops(rows: int, shape: MoEShape) -> float:
 
 
 def dense_chain(rows_RD: Tensor, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The matmuls alone of one expert that takes all rows, forward, and forward + backward, by the fastest
-    library there is: nothing between them, no result written anywhere in particular. No MoE layer is faster."""
+    """The matmuls alone of one expert that takes all rows, forward, and forward + backward: nothing between them, no
+    result written anywhere in particular. No MoE layer is faster."""
     x_RD = rows_RD.detach()
     rows, model_width = x_RD.shape
     sizes = ((2 * width, model_width), (width, model_width), (rows, width), (rows, 2 * width))
     w13_GD, w2_FD, act_RF, hidden_RG = (torch.randn(n, m, device=x_RD.device, dtype=x_RD.dtype) for n, m in sizes)
 
     def forward() -> None:
-        matmul(x_RD, w13_GD.t())
-        matmul(act_RF, w2_FD)
+        torch.mm(x_RD, w13_GD.t())
+        torch.mm(act_RF, w2_FD)
 
     def both() -> None:
         forward()
-        matmul(act_RF.t(), x_RD)
-        matmul(x_RD, w2_FD.t())
-        matmul(hidden_RG.t(), x_RD)
-        matmul(hidden_RG, w13_GD)
+        torch.mm(act_RF.t(), x_RD)
+        torch.mm(x_RD, w2_FD.t())
+        torch.mm(hidden_RG.t(), x_RD)
+        torch.mm(hidden_RG, w13_GD)
 
     return forward, both
 

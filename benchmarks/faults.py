@@ -88,8 +88,7 @@ class Bench:
 
     def flags(self, out: Path, *more: str) -> list[str]:
         return [
-            "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
-            "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
+            "--use-cpu", "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
             "--output-dir", str(out), "--ep-size", str(self.ep_size), "--cp-size", str(self.cp_size),
             "--tp-size", str(self.tp_size), "--pp-size", str(self.pp_size),
             "--gradient-accumulation-steps", str(self.pp_size), "--max-steps", str(self.steps),

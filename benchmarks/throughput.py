@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, 
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, build_variant, parse_variant
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.cpu.matmul import peak_of_products
 from expertmesh.moe.experts.model_layers import moe_shape
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
@@ -54,13 +53,10 @@ from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.allocator import let_segments_grow
 from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_process_group
 from expertmesh.sharding.torchrun import read_environment
-from expertmesh.training.config.settings import CpuMatmul
-from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.model_setup.compiling import compilation
-from expertmesh.training.model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 
 PRELOADED = [
     "transformers.models.mixtral.modeling_mixtral",
@@ -80,7 +76,6 @@ class Setting:
     work: Work
     case: Case
     parameters: int
-    products: MatmulLibraries
 
 
 @ends_with_reader
@@ -93,13 +88,9 @@ def main() -> int:
         arguments = parse_arguments()
         ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
         with scratch_directory() as scratch:
-            # this process computes nothing else, and is on a CPU whatever the variants are on
-            config = TrainConfig(model="-", dataset=["-"], cpu_matmul=arguments.cpu_matmul)
-            products = choose_matmul_libraries(config, ranks)
-            assert products is not None
             peak_flops = measure_peak(arguments, ranks)
             values = arguments.values or [None]
-            settings = [make_setting(v, arguments, scratch, ranks, products, peak_flops) for v in values]
+            settings = [make_setting(v, arguments, scratch, ranks, peak_flops) for v in values]
             results = run_rounds(settings, arguments, ranks)
             failed = ranks.rank == 0 and not report(settings, results, arguments)
         end_process_group()
@@ -137,9 +128,6 @@ def parse_arguments() -> argparse.Namespace:
         help="on a CPU: which variants use train_ep.py's malloc settings: ours (as-is), none (plain), all (settled)",
     )
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU even if there is a GPU")
-    parser.add_argument(
-        "--cpu-matmul", choices=get_args(CpuMatmul), default="auto", help="library for our fp32 matmuls on a CPU"
-    )
     parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
     parser.add_argument("--values", type=int, nargs="+", help="values of the sweep: tokens per rank, or experts")
     parser.add_argument("--rounds", type=int, default=3)
@@ -194,13 +182,28 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def measure_peak(arguments: argparse.Namespace, ranks: Ranks) -> float | None:
-    """Floating point operations per second of CPU time of this machine's faster library in large fp32 matmuls;
-    None where the variants compute otherwise. On rank 0, while the others wait."""
+    """Floating point operations per second of CPU time of this machine in large fp32 matmuls; None where the
+    variants compute otherwise. On rank 0, while the others wait."""
     if arguments.dtype != "fp32" or not (arguments.use_cpu or not torch.cuda.is_available()):
         return None
-    found = [peak_of_products() if ranks.rank == 0 else None]
+    found = [_peak_of_matmuls() if ranks.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def _peak_of_matmuls() -> float:
+    """On one thread: of the fastest of a few calls."""
+    n, threads = 1024, torch.get_num_threads()
+    a_MK, b_KN, best = torch.randn(n, n), torch.randn(n, n), math.inf
+    torch.set_num_threads(1)
+    try:
+        for _ in range(6):
+            begin = time.thread_time()
+            torch.mm(a_MK, b_KN)
+            best = min(best, time.thread_time() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * n**3 / best
 
 
 def make_setting(
@@ -208,7 +211,6 @@ def make_setting(
     arguments: argparse.Namespace,
     scratch: Path,
     ranks: Ranks,
-    products: MatmulLibraries,
     peak_flops: float | None,
 ) -> Setting:
     """The model (made and saved, where there is none) and the work of one value of the sweep."""
@@ -244,12 +246,11 @@ def make_setting(
         arguments.compile,
         arguments.malloc,
         arguments.use_cpu,
-        products.by_product,
     )
     bytes_a_number = 4 if arguments.dtype == "fp32" else 2
     layers = source.config.num_hidden_layers
     case = Case(value, moe_shape(meta), layers, rows * length, ranks.world_size, flops, bytes_a_number, peak_flops)
-    return Setting(work, case, counts.total, products)
+    return Setting(work, case, counts.total)
 
 
 def divide_rows(tokens: int, seq_length: int) -> tuple[int, int]:
@@ -556,7 +557,7 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
     said += ["ours not resharded after forward"] * (not work.reshard_after_forward)
     said += ["torch.compile of ours by region, of transformers' complete model"] * work.compile
     if "cpu" in devices:
-        said += [mallocs[work.malloc], f"our matmuls by {setting.products} ({setting.products.why})"]
+        said += [mallocs[work.malloc]]
     if case.peak_flops is not None:
         said += [f"floor: the FLOPs at {case.peak_flops / 1e9:,.0f} GFLOP/s of CPU time, measured here"]
     said += [versions, f"Python {platform.python_version()}"]

@@ -44,8 +44,7 @@ class Figures:
 @dataclass(frozen=True)
 class Case:
     """What all variants have in common. value: of the sweep, if there is one. tokens: per step of all ranks. flops:
-    needed. bytes_a_number: of an activation on its way. peak_flops: per second of CPU time, of the faster library's
-    matmuls."""
+    needed. bytes_a_number: of an activation on its way. peak_flops: per second of CPU time, of matmuls."""
 
     value: int | None
     shape: MoEShape

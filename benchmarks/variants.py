@@ -8,7 +8,7 @@
 Shape suffixes: B sequences, S positions, T = B·S tokens on this rank, D model width, E experts, K experts per token.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.cpu.matmul import Library, Product, use_libraries
 from expertmesh.moe.registration import NAME, register_ep_implementation
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import build_mesh
@@ -43,7 +42,7 @@ class Work:
     rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
     bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
     malloc: which variants on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
-    cpu: even where there is a GPU. products: our matmul libraries on a CPU; transformers' matmuls are always torch's.
+    cpu: even where there is a GPU.
     """
 
     model: Path
@@ -60,7 +59,6 @@ class Work:
     compile: bool
     malloc: str
     cpu: bool
-    products: Mapping[Product, Library]
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ def parse_variant(name: str) -> tuple[str, int]:
 
 
 def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
-    use_libraries(work.products)
     source = open_source(work.model)
     device = ranks.device.type
     config = TrainConfig(

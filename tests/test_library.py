@@ -49,8 +49,8 @@ ours = {name for name in set(sys.modules) - names if not name.startswith("expert
 assert not ours & {"torch", "transformers", "accelerate", "numpy"}, ours
 environment = dict(os.environ)
 model = sys.argv[1]
-first = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn")
-second = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2, packing=True)
+first = expertmesh.load(model, use_cpu=True)
+second = expertmesh.load(model, use_cpu=True, adapter="lora", lora_rank=2, packing=True)
 assert state() == before, "loading changed the process"
 # with a process group, torch has tracebacks begin with the rank
 assert sys.excepthook is hook or sys.excepthook.__module__.startswith("torch.distributed")
@@ -89,7 +89,7 @@ def engine(tiny_model: Path) -> Any:
 
 
 def load(model: Path, **settings: Any) -> Any:
-    return expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
+    return expertmesh.load(str(model), use_cpu=True, **settings)
 
 
 def batch_of_text() -> dict[str, torch.Tensor]:

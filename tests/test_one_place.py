@@ -681,7 +681,7 @@ def test_an_encoding_in_training(ranks: RankPool, tiny_data: Path, tmp_path: Pat
     save_tokenizer(source)
     add("codes")
     assert checkpoints_command("export", source, wide) == 0
-    argv = ["--dataset", str(tiny_data), "--use-cpu", "--max-steps", "1", "--ep-size", "2", "--cpu-matmul", "onednn"]
+    argv = ["--dataset", str(tiny_data), "--use-cpu", "--max-steps", "1", "--ep-size", "2"]
     argv += ["--freeze", "experts", "--export-encoding", "source"]
     for model, out in ((source, "codes"), (wide, "values")):
         own = ["--model", str(model), "--output-dir", str(tmp_path / out)]

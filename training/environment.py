@@ -20,9 +20,7 @@ PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "sa
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def environment(
-    ranks: Ranks, global_batch_size: int, cpu_matmul: str | None, flash_attention_3: str | None
-) -> dict[str, str | int]:
+def environment(ranks: Ranks, global_batch_size: int, flash_attention_3: str | None) -> dict[str, str | int]:
     """The facts by name, for environment.json and the report. What cannot be found out is left out.
 
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
@@ -38,7 +36,6 @@ def environment(
         "global_batch_size": global_batch_size,
         "devices": _devices(ranks),
         "cpu": cpu_model(),
-        "cpu_matmul": cpu_matmul,
         "flash_attention_3": flash_attention_3,
         "cpu_cores": os.cpu_count(),
         "os": _operating_system(),

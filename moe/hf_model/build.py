@@ -22,9 +22,9 @@ from ..experts.forward import Beside, current_forward, give_forwards
 from ..experts.layer import DMoE
 from ..experts.layout import expert_modules, read_layout
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
-from ..experts.model_layers import decoder_layers, moe_layers, moe_shape
+from ..experts.model_layers import moe_layers, moe_shape
 from ..kernels.kernel_registry import ExpertKernel, KernelNeeds
-from ..linear.linear import hold_transposed, use_linear
+from ..linear.linear import hold_transposed
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 from .called_layers import call_layers
@@ -78,8 +78,6 @@ def build_model(config: Any, attn_implementation: str = "auto", images: bool = F
     for region in regions_of(model):
         for path in region.rowwise:
             hold_transposed(model.get_submodule(path))
-    for layer in decoder_layers(model):
-        use_linear(layer)
     return model
 
 

@@ -27,7 +27,6 @@ from torch import nn
 
 from ..experts.model_facts import facts_of
 from ..experts.model_layers import decoder_layers
-from ..linear.linear import use_linear
 from ..util.errors import ExpertMeshError
 
 _APART = {
@@ -157,7 +156,6 @@ def add_mtp(model: Any, mtp: PublishedMTP) -> None:
     layer.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta")
     layer.shared_head = nn.Module()
     layer.shared_head.norm = deepcopy(norm)
-    use_linear(layer.eh_proj)
     vars(model)[_ATTRIBUTE] = mtp
 
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import result_of
 from ..util.step_parts import register_step_part
@@ -184,6 +183,14 @@ def multiply_dtype(rows: Tensor) -> torch.dtype:
     return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype
 
 
+def multiply_into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """Write a · b, of any dtype, to where `out_MN` is; without a gradient."""
+    if out_MN.dtype == a_MK.dtype:
+        torch.mm(a_MK, b_KN, out=out_MN)
+    else:
+        out_MN.copy_(a_MK @ b_KN)
+
+
 def looped(counts: list[int]) -> GroupedMatmul:
     """Expert by expert, in the dtype of `multiply_dtype`."""
 
@@ -193,8 +200,7 @@ def looped(counts: list[int]) -> GroupedMatmul:
             out_eKN = b.new_empty(len(counts), a.shape[1], b.shape[1])
             for rows, out_KN in zip(places, out_eKN, strict=True):
                 if rows.stop > rows.start:
-                    a_rows, b_rows = (pad_rows(each[rows].to(dtype)) for each in (a, b))
-                    matmul(a_rows.t(), b_rows, out_KN)
+                    multiply_into(out_KN, a[rows].to(dtype).t(), b[rows].to(dtype))
                 else:
                     out_KN.zero_()
             return out_eKN
@@ -202,8 +208,7 @@ def looped(counts: list[int]) -> GroupedMatmul:
         for rows, matrix in zip(places, b, strict=True):
             if rows.stop > rows.start:
                 b_KN = matrix.to(dtype)
-                out = matmul(pad_rows(a[rows].to(dtype)), b_KN.t() if trans_b else b_KN)
-                out_RN[rows] = out[: rows.stop - rows.start]
+                multiply_into(out_RN[rows], a[rows].to(dtype), b_KN.t() if trans_b else b_KN)
         return out_RN
 
     return GroupedMatmul(multiply)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cpu.matmul import matmul, pad_rows
 from ..util.gpu import takes_triton
 from .expert_products import host_counts, runs
 
@@ -130,11 +129,11 @@ def plain_multiply(a: Scaled, b: Scaled, ends_e: Tensor) -> Tensor:
     if b.codes.dim() == 3:
         out_RN = a.codes.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=torch.bfloat16)
         for expert, rows in enumerate(places):
-            product = matmul(pad_rows(a.codes[rows].float()), b.codes[expert].float().t())[: rows.stop - rows.start]
+            product = a.codes[rows].float() @ b.codes[expert].float().t()
             out_RN[rows] = product.mul_(a.scales[rows].unsqueeze(1)).mul_(b.scales[expert])
         return out_RN
     out_eMN = a.codes.new_empty(len(places), a.codes.shape[0], b.codes.shape[0], dtype=torch.bfloat16)
     for expert, rows in enumerate(places):
-        product = matmul(a.codes[:, rows].float(), b.codes[:, rows].float().t())
+        product = a.codes[:, rows].float() @ b.codes[:, rows].float().t()
         out_eMN[expert] = product.mul_(a.scales[expert].unsqueeze(1)).mul_(b.scales[expert])
     return out_eMN

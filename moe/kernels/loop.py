@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cpu.matmul import matmul, pad_rows
 from ..util.recompute_cache import kept_product, placeholder
 from ..util.step_parts import register_step_part
-from .expert_products import grouped_product, host_counts, looped, multiply_dtype, runs
+from .expert_products import grouped_product, host_counts, looped, multiply_dtype, multiply_into, runs
 from .kernel_entries import LOOP_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .weight_gradients import deferral_of, now_or_later
@@ -44,11 +43,10 @@ class _LoopedGatedMLP(torch.autograd.Function):
         for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
             if rows.stop == rows.start:
                 continue
-            x = pad_rows(rows_RD[rows].to(dtype))
+            x = rows_RD[rows].to(dtype)
             gate, up = (kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
             if needs_output:
-                out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
-                out_RD[rows] = out[: rows.stop - rows.start]
+                multiply_into(out_RD[rows], F.silu(gate).mul_(up), w2_FD.to(dtype))
             kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
         ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
         ctx.counts, ctx.deferral = counts, deferral_of(w1, v1, w2)
@@ -77,15 +75,14 @@ def _input_gradients(
     for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
         if rows.stop == rows.start:
             continue
-        x, grad = (pad_rows(t[rows].to(dtype)) for t in (rows_RD, grad_RD))
+        x, grad = (t[rows].to(dtype) for t in (rows_RD, grad_RD))
         gate, up = (t.to(dtype) for t in next(gates_and_ups))
         silu = F.silu(gate)
         hidden = silu * up
-        d_hidden = matmul(grad, w2_FD.to(dtype).t())
+        d_hidden = grad @ w2_FD.to(dtype).t()
         d_up = silu.mul_(d_hidden)
         d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
-        d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
-        grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
+        grad_rows_RD[rows] = (d_gate @ w1_FD.to(dtype)).add_(d_up @ v1_FD.to(dtype))
         yield x, grad, hidden, d_gate, d_up
 
 
@@ -101,15 +98,15 @@ def _weight_gradients(
             dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
             continue
         x, grad, hidden, d_gate, d_up = next(with_rows)
-        matmul(hidden.t(), grad, dw2_FD)
-        matmul(d_gate.t(), x, dw1_FD)
-        matmul(d_up.t(), x, dv1_FD)
+        multiply_into(dw2_FD, hidden.t(), grad)
+        multiply_into(dw1_FD, d_gate.t(), x)
+        multiply_into(dv1_FD, d_up.t(), x)
     return grads
 
 
 def _times(x_MD: Tensor, weight_FD: Tensor) -> Tensor:
     """x · Wᵀ, in x's dtype."""
-    return matmul(x_MD, weight_FD.to(x_MD.dtype).t())
+    return x_MD @ weight_FD.to(x_MD.dtype).t()
 
 
 def _empty_as(weight: Tensor) -> Callable[[], Tensor]:

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ..cpu.matmul import matmul, pad_rows, padded_matmul
-from ..util.gpu import computes_on_cpu
 from .division import Division
 from .fp8 import fp8_product, suits_rows
 from .low_rank import LowRank, delta
@@ -25,7 +22,7 @@ from .quantized import SCALES, Kind, storages_of, store, stored_linear
 
 
 class Linear(nn.Linear):
-    """A linear layer; by default it computes what torch's does, on a CPU by `moe.cpu.matmul`.
+    """A linear layer; by default it computes what torch's does.
 
     Attributes:
         is_transposed: whether its weight is (in, out).
@@ -59,49 +56,11 @@ class Linear(nn.Linear):
             out = stored_linear(x, weight, self.part("weight" + SCALES), storage, self.is_transposed)
         elif self.is_fp8 and suits_rows(x):
             out = fp8_product(x, weight, self.is_transposed, self.division)
-        elif self.is_transposed or bias is None:
-            out = multiply(x, weight, self.is_transposed)
+        elif self.is_transposed:
+            out = x @ weight
         else:
             return F.linear(x, weight, bias)
         return out if bias is None else out + bias
-
-
-def multiply(x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
-    """x (..., K) · weight_NKᵀ, or · weight_KN of one that is held transposed."""
-    if not computes_on_cpu(x) or torch.compiler.is_compiling():
-        return x @ weight if is_transposed else F.linear(x, weight)
-    out_MN: Tensor = _Product.apply(x.flatten(0, -2), weight, is_transposed)
-    return out_MN.unflatten(0, x.shape[:-1])
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
-        # of a frozen weight there is no gradient
-        ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight)
-        ctx.is_transposed = is_transposed
-        return padded_matmul(x_MK, weight if is_transposed else weight.t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_MK, weight = ctx.saved_tensors
-        x_needs, weight_needs, _ = ctx.needs_input_grad
-        padded_MN = pad_rows(grad_MN)
-        grad_x_MK = grad_weight = None
-        if x_needs:
-            grad_x_MK = matmul(padded_MN, weight.t() if ctx.is_transposed else weight)[: len(grad_MN)]
-        if weight_needs:
-            a, b = (pad_rows(x_MK), padded_MN) if ctx.is_transposed else (padded_MN, pad_rows(x_MK))
-            grad_weight = matmul(a.t(), b)
-        return grad_x_MK, grad_weight, None
-
-
-def use_linear(module: nn.Module) -> None:
-    """Make every nn.Linear without bias in `module` a `Linear`, in place."""
-    for child in module.modules():
-        if type(child) is nn.Linear and child.bias is None:
-            child.__class__ = Linear
 
 
 def hold_transposed(linear: Any) -> None:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..cpu.matmul import matmul, pad_rows, padded_matmul
 from ..kernels.expert_products import Product, host_counts, runs
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, result_of
@@ -216,15 +215,14 @@ class _StoredLinear(torch.autograd.Function):
         ctx.save_for_backward(codes, scales)
         ctx.storage, ctx.is_transposed = storage, is_transposed
         weight = dequantize(codes, scales, storage, x_MI.dtype)
-        return padded_matmul(x_MI, weight if is_transposed else weight.t())
+        return x_MI @ (weight if is_transposed else weight.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales = ctx.saved_tensors
         weight = dequantize(codes, scales, ctx.storage, grad_MO.dtype)
-        product = matmul(pad_rows(grad_MO), weight.t() if ctx.is_transposed else weight)
-        return product[: len(grad_MO)], *(None,) * 4
+        return grad_MO @ (weight.t() if ctx.is_transposed else weight), *(None,) * 4
 
 
 def stored_product(

@@ -15,7 +15,6 @@ from benchmarks.throughput import divide_rows, largest_difference, take_figures,
 from benchmarks.throughput_tables import Case, Figures, Result, draw, gain, judge
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, parse_variant
-from expertmesh.moe.cpu.matmul import libraries_in_use
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.gloo import gloo_all_gather, gloo_reduce_scatter
@@ -90,7 +89,7 @@ def test_variants_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None
     save_model(tmp_path)
     work = Work(
         tmp_path, 2, 16, False, False, balanced, 0.01, 1e-4, 1.0, "none", reshard_after_forward=True, compile=False,
-        malloc="plain", cpu=True, products=libraries_in_use(),
+        malloc="plain", cpu=True,
     )  # fmt: skip
     figures = {variant: ranks.run(run_variant, 2, variant, work)[0] for variant in VARIANTS}
     case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)

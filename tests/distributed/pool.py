@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh import checkpoints, moe, sharding, training
-from expertmesh.moe.cpu.matmul import libraries_in_use, use_libraries
 
 
 def modules_of(package: ModuleType) -> list[str]:
@@ -144,7 +143,6 @@ def _num_threads(pid: int) -> int:
 
 def _work(connection: Connection) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    libraries = libraries_in_use()
     gc.freeze()
     # which walks through all that is frozen, a tenth of a second here, and a run asks once
     gc.get_freeze_count = lambda: 1
@@ -160,8 +158,6 @@ def _work(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        # a run takes those that a probe finds the faster; the next job's ranks are to compute alike
-        use_libraries(libraries)
         _free_groups()
 
 

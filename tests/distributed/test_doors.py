@@ -21,7 +21,7 @@ from tests.distributed.pool import RankPool
 from tests.flags import last_of_each
 from tests.tiny import save_model, save_tokenizer
 
-SETTINGS: dict[str, Any] = dict(use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2, learning_rate=1e-2)
+SETTINGS: dict[str, Any] = dict(use_cpu=True, adapter="lora", lora_rank=2, learning_rate=1e-2)
 IDS = torch.arange(3, 15)
 ROWS = [{"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}] * 8
 
@@ -158,7 +158,7 @@ def load_unlike(model: Path, what: str) -> str:
     code = mock.patch.object(alike, "_CODE", f"code {rank if what == 'code' else 0}")
     try:
         with torch_is, code:
-            expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", learning_rate=rate)
+            expertmesh.load(str(model), use_cpu=True, learning_rate=rate)
     except expertmesh.ExpertMeshError as error:
         return str(error)
     return ""

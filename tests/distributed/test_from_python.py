@@ -20,7 +20,7 @@ from expertmesh.training.run.loop import data_order
 from expertmesh.training.start.inputs import read_inputs
 from expertmesh.training.tasks.registry import task_of
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import FIXED_PRODUCTS, Ended, Runs, assert_same_bits, read
+from tests.distributed.whole_runs import Ended, Runs, assert_same_bits, read
 from tests.families.configs import tiny_model
 from tests.rounding import near
 from tests.tiers import tiered
@@ -29,7 +29,7 @@ from tests.tiny import save_tokenizer
 trl = pytest.importorskip("trl")
 
 STEPS, WARM_UP, CLIP, ACCUMULATION, ROWS = 6, 2, 0.5, 2, 2
-ON_CPU: dict[str, Any] = dict(use_cpu=True, cpu_matmul=FIXED_PRODUCTS[1])
+ON_CPU: dict[str, Any] = dict(use_cpu=True)
 QUIET: dict[str, Any] = dict(use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False)
 COMMON: dict[str, Any] = dict(
     learning_rate=1e-3, max_grad_norm=CLIP, weight_decay=0.1, max_steps=STEPS, warmup_steps=WARM_UP,

@@ -109,13 +109,13 @@ def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], lis
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     with recording() as read, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings)
+        engine = expertmesh.load(model, use_cpu=True, **settings)
         engine.step([batch, batch])
         engine.evaluate([batch])
         engine.generate(["hello"], max_new_tokens=2)
         engine.save(path / "checkpoints")
         engine.export(path / "export")
-        expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings, resume="auto", output_dir=str(path))
+        expertmesh.load(model, use_cpu=True, **settings, resume="auto", output_dir=str(path))
     return read, [str(each.message) for each in caught if "has no effect" in str(each.message)]
 
 

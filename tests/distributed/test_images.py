@@ -19,7 +19,7 @@ from tests.rounding import AFTER_ADAMW, OTHER_ORDER, error_beyond, gradient_erro
 from tests.tiers import tiered
 
 BOTH = ["tower", "projector"]
-ON_CPU: dict[str, Any] = {"router_aux_loss_coef": 0.0, "use_cpu": True, "cpu_matmul": "onednn"}
+ON_CPU: dict[str, Any] = {"router_aux_loss_coef": 0.0, "use_cpu": True}
 STEPS = dict(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=0.0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),

@@ -53,9 +53,7 @@ FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def ours(path: Path, settings: dict[str, Any], detach: bool) -> Any:
-    engine = expertmesh.load(
-        str(path), use_cpu=True, cpu_matmul="onednn", train_mtp=WEIGHT, mtp_detach=detach, **settings
-    )
+    engine = expertmesh.load(str(path), use_cpu=True, train_mtp=WEIGHT, mtp_detach=detach, **settings)
     mine = [Sample(*sample) for sample in SAMPLES[engine.data_rank :: engine.data_size]]
     if engine.config.packing:
         rows = [[mine[:3]], [mine[3:]]] if len(mine) > 3 else [[mine[:1], mine[1:]], []]
@@ -123,7 +121,7 @@ def test_with_any_layout(
 
 def gradients_beside(path: Path, settings: dict[str, Any], weight: float) -> dict[str, torch.Tensor]:
     """This rank's, of all but the layer."""
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", train_mtp=weight, **settings)
+    engine = expertmesh.load(str(path), use_cpu=True, train_mtp=weight, **settings)
     mine = [[Sample(*sample)] for sample in SAMPLES[engine.data_rank :: engine.data_size]]
     engine.forward_backward([collate(mine, engine.mesh.cp_group, engine.padding)])
     layer = f"layers.{engine.model.config.num_hidden_layers - (weight > 0)}."

@@ -93,7 +93,7 @@ FIGURES = ("margin", "weighted")
 
 
 def ours(path: Path, settings: dict[str, Any]) -> Any:
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", **settings)
+    engine = expertmesh.load(str(path), use_cpu=True, **settings)
     mine, packs = list(range(PAIRS))[engine.data_rank :: engine.data_size], engine.config.packing
     batches = [batch_of(part, packs) for part in (mine[:1], mine[1:])]
     before = engine.evaluate(batches, loss=preference, count=count_pairs, figures=FIGURES)
@@ -228,7 +228,7 @@ def test_what_ranks_must_have_in_common(ranks: RankPool, models: dict[str, Path]
 
 
 def refused_together(path: Path) -> None:
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", ep_size=2)
+    engine = expertmesh.load(str(path), use_cpu=True, ep_size=2)
     rank, batch = engine.ranks.rank, batch_of([0, 1], False)
     figures = FIGURES if rank else ("margin",)
     with pytest.raises(ExpertMeshError, match=r"rank 0 gives a loss of its own with the figures \['margin'\], rank 1"):
@@ -258,7 +258,7 @@ def test_what_is_no_loss_is_refused(ranks: RankPool, models: dict[str, Path]) ->
 
 
 def refused(path: Path) -> None:
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn")
+    engine = expertmesh.load(str(path), use_cpu=True)
     batch = batch_of([0, 1], False)
     assert batch is not None
     for loss, said in WRONG.items():

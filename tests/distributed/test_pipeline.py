@@ -69,7 +69,7 @@ def test_generates_through_the_stages(ranks: RankPool, model: Path, topology: To
 
 
 def _evaluated(model: Path, settings: dict[str, Any]) -> tuple[float, int]:
-    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
+    engine = expertmesh.load(str(model), use_cpu=True, **settings)
     rows = [{"input_ids": [[*range(3, 9 + i)]], "labels": [[-100] * i + [*range(3 + i, 9 + i)]]} for i in range(3)]
     found = engine.evaluate(rows)
     return found.loss, found.targets

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from expertmesh.sharding.torchrun import STOPPED
-from tests.distributed.whole_runs import FIXED_PRODUCTS, ROOT, Ended, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.distributed.whole_runs import ROOT, Ended, Runs, Told, assert_same_bits, batch_of_12, tell
 from tests.tiers import tiered
 
 PLACES = {
@@ -222,7 +222,7 @@ def ended(
 
 def command_of(phase: str, mark: Path, runs: Runs, more: str) -> list[str]:
     argv = ["--model", runs.model, "--dataset", runs.data, "--output-dir", runs.directory / "run", "--use-cpu"]
-    flags = [*FIXED_PRODUCTS, "--max-steps", "4", *more.split()]
+    flags = ["--max-steps", "4", *more.split()]
     return ["-c", IN_A_PROCESS, phase, str(mark), *map(str, argv), *flags]
 
 

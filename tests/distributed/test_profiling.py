@@ -18,7 +18,7 @@ from expertmesh.sharding.runtime.preemption import StopRequest
 from expertmesh.sharding.torchrun import STOPPED
 from expertmesh.training.report.profiles import BETWEEN
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import FIXED_PRODUCTS, read
+from tests.distributed.whole_runs import read
 from tests.flags import last_of_each
 
 STEPS = 4
@@ -28,7 +28,7 @@ def run_telling(argv: list[str]) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of train_ep.py on this rank."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out):
-        code = train_ep.main(last_of_each([*FIXED_PRODUCTS, *argv]))
+        code = train_ep.main(last_of_each(argv))
     return code, out.getvalue(), errors.getvalue()
 
 

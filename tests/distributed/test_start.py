@@ -22,7 +22,7 @@ from tests.distributed.whole_runs import Runs
 
 def forecast_while_others_wait(model: Path) -> str:
     """Rank 0 measures until the others have come to where nobody waits in a collective."""
-    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    engine = expertmesh.load(str(model), use_cpu=True)
     ranks, came = engine.ranks, f"{agreement._MEETINGS}/came"
     dist.barrier()
     before = ranks.store.add(came, 0)
@@ -59,7 +59,7 @@ def test_a_micro_batch_is_forecast_no_larger_than_the_data(runs: Runs) -> None:
 
 def turn_of_this_rank(model: Path, ranks_per_node: int) -> int:
     """When this rank reads its data, as on nodes of so many ranks."""
-    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    engine = expertmesh.load(str(model), use_cpu=True)
     ranks = engine.ranks
     place = (ranks.rank, ranks.world_size, ranks.rank % ranks_per_node)
 

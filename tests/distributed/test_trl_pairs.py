@@ -40,7 +40,7 @@ class Ours(expertmesh.TrainerMixin, trl.DPOTrainer):  # type: ignore[name-define
 def trainer_of(path: Path, out: Path, settings: dict[str, Any], **given: Any) -> Any:
     held = {"eval_dataset": datasets.Dataset.from_list(rows()[:5])} if "eval_strategy" in settings else {}
     return Ours(
-        model=expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", **given.pop("loaded", {})),
+        model=expertmesh.load(str(path), use_cpu=True, **given.pop("loaded", {})),
         args=trl.DPOConfig(str(out), **settings), processing_class=AutoTokenizer.from_pretrained(path),
         train_dataset=datasets.Dataset.from_list(rows()), **held, **given,
     )  # fmt: skip

@@ -241,7 +241,7 @@ def _without_gradients() -> None:
     group, problem = tp_group(), Problem((0.6, 0.2), has_bias=True)
     tensors = tensors_of(problem)
     part, (expected, grad_x, *_) = part_of(tensors, group), complete(problem, group)
-    with torch.no_grad(), mock.patch.object(loss_of_head, "add_product", side_effect=AssertionError):
+    with torch.no_grad(), mock.patch.object(loss_of_head, "_add_product", side_effect=AssertionError):
         loss = loss_of(part, tensors.targets_BS, group)
     assert not loss.requires_grad
     assert relative_error(loss, expected) < OTHER_ORDER

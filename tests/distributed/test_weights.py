@@ -79,7 +79,7 @@ def samples_of(path: Path) -> Samples:
 
 
 def ours(path: Path, settings: dict[str, Any]) -> Any:
-    engine = expertmesh.load(str(path), use_cpu=True, cpu_matmul="onednn", **settings)
+    engine = expertmesh.load(str(path), use_cpu=True, **settings)
     rows = make_rows(samples_of(path), engine.config.packing, CAPACITY, 0)
     order = DataOrder(len(rows), engine.data_size, 1, -(-len(rows) // engine.data_size), seed=0)
     run: Any = SimpleNamespace(

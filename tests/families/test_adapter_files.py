@@ -330,7 +330,7 @@ def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str
             assert train_ep.main(argv) == 2
             return told.getvalue()
         with pytest.raises(ExpertMeshError) as error:
-            expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", adapter="lora", **settings)
+            expertmesh.load(str(model), use_cpu=True, adapter="lora", **settings)
         return str(error.value)
 
 
@@ -394,7 +394,7 @@ def _reads_of_adapter(model: Path, adapter: Path) -> list[str]:
 
     begun: dict[str, Any] = {"adapter": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(adapter)}
     with mock.patch.object(adapter_module, "safe_open", Counted), mock.patch.object(initial, "safe_open", Counted):
-        expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **begun)
+        expertmesh.load(str(model), use_cpu=True, **begun)
     return sorted(names)
 
 

@@ -62,7 +62,7 @@ def kinds_of(family: str) -> dict[str, dict[str, Any]]:
 def _begun(base: Path, work: Path, adapters: list[str], forms: list[str]) -> None:
     """Begin as each adapter, and export what was begun."""
     for name in adapters:
-        begun: dict[str, Any] = dict(use_cpu=True, cpu_matmul="onednn", adapter="lora", init_adapter=str(work / name))
+        begun: dict[str, Any] = dict(use_cpu=True, adapter="lora", init_adapter=str(work / name))
         for form in forms:
             engine = expertmesh.load(str(base), **(begun | {"adapter_format": form}))
             engine.export(str(work / f"{name} begun {form}"))

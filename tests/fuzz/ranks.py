@@ -32,7 +32,7 @@ def trained(path: Path, drawn: Draw, flags: Mapping[str, Any], out: Path) -> str
     warnings.simplefilter("ignore")
     settings: Any = {**OPTIMIZER, **drawn.flags, **flags}
     try:
-        engine = expertmesh.load(path, use_cpu=True, cpu_matmul="onednn", **settings)
+        engine = expertmesh.load(path, use_cpu=True, **settings)
     except ExpertMeshError as error:
         return str(error)
     if not drawn.has_adapters:

@@ -110,7 +110,7 @@ class Calls(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def products(self) -> int:
-        return self.count["aten::mm"] + self.count["aten::_grouped_mm"]
+        return sum(self.count[name] for name in ("aten::mm", "aten::mm.out", "aten::_grouped_mm"))
 
 
 def outcome(run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor | None = None) -> list[Tensor | None]:

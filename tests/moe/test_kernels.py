@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.cpu import matmul
 from expertmesh.moe.kernels import expert_products
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
@@ -20,12 +19,10 @@ from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, KernelNeeds
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
-from expertmesh.moe.linear.linear import Linear, use_linear
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.gpu import computing_values, is_gpu, rehearsing_gpu
 from tests.gpus import SetCapability
 from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
-from tests.rounding import assert_near
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -100,88 +97,6 @@ def test_the_contract_is_not_met_by_all() -> None:
     ):
         with pytest.raises((AssertionError, RuntimeError), match=said):
             check_kernel(changed(spoil, tensor), [0, 5])
-
-
-@pytest.fixture(params=["blas", "onednn"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> matmul.Library:
-    """The library for all matmuls, the smallest included."""
-    monkeypatch.setattr(matmul, "SMALL", 0)
-    monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), request.param))
-    chosen: matmul.Library = request.param
-    return chosen
-
-
-def fused_inputs(num_rows: int) -> list[Tensor]:
-    """Rows and weights of one expert."""
-    torch.manual_seed(0)
-    return [torch.randn(size, D).requires_grad_() for size in (num_rows, WIDTH, WIDTH, WIDTH)]
-
-
-def test_libraries(library: matmul.Library) -> None:
-    check_kernel(LOOP, [70, 0, 33])
-    rows, *weights = fused_inputs(40)
-    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
-        outcome(lambda: fused("loop")(rows, torch.tensor([40]), *weights), [rows, *weights])
-    assert product.call_count == (9 if library == "onednn" else 0)
-
-
-@pytest.mark.parametrize("product", ["forward", "input-gradient", "weight-gradient"])
-def test_each_product_has_its_library(monkeypatch: pytest.MonkeyPatch, product: matmul.Product) -> None:
-    monkeypatch.setattr(matmul, "SMALL", 0)
-    monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), "blas"))
-    matmul.use_libraries({product: "onednn"})
-    rows, *weights = fused_inputs(40)
-    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as onednn:
-        outcome(lambda: fused("loop")(rows, torch.tensor([40]), *weights), [rows, *weights])
-    assert onednn.call_count == 3
-
-
-@pytest.mark.parametrize(("m", "n"), [(96, 8), (8, 96), (16, 16)])
-def test_the_smaller_operand_of_a_weights_gradient_is_copied(library: matmul.Library, m: int, n: int) -> None:
-    """oneDNN makes a copy of its left operand where that is transposed, as a process's memory shows."""
-    torch.manual_seed(0)
-    grad_TM, x_TN, place_MN = torch.randn(40, m), torch.randn(40, n), torch.empty(m, n)
-    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
-        matmul.matmul(grad_TM.t(), x_TN, place_MN)
-    assert_near(place_MN, grad_TM.t() @ x_TN)
-    copied = [call.args[0].numel() for call in product.call_args_list]
-    assert copied == ([40 * min(m, n)] if library == "onednn" else [])
-
-
-def test_probe() -> None:
-    ratios = matmul.probe_libraries()
-    assert set(ratios) == set(matmul.libraries_in_use())
-    assert all(0 < ratio < math.inf for ratio in ratios.values())
-    found = matmul.faster_libraries({"forward": 1.9, "input-gradient": 1.0, "weight-gradient": 0.8})
-    assert found == {"forward": "onednn", "input-gradient": "blas", "weight-gradient": "blas"}
-    assert 0 < matmul.peak_of_products() < 1e13
-
-
-@pytest.mark.parametrize("shape", [(2, 35, D), (40, D), (1, 1, D)])
-def test_linear(library: matmul.Library, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    layer, with_bias = torch.nn.Linear(D, WIDTH, bias=False), torch.nn.Linear(D, WIDTH)
-    x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], WIDTH)
-    expected = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
-    use_linear(torch.nn.Sequential(layer, with_bias))
-    assert (type(layer), type(with_bias)) == (Linear, torch.nn.Linear)
-    assert list(layer.state_dict()) == ["weight"]
-    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
-        found = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
-    assert product.call_count == (4 if library == "onednn" else 0)
-    for a, b in zip(found, expected, strict=True):
-        assert_near(a, b)
-    with torch.no_grad():
-        assert layer(x).shape == (*shape[:-1], WIDTH)
-
-
-def test_rows_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a run in this process may have found another library faster
-    monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), "onednn"))
-    lengths = {n: len(matmul.pad_rows(torch.empty(n, 1))) for n in range(1, 20_000)}
-    assert all(0 <= padded - n < max(32, n / 16) for n, padded in lengths.items())
-    assert len({padded for padded in lengths.values() if padded >= 512}) < 200
-    assert matmul.pad_rows(torch.ones(40, 2)).sum() == 80
 
 
 def test_grouped_refuses_widths_and_dtypes() -> None:

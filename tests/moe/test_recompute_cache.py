@@ -39,7 +39,7 @@ def test_stored_product(is_transposed: bool) -> None:
     product, counts_e = KERNELS.get("loop").product, torch.tensor([4, 0, 3])
     assert product is not None
     how = (storage, product, is_transposed)
-    check("aten::mm", 2, lambda: stored_product(x_RI, counts_e, codes, scales, *how), [x_RI])
+    check("aten::mm.out", 2, lambda: stored_product(x_RI, counts_e, codes, scales, *how), [x_RI])
 
 
 def test_bias() -> None:

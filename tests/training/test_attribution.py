@@ -57,7 +57,6 @@ RECORDING = (
     "expertmesh.training.monitoring.profiling",
 )
 HELPERS = {
-    "moe.cpu.matmul",
     "moe.dispatch.exchange",
     "moe.experts.bf16_copies",
     "moe.experts.forward",

@@ -171,7 +171,6 @@ def test_a_run_on_a_gpu_without_kernels_is_warned(
         ("open_model", lambda config: SimpleNamespace(path=Path())),
         ("side_files", lambda path: []),
         ("Engine", lambda *arguments: started),
-        ("choose_matmul_libraries", lambda config, ranks: None),
     ):
         monkeypatch.setattr(engine, name, value)
     ranks: Any = SimpleNamespace(device=torch.device(device))

@@ -17,12 +17,12 @@ from tests.distributed.pool import RankPool
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"python", "torch", "transformers", "accelerate", "datasets", "safetensors"}
 ALWAYS = {*PACKAGES, "global_batch_size", "ranks", "devices"}
-SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "cpu_matmul", "os"}
+SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
 
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
-    facts = environment(ranks, 16, "onednn", "flash attention 3 is not used: why")
+    facts = environment(ranks, 16, "flash attention 3 is not used: why")
     if ranks.rank == 0:
         write_environment(output_dir, facts)
     return facts

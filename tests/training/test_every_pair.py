@@ -110,7 +110,6 @@ def test_flags_that_a_parser_takes_are_all_settings() -> None:
 
 def test_what_is_for_another_device() -> None:
     """In words, with what computes there and without."""
-    config = TrainConfig(model="m", cpu_matmul="blas", offload=True, gradient_checkpointing="full")
-    assert config.without_effect_on("cuda") == ["--cpu-matmul blas has no effect on a GPU"]
+    config = TrainConfig(model="m", offload=True, gradient_checkpointing="full")
     assert config.without_effect_on("cpu") == ["--offload has no effect on a CPU"]
     assert DEFAULTS.without_effect_on("cuda") == DEFAULTS.without_effect_on("cpu") == []

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import Field, asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -272,6 +273,19 @@ def test_what_differs_is_told_by_name() -> None:
 def test_an_earlier_release_recorded_one_micro_batch_where_nobody_gave_any(tmp_path: Path) -> None:
     config = TrainConfig(model="m", dataset=["d"], global_batch_size=8)
     assert recorded_config(asdict(config) | {"gradient_accumulation_steps": 1}, tmp_path) == config
+
+
+def test_an_earlier_releases_choice_of_a_library_is_left_out(tmp_path: Path) -> None:
+    """Of a resumed run; in its configuration file it is refused where it asked for what is not done."""
+    config = TrainConfig(model="m", dataset=["d"])
+    assert recorded_config(asdict(config) | {"cpu_matmul": "onednn"}, tmp_path) == config
+    config.save(tmp_path / "config.yaml")
+    plain = (tmp_path / "config.yaml").read_text()
+    for value in ("auto", "blas", "onednn"):
+        (tmp_path / "config.yaml").write_text(f"{plain}cpu_matmul: {value}\n")
+        refused = nullcontext() if value != "onednn" else pytest.raises(ExpertMeshError, match="cpu_matmul: a CPU's")
+        with refused:
+            assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_a_finished_run_is_that_of_the_same_model_and_objective(tmp_path: Path) -> None:

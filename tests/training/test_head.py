@@ -132,7 +132,7 @@ def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     x_BSD, weight_VD, bias_V, targets = inputs(0.4, has_bias=has_bias)
-    monkeypatch.setattr(head, "add_product", mock.Mock(side_effect=AssertionError("gradient work")))
+    monkeypatch.setattr(head, "_add_product", mock.Mock(side_effect=AssertionError("gradient work")))
     with torch.no_grad():
         loss = LOSS_SUMS["chunked"](x_BSD, weight_VD, bias_V, targets)
     assert not loss.requires_grad

@@ -237,7 +237,7 @@ def collated(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def load(model: Path, **settings: Any) -> expertmesh.Engine:
-    return expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
+    return expertmesh.load(str(model), use_cpu=True, **settings)
 
 
 BASE: dict[str, Any] = dict(

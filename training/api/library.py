@@ -62,7 +62,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     )
     for line in config.without_effect_on(ranks.device.type):
         warn_user(line)
-    engine, _ = start_engine(config, ranks, warn_user)
+    engine = start_engine(config, ranks, warn_user)
     if config.tokenizer:
         with raise_together():
             _ = engine.tokenizer  # one that is not there is better told of now than at the export

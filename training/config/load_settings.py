@@ -16,7 +16,6 @@ from .settings import (
     Adapter,
     AdapterFormat,
     BaseDtype,
-    CpuMatmul,
     CrossEntropy,
     ExportEncoding,
     LossAverage,
@@ -119,7 +118,6 @@ class LoadSettings(TypedDict, total=False):
     expert_kernel: str
     attn_implementation: str
     cross_entropy: CrossEntropy
-    cpu_matmul: CpuMatmul
     compile: bool
     use_cpu: bool
 

@@ -49,6 +49,8 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("fp8_*", "fp8 has a scale for each row of a matrix (see --expert-precision)", "false"),
     ("torch_compile_backend torch_compile_mode", "--compile has no other settings", "inductor"),
     ("experts_implementation experts_impl", "give --expert-kernel, or leave it out", "grouped_mm"),
+    # of our own releases until November 2026, and in their config.yaml
+    ("cpu_matmul", "a CPU's matmuls are torch's own", "auto blas"),
     # ---- data ----
     ("dataset_prepared_path tokenized_path", "tokenized data are cached by themselves", ""),
     ("overwrite_cache load_from_cache_file", "the cache follows the data and their settings", "true"),

@@ -28,7 +28,6 @@ from .other_tools import Others
 from .tasks import SFT, TASKS, tasks_in_words
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
-CpuMatmul = Literal["auto", "blas", "onednn"]
 LossAverage = Literal["token", "sample"]
 PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
@@ -902,12 +901,6 @@ class PrecisionSettings:
         "Compute logits of part of the sequence at a time (chunked; liger: by liger-kernel), or of all of it (full). "
         "auto: chunked",
         of=ENGINE,
-    )
-    cpu_matmul: CpuMatmul = _flag(
-        "auto",
-        "Library for fp32 matmuls on a CPU. auto: a probe at the start chooses; kept on resume",
-        device="cpu",
-        in_plans=False,
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
     use_cpu: bool = _flag(False, "Stay on the CPU even if there is a GPU", of=_PROCESS)

@@ -52,7 +52,6 @@ from ..data.images import ImageReader
 from ..data.samples import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
-from ..model_setup.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from ..model_setup.lora_targets import lora_of
 from ..optim.optimizer import build_optimizer
 from ..optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
@@ -792,17 +791,12 @@ class Engine:
         return self.tokenizer if tokenizer is None and self.config.has_own_tokenizer else tokenizer
 
 
-def start_engine(
-    config: TrainConfig, ranks: Ranks, tell: Tell, data: Sequence[str] = ()
-) -> tuple[Engine, MatmulLibraries | None]:
+def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell, data: Sequence[str] = ()) -> Engine:
     """Open the model and make the engine, whose weights `Engine.place` reads. All ranks call it together.
 
     Args:
         tell: takes lines for the user, on rank 0.
         data: what a run of train_ep.py trains on, which a model card names.
-
-    Returns:
-        It, and the libraries that compute fp32 matmuls on a CPU; None on a GPU.
 
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
@@ -816,7 +810,7 @@ def start_engine(
         engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
     if ranks.device.type == "cuda" and (missing := missing_kernels(engine.model.modules())):
         engine.tell(_slower(missing))
-    return engine, choose_matmul_libraries(engine.config, ranks)
+    return engine
 
 
 def _slower(missing: Mapping[str, Sequence[str]]) -> str:

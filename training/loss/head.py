@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...moe.cpu.matmul import add_product, matmul, pad_rows
 from ...moe.experts.forward import Targets, current_forward
 from ...moe.experts.model_facts import facts_of
 from ...moe.util.change_order import begin_change
@@ -280,26 +279,23 @@ class _ChunkedLossSum(torch.autograd.Function):
 
 
 def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits; zero for
-    logits beyond the targets, which are padding.
+    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits.
 
     Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is. In one Triton
     kernel on a GPU.
     """
-    if takes_triton(logits_CV) and len(targets) == len(logits_CV):
+    if takes_triton(logits_CV):
         from .head_triton import fused_loss_and_gradient
 
         return fused_loss_and_gradient(logits_CV, targets)
-    all_CV = logits_CV.float()
-    all_CV[len(targets) :] = 0
-    x_NV, targets_N1 = all_CV[: len(targets)], targets.unsqueeze(1)
-    x_NV -= x_NV.amax(dim=1, keepdim=True)
-    at_target_N1 = x_NV.gather(1, targets_N1)
-    exp_sum_N1 = x_NV.exp_().sum(dim=1, keepdim=True)
-    loss = (exp_sum_N1.log() - at_target_N1).sum()
-    x_NV /= exp_sum_N1
-    x_NV.scatter_(1, targets_N1, x_NV.gather(1, targets_N1) - 1)
-    return loss, all_CV.to(logits_CV.dtype)
+    x_CV, targets_C1 = logits_CV.float(), targets.unsqueeze(1)
+    x_CV -= x_CV.amax(dim=1, keepdim=True)
+    at_target_C1 = x_CV.gather(1, targets_C1)
+    exp_sum_C1 = x_CV.exp_().sum(dim=1, keepdim=True)
+    loss = (exp_sum_C1.log() - at_target_C1).sum()
+    x_CV /= exp_sum_C1
+    x_CV.scatter_(1, targets_C1, x_CV.gather(1, targets_C1) - 1)
+    return loss, x_CV.to(logits_CV.dtype)
 
 
 def token_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
@@ -317,7 +313,7 @@ def top_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target
     rows_ND = target_rows(x_BSD, targets)
     found, _ = losses_by_chunk(
         *(rows_ND, weight_VD, bias_V, target_tokens(targets), _NO_GRADIENTS),
-        lambda logits_CV, targets_C: (_most_likely(logits_CV[: len(targets_C)].float(), targets.top_k), logits_CV),
+        lambda logits_CV, _: (_most_likely(logits_CV.float(), targets.top_k), logits_CV),
     )
     return torch.cat(found)
 
@@ -349,10 +345,9 @@ _NO_GRADIENTS = (False, False, False)
 
 def _row_losses(logits_CV: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each token, (C,) or (C, K), fp32; the logits stand for a gradient that nobody needs."""
-    here_CV = logits_CV[: len(tokens)].float()
     if tokens.dim() > 1:
-        return -here_CV.log_softmax(dim=1).gather(1, tokens), logits_CV
-    return F.cross_entropy(here_CV, tokens, reduction="none"), logits_CV
+        return -logits_CV.float().log_softmax(dim=1).gather(1, tokens), logits_CV
+    return F.cross_entropy(logits_CV.float(), tokens, reduction="none"), logits_CV
 
 
 def weighted(loss_and_gradient: LossAndGradient, weights_N: Tensor) -> LossAndGradient:
@@ -366,7 +361,7 @@ def weighted(loss_and_gradient: LossAndGradient, weights_N: Tensor) -> LossAndGr
     def weighted_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal begin
         loss, grad_CV = loss_and_gradient(logits_CV, targets_C)
-        grad_CV[: len(targets_C)] *= weights_N[begin : begin + len(targets_C)].unsqueeze(1)
+        grad_CV *= weights_N[begin : begin + len(targets_C)].unsqueeze(1)
         begin += len(targets_C)
         return loss, grad_CV
 
@@ -427,8 +422,7 @@ def losses_by_chunk(
     Args:
         needs: which gradients, of rows, weight and bias.
         loss_and_gradient: of (logits_CV, targets_C), makes the chunk's loss and the gradient of the logits, in their
-            dtype and preferably in their memory. There may be more logits than targets: rows of padding, of which the
-            gradient is 0.
+            dtype and preferably in their memory.
     """
     rows_need, weight_needs, bias_needs = needs
     chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
@@ -439,21 +433,19 @@ def losses_by_chunk(
     grad_weight_VD = torch.zeros_like(weight_VD) if adds else None
     grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
     for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
-        num_rows = len(rows_CD)
-        rows_CD = pad_rows(rows_CD)
-        logits_CV = matmul(rows_CD, weight_VD.t())
+        logits_CV = rows_CD @ weight_VD.t()
         if bias_V is not None:
             logits_CV += bias_V
         chunk_loss, grad_logits_CV = loss_and_gradient(logits_CV, targets_C)
         losses.append(chunk_loss)
         if grad_rows is not None:
-            grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
+            grad_rows.append(grad_logits_CV @ weight_VD)
         if grad_weight_VD is not None:
-            add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+            _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
         elif weight_needs:
             # a product is rounded to its own dtype before it is added: the first needs no zeros to be added to, and if
             # it is all, no sum in fp32
-            grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
+            grad_weight_VD = grad_logits_CV.t() @ rows_CD
             grad_weight_VD = grad_weight_VD.float() if num_chunks > 1 else grad_weight_VD
         if grad_bias_V is not None:
             grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
@@ -462,6 +454,14 @@ def losses_by_chunk(
         None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
         None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
     )
+
+
+def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """sum_MN += a_MK @ b_KN; a product in another dtype than the sum's is first rounded once to its own dtype."""
+    if a_MK.dtype == sum_MN.dtype:
+        sum_MN.addmm_(a_MK, b_KN)
+    else:
+        sum_MN += a_MK @ b_KN
 
 
 def scaled(ctx: Any, grad: Tensor) -> Gradients:
@@ -609,8 +609,7 @@ def _of_all_ranks(
 
 
 def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies in fp32, the same on all ranks, and their gradient by this rank's logits, in the dtype of these;
-    zero for logits beyond the targets, which are padding.
+    """Cross-entropies in fp32, the same on all ranks, and their gradient by this rank's logits, in the dtype of these.
 
     Computed in place on the logits, or on an fp32 copy of them. On a GPU in two Triton kernels, between which the ranks
     exchange what they found.
@@ -618,15 +617,13 @@ def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Ten
     Args:
         targets_C: counted from this rank's first token; those of other ranks are not from 0 to v - 1.
     """
-    if takes_triton(logits_Cv) and len(targets_C) == len(logits_Cv):
+    if takes_triton(logits_Cv):
         from .head_triton import fused_gradient, fused_row_figures
 
         losses_C, highest_C, exp_sum_C = _exchange(group, *fused_row_figures(logits_Cv, targets_C))
         return losses_C, fused_gradient(logits_Cv, targets_C, highest_C, exp_sum_C)
-    num_rows, num_columns = len(targets_C), logits_Cv.shape[1]
-    all_Cv = logits_Cv.float()
-    all_Cv[num_rows:] = 0
-    x_Cv, targets_C1 = all_Cv[:num_rows], targets_C.unsqueeze(1)
+    num_columns = logits_Cv.shape[1]
+    x_Cv, targets_C1 = logits_Cv.float(), targets_C.unsqueeze(1)
     is_here_C1 = (targets_C1 >= 0) & (targets_C1 < num_columns)
     place_C1 = targets_C1 % num_columns
     at_target_C1 = x_Cv.gather(1, place_C1).where(is_here_C1, 0.0)
@@ -638,12 +635,12 @@ def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Ten
     losses_C, highest_C, exp_sum_C = _exchange(group, own_C, own_sum_C1.squeeze(1), at_target_C1.squeeze(1))
     x_Cv *= ((own_C - highest_C).exp() / exp_sum_C).unsqueeze(1)
     x_Cv.scatter_(1, place_C1, x_Cv.gather(1, place_C1) - is_here_C1.float())
-    return losses_C, all_Cv.to(logits_Cv.dtype)
+    return losses_C, x_Cv.to(logits_Cv.dtype)
 
 
 def _of_several(group: TPGroup | None, weights_NK: Tensor | None = None) -> LossAndGradient:
     """What gives the cross-entropies of several tokens at each row, (C, K) fp32, and the gradient of their weighted sum
-    by this rank's logits, in the dtype of these; zero for logits beyond the rows, which are padding.
+    by this rank's logits, in the dtype of these.
 
     Args:
         group: that divides the vocabulary; tokens are then counted from this rank's first one. None: it is not divided.
@@ -654,7 +651,7 @@ def _of_several(group: TPGroup | None, weights_NK: Tensor | None = None) -> Loss
     def compute(logits_Cv: Tensor, tokens_CK: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal begin
         num_rows, num_columns = len(tokens_CK), logits_Cv.shape[1]
-        x_Cv = logits_Cv[:num_rows].float()
+        x_Cv = logits_Cv.float()
         is_here_CK, place_CK = (tokens_CK >= 0) & (tokens_CK < num_columns), tokens_CK % num_columns
         at_token_CK, own_C = x_Cv.gather(1, place_CK).where(is_here_CK, 0.0), x_Cv.amax(dim=1)
         # -inf less -inf would be no number: tokens that are ruled out may be all that a rank has
@@ -666,9 +663,7 @@ def _of_several(group: TPGroup | None, weights_NK: Tensor | None = None) -> Loss
         begin += num_rows
         x_Cv *= ((own_C - highest_C).exp() / exp_sum_C * weights_CK.sum(dim=1)).unsqueeze(1)
         x_Cv.scatter_add_(1, place_CK, -weights_CK.where(is_here_CK, 0.0))
-        grad_Cv = torch.zeros_like(logits_Cv)
-        grad_Cv[:num_rows] = x_Cv
-        return losses_CK, grad_Cv
+        return losses_CK, x_Cv.to(logits_Cv.dtype)
 
     return compute
 

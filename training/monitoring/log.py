@@ -24,7 +24,6 @@ from ...moe.util.terminal import folded
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
 from ..environment import environment, write_environment
-from ..model_setup.cpu_matmuls import MatmulLibraries
 from ..report.history import History, read_record
 from ..report.page import REFRESH_SECONDS, State, sweep_reports, write_report
 from .console import StepTable
@@ -49,7 +48,6 @@ class RunLog:
         output_dir: Path,
         num_steps: int,
         ranks: Ranks,
-        products: MatmulLibraries | None,
         flash_attention_3: str | None,
         chosen: Mapping[str, str] | None = None,
     ):
@@ -57,7 +55,6 @@ class RunLog:
         self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
-        self.products = products
         self.flash_attention_3 = flash_attention_3
         self.chosen = chosen or {}
         self.output_dir = output_dir
@@ -74,9 +71,8 @@ class RunLog:
         self.history = None if config.resume else History()
 
     def __enter__(self) -> "RunLog":
-        matmul = None if self.products is None else str(self.products)
         batch = self.config.sequences_per_step(self.ranks.world_size)
-        facts = {**environment(self.ranks, batch, matmul, self.flash_attention_3), **self.chosen}
+        facts = {**environment(self.ranks, batch, self.flash_attention_3), **self.chosen}
         facts |= {"num_steps": self.num_steps, "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:

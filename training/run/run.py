@@ -96,13 +96,13 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing:
 
 def preview(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     """Print what would be trained on, and how, without training."""
-    engine, products = start_engine(config, ranks, tell)
+    engine = start_engine(config, ranks, tell)
     inputs, order = read_data(engine, task_of(config), watchdog, "")
     check_steps(engine.config, number_of_steps(engine.config, order), ranks)
     memory = forecast_memory(engine, inputs, watchdog)
     if ranks.rank == 0:
         lines = [*first_lines(engine, inputs, order, memory), *detail_lines(engine, inputs, order, memory)]
-        print(folded("\n".join([*lines, *([] if products is None else [products.line])])), flush=True)
+        print(folded("\n".join(lines)), flush=True)
         if inputs.training is not None:
             if inputs.stream is not None:
                 print(f"note: --streaming: of the first {config.shuffle_buffer:,} records")
@@ -112,7 +112,7 @@ def preview(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
 def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing: ExitStack) -> bool:
     """Load, train, export; as `run_training`."""
     task = task_of(config)
-    engine, products = start_engine(config, ranks, tell, config.dataset)
+    engine = start_engine(config, ranks, tell, config.dataset)
     if engine.config.offload and ranks.device.type == "cuda":
         use_own_cores()
     output_dir = closing.enter_context(output_directory(engine.config, ranks))
@@ -137,14 +137,14 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     chosen = memory.chosen(config)
     config = engine.config
     if ranks.rank == 0:
-        details = [*detail_lines(engine, inputs, order, memory), *([] if products is None else [products.line])]
+        details = detail_lines(engine, inputs, order, memory)
         lines = [line for line in details if config.verbose or line.startswith(NOTABLE)]
         print(folded("\n".join([*first_lines(engine, inputs, order, memory), *lines])), flush=True)
     # only training needs gradients and optimizer state
     if inputs.training is not None and not config.force:
         with raise_together():
             memory.check(ranks.world_size, config)
-    log = RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
+    log = RunLog(config, output_dir, num_steps, ranks, engine.flash_attention_3, chosen)
     resume_from: Path | None = None
     if config.resume:
         resume_from = find_resume(config.resume, output_dir / "checkpoints", engine.tell, ranks)

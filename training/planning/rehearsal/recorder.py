@@ -562,7 +562,7 @@ _FUSED: tuple[tuple[str, Operator, Operator], ...] = (
     ("flash_attention_for_cpu", "attention", "attention backward"),
 )
 _MATMULS = {
-    **dict.fromkeys(_named("mm mm.out bmm addmm_") | _named("_linear_pointwise", "mkldnn"), _Matmul(_product)),
+    **dict.fromkeys(_named("mm mm.out bmm addmm_"), _Matmul(_product)),
     **dict.fromkeys(_named("addmm baddbmm"), _Matmul(_added_product)),
     "aten::_grouped_mm": _Matmul(_grouped, "grouped matmul"),
     "aten::_scaled_grouped_mm": _Matmul(_scaled_grouped, "grouped matmul fp8"),

@@ -1,1 +1,0 @@
-"""Matmuls on a CPU."""
