@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.kernels.megablocks import (
+    SPARSE_PACKAGES,
+    _indices,
     check_megablocks_sparse,
     check_offsets,
     load_megablocks,
-    with_int32_indices,
+    require,
 )
 
 
@@ -49,7 +51,8 @@ def original_dmoe(
         ExpertMeshError: a package is not installed, or D or F is no multiple of 128.
     """
     check_megablocks_sparse(shape.model_width, shape.expert_width)
-    load_megablocks("MegaBlocks' dMoE")
+    require("MegaBlocks' dMoE", SPARSE_PACKAGES)
+    load_megablocks()
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
 
@@ -87,11 +90,15 @@ def original_dmoe(
 
 def _safe_topology(experts: Any) -> Callable[[Tensor, Tensor], Any]:
     """MegaBlocks' topology without its overflows."""
+    import stk
+
     topology = experts.topology
 
     def safe(x_PD: Tensor, padded_ends_e: Tensor) -> Any:
         check_offsets(x_PD.shape[0], experts.ffn_hidden_size, experts.mlp.w1)
-        return with_int32_indices(topology(x_PD, padded_ends_e))
+        found = topology(x_PD, padded_ends_e)
+        # indices that stk can multiply; those that are int32 already are shared, not copied
+        return stk.Matrix(found.size(), found.data, *(index.int() for index in _indices(found)))
 
     return safe
 

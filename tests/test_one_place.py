@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes, table_of_codes
+from expertmesh.checkpoints.files.codes import CODES, Codes, register_codes
 from expertmesh.checkpoints.files.encodings import encode
 from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.moe.dispatch.dedup import OnceDispatcher
@@ -43,13 +43,12 @@ from expertmesh.moe.dispatch.dispatcher_entries import (
     PLAIN_ENTRY,
     DispatcherEntry,
     resolve_dispatch,
-    table_of_dispatchers,
 )
 from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, register_dispatcher
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry, table_of_kernels
+from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry
 from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, KernelNeeds, register_expert_kernel
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -58,7 +57,7 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.attention.layer_kinds import LAYER_KINDS, register_layer_kind, table_of_layer_kinds
+from expertmesh.training.attention.layer_kinds import LAYER_KINDS, register_layer_kind
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.cluster.commands import main as plan_or_rehearse
 from expertmesh.training.config.optimizers import OPTIMIZERS, OUR_OPTIMIZERS
@@ -67,12 +66,11 @@ from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data import formats
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format, table_of_formats
-from expertmesh.training.data.labels import table_of_label_formats
-from expertmesh.training.data.pairs import PAIRS, table_of_pair_formats
+from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format
+from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.samples import DataOptions, Pairs, Sample, Samples, load_samples
 from expertmesh.training.engine.assembly import kernel_of
-from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric, table_of_metrics
+from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric
 from expertmesh.training.monitoring import meter
 from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer
 from expertmesh.training.planning import imbalance
@@ -80,6 +78,7 @@ from expertmesh.training.planning.planner import forecasts, kept
 from expertmesh.training.report.page import write_report
 from expertmesh.training.start.resume import changed_state
 from expertmesh.training.tasks.registry import _TASKS, register_task
+from tests import tables
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference, sharded_model
 from tests.distributed.whole_runs import Runs, assert_equal_weights, tell
@@ -155,14 +154,14 @@ def nothing_left() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("page", "table"),
     [
-        ("docs/reference/data-formats.md", table_of_formats),
-        ("docs/reference/metrics.md", table_of_metrics),
-        ("docs/reference/data-formats.md", table_of_pair_formats),
-        ("docs/reference/data-formats.md", table_of_label_formats),
-        ("docs/explanation/kernels.md", table_of_kernels),
-        ("docs/explanation/checkpoints.md", table_of_codes),
-        ("docs/explanation/attention.md", table_of_layer_kinds),
-        ("moe/dispatch/README.md", table_of_dispatchers),
+        ("docs/reference/data-formats.md", tables.table_of_formats),
+        ("docs/reference/metrics.md", tables.table_of_metrics),
+        ("docs/reference/data-formats.md", tables.table_of_pair_formats),
+        ("docs/reference/data-formats.md", tables.table_of_label_formats),
+        ("docs/explanation/kernels.md", tables.table_of_kernels),
+        ("docs/explanation/checkpoints.md", tables.table_of_codes),
+        ("docs/explanation/attention.md", tables.table_of_layer_kinds),
+        ("moe/dispatch/README.md", tables.table_of_dispatchers),
     ],
 )
 def test_pages_list_what_there_is(page: str, table: Callable[[], str]) -> None:

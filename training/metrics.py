@@ -58,7 +58,7 @@ class Metric:
 
     Attributes:
         name: its key there.
-        unit, meaning: for people: see `table_of_metrics`.
+        unit, meaning: for docs/reference/metrics.md.
         of: logged of the steps since the last logged one, or of an evaluation.
         value: that figure. A number, None where there is none, or a list: of numbers, one for each MoE layer, the
             report draws the mean, and the lowest to the highest as a band.
@@ -541,11 +541,3 @@ def told_of(line: Record, verbose: bool = False) -> list[str]:
         for metric in metrics_of(line)
         if metric.console and line.get(metric.name) is not None and (verbose or not metric.verbose)
     ]
-
-
-def table_of_metrics() -> str:
-    """The list in docs/reference/metrics.md, which says once what `eval_` before another one's name means."""
-    known = metrics_of([LOSS_OF + "NAME"])
-    names = {f"eval_{metric.name}" for metric in known}
-    listed = [metric for metric in known if metric.name not in names]
-    return "".join(f"- `{each.name}`{f' ({each.unit})' if each.unit else ''}: {each.meaning}\n" for each in listed)

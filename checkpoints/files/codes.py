@@ -338,11 +338,3 @@ def register_codes(added: Codes) -> None:
 def quant_methods() -> list[str]:
     """What a config.json may say of how tensors are stored."""
     return sorted({method for kind in CODES.values() for method in kind.quant_methods})
-
-
-def table_of_codes() -> str:
-    """The table in docs/explanation/checkpoints.md."""
-    rows = [("codes", "`quant_method`", "tensors", "exported again as by"), ("---",) * 4]
-    for kind in CODES.values():
-        rows.append((kind.label, ", ".join(kind.quant_methods), kind.stored_as, kind.encoder or "(not)"))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -126,12 +126,3 @@ def help_of_dispatch() -> str:
     ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHER_ENTRIES.entries())
     auto = "node across nodes; rank if that sends a third less; else plain"
     return f"How tokens travel. {ways}. auto: {auto}"
-
-
-def table_of_dispatchers() -> str:
-    """Rows of the table in moe/dispatch/README.md."""
-    yes_or_no = {True: "yes", False: "no"}
-    return "\n".join(
-        f"| `{entry.name}` | {entry.how} | {yes_or_no[entry.sums]} | {yes_or_no[entry.by_nodes]} |"
-        for entry in DISPATCHER_ENTRIES.entries()
-    )

@@ -9,9 +9,6 @@ from typing import Any
 from ..util.errors import ExpertMeshError
 from .family_exceptions import UNDIVIDED, UNSUPPORTED
 
-_EXPERTS = re.compile(r"^class \w*(?:Expert\w*|MoE)\(nn\.Module\)", re.MULTILINE)
-"""A class that computes experts, in a family's module."""
-
 
 @dataclass(frozen=True)
 class FamilyFacts:
@@ -44,27 +41,6 @@ def causal_families() -> tuple[str, ...]:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and _has_marked_part(name)
     }
     return tuple(sorted({**_type_by_class(with_parts), **_type_by_class(marked)}.values()))
-
-
-def families_passed_over() -> list[str]:
-    """The model types of classes that predict next tokens, and have experts by the names of their parts, of which
-    transformers marks none."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    )
-
-    classes: dict[str, Any] = {
-        **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }
-    known = {classes[model_type] for model_type in causal_families()}
-    others = {
-        name: kind for name, kind in classes.items() if kind not in known and _EXPERTS.search(_source("modeling", name))
-    }
-    return sorted(_type_by_class(others).values())
 
 
 def _type_by_class(classes: dict[str, Any]) -> dict[Any, str]:

@@ -100,8 +100,3 @@ def is_beside_fp8(name: str) -> bool:
 def help_of_kernels() -> str:
     """What `--help` says of `--expert-kernel`."""
     return f"Expert kernel: {', '.join(KERNEL_ENTRIES.choices())}"
-
-
-def table_of_kernels() -> str:
-    """Rows of the table in docs/explanation/kernels.md."""
-    return "\n".join(f"| `{entry.name}` | {entry.how} | {entry.where} |" for entry in KERNEL_ENTRIES.entries())

@@ -106,14 +106,6 @@ def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     )
 
 
-def with_int32_indices(t: Any, data: Tensor | None = None) -> Any:
-    """A matrix of stk's, MegaBlocks' own topology say, with indices that stk can multiply (see `_topology`), and with
-    other data if they are given. Indices that are int32 already are shared, not copied."""
-    import stk
-
-    return stk.Matrix(t.size(), t.data if data is None else data, *(index.int() for index in _indices(t)))
-
-
 def _indices(t: Any) -> tuple[Tensor, ...]:
     """The indices, in the order in which `stk.Matrix` takes them."""
     return (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
@@ -215,13 +207,13 @@ def require(what: str, packages: Sequence[str]) -> None:
 
 
 @cache
-def load_megablocks(what: str = "--expert-kernel megablocks-sparse") -> None:
+def load_megablocks() -> None:
     """Import MegaBlocks, on our helper operators where its compiled ones are missing or were built for another torch.
 
     Raises:
-        ExpertMeshError: it is not installed; the message says that `what` needs it.
+        ExpertMeshError: it is not installed.
     """
-    require(what, SPARSE_PACKAGES)
+    require("--expert-kernel megablocks-sparse", SPARSE_PACKAGES)
     try:
         import megablocks_ops
     except ImportError:

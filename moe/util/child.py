@@ -19,7 +19,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_child(work: Callable[[], T], most_seconds: float = MOST_SECONDS) -> T:
+def in_child(work: Callable[[], T]) -> T:
     """What `work` returns in a fork of this process; what it raises is raised here.
 
     Raises:
@@ -35,7 +35,7 @@ def in_child(work: Callable[[], T], most_seconds: float = MOST_SECONDS) -> T:
         _answer(work, writing)
     os.close(writing)
     try:
-        content = _read(reading, time.monotonic() + most_seconds)
+        content = _read(reading, time.monotonic() + MOST_SECONDS)
     finally:
         os.close(reading)
         # it has ended, or is to end

@@ -8,11 +8,17 @@ import re
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from expertmesh.moe.hf_model.build import NOT_MARKED
-from expertmesh.moe.hf_model.families import causal_families, families_passed_over
+from expertmesh.moe.hf_model.families import _source, _type_by_class, causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.training.cluster.support import METHODS, support_of
 from tests.families.configs import tiny_config
@@ -20,6 +26,8 @@ from tests.published.models import CONFIGS, MODELS
 from tests.tiers import REPRESENTATIVES
 
 ROOT = Path(__file__).parents[2]
+EXPERTS = re.compile(r"^class \w*(?:Expert\w*|MoE)\(nn\.Module\)", re.MULTILINE)
+"""A class that computes experts, in a family's module."""
 PAGE = ROOT / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
 # Models
@@ -102,6 +110,21 @@ def reasons() -> str:
         "".join(f"\nNot supported: {', '.join(names)}: {reason}.\n" for reason, names in by_reason.items())
         + f"\nNot supported: {without_row}: they have mixture-of-experts layers, but {NOT_MARKED}.\n"
     )
+
+
+def families_passed_over() -> list[str]:
+    """The model types of classes that predict next tokens, and have experts by the names of their parts, of which
+    transformers marks none."""
+    classes: dict[str, Any] = {
+        **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    known = {classes[model_type] for model_type in causal_families()}
+    others = {
+        name: kind for name, kind in classes.items() if kind not in known and EXPERTS.search(_source("modeling", name))
+    }
+    return sorted(_type_by_class(others).values())
 
 
 def row_of(family: str) -> str:

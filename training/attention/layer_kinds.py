@@ -144,17 +144,3 @@ def mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
             yield from mixers_of(part)
         else:
             yield part
-
-
-def table_of_layer_kinds() -> str:
-    """The table in docs/explanation/attention.md."""
-    rows = [("a token sees", "kinds of layers", "packed", "with `--cp-size`", "our attention"), ("---",) * 5]
-    for sees, how in ATTENDING.items():
-        kinds = ", ".join(f"`{kind.name}`" for kind in LAYER_KINDS.values() if kind.sees == sees) or "all others"
-        by_what = "in segments" if how.by_ours else "under a mask"
-        packed, cp = (by_what, "by heads") if how.by_attention else ("sample by sample", "complete sequences")
-        if sees == "itself":
-            packed = cp = "unchanged"
-        ours = {True: "yes", False: "no", None: "-"}[how.by_ours]
-        rows.append((how.words, kinds, packed, cp, ours))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...moe.util.entry_checks import check_fields, check_value
 
@@ -488,22 +488,6 @@ def registered_formats() -> list[list[Any]]:
         for place, known in enumerate(FORMATS)
         if known.name in _added
     ]
-
-
-class Listed(Protocol):
-    """A format with a row in a table of them."""
-
-    @property
-    def written(self) -> str: ...
-
-    @property
-    def known_from(self) -> str: ...
-
-
-def table_of_formats(formats: Sequence[Listed] = FORMATS) -> str:
-    """The table of docs/reference/data-formats.md."""
-    rows = [("columns", "known from"), ("---", "---"), *((known.written, known.known_from) for known in formats)]
-    return "".join(f"| {written} | {known_from} |\n" for written, known_from in rows)
 
 
 def conversation(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .chat import TrainOn
-from .formats import LABELLED, LABELS, Columns, RowError, label_in, table_of_formats
+from .formats import LABELLED, LABELS, Columns, RowError, label_in
 from .pairs import FIRST, PAIR_FORMATS, PairFormat, answer_in, ending_in_answer, instruction_in, read_answers
 from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
 
@@ -99,11 +99,6 @@ def _prompt_in(content: Sequence[Mapping[str, Any]]) -> str:
         return said["prompt"] or ""
     before = itertools.takewhile(lambda both: both[1] is False, zip(said["messages"], said["is_trained"], strict=True))
     return json.dumps([[message for message, _ in before], said["tools"], said["arguments"]])
-
-
-def table_of_label_formats() -> str:
-    """For the page of data formats."""
-    return table_of_formats(LABEL_FORMATS)
 
 
 class _LabelledAnswers(RecordKind):

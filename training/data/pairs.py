@@ -17,7 +17,6 @@ from .formats import (
     json_value,
     message_of,
     read_answer,
-    table_of_formats,
     text_in,
 )
 from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
@@ -229,11 +228,6 @@ def read_answers(
                 raise
             raise RowError(f"{error} ({name}, which is read as completion)") from error
     return said
-
-
-def table_of_pair_formats() -> str:
-    """For the page of data formats."""
-    return table_of_formats(PAIR_FORMATS)
 
 
 _QUESTIONS = ("input", "query")
