@@ -30,7 +30,7 @@ from ..util.errors import ExpertMeshError
 from .called_layers import call_layers
 from .counts import ParameterCounts, active_parameters
 from .facts_cache import facts_key, keep_facts, recall
-from .images import image_paths, see_images
+from .images import image_parameters, image_paths, see_images
 from .probe import answering_host, computes_as_held, leaving_no_trace, probe, unmet_by_text
 
 NOT_MARKED = "transformers does not mark the class of their experts"
@@ -478,14 +478,14 @@ def without_computing(model: Any) -> Iterator[None]:
 
 def count_parameters(model: Any) -> ParameterCounts:
     """Counts of a model whose experts were swapped; it may be on the meta device."""
-    total = sum(p.numel() for p in model.parameters())
+    total, of_images = (sum(p.numel() for p in each) for each in (model.parameters(), image_parameters(model)))
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    active = active_parameters(total, experts, moe_shape(model))
+    active = active_parameters(total - of_images, experts, moe_shape(model))
     frozen_experts = sum(
         p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
     )
-    counted_apart = {id(embedding), id(head)}
+    counted_apart = {id(embedding), id(head), *map(id, image_parameters(model))}
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
     return ParameterCounts(
         *(total, experts, embedding.numel(), head.numel(), active, facts_of(model).attention),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from ..experts.model_facts import Attention
@@ -31,7 +32,8 @@ class ParameterCounts:
     """total: every parameter once. experts: those in experts. embedding: the table that input tokens are looked up in.
     head: the matrix that makes logits, which may be the same table. active: those that one token uses. attention: no
     parameters, but layers by what their tokens see. frozen: of `active`, without embedding and head, those without a
-    gradient. frozen_head: whether the head has none.
+    gradient. frozen_head: whether the head has none. images: floating point operations by patch, and by pair of patches
+    of one image (see `image_costs.image_flops`); parameters that images alone pass are in `total` alone.
     """
 
     total: int
@@ -42,6 +44,7 @@ class ParameterCounts:
     attention: tuple[Attention, ...]
     frozen: int = 0
     frozen_head: bool = False
+    images: tuple[float, float] | None = None
 
 
 def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
@@ -49,7 +52,9 @@ def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
     return total - experts + experts * shape.top_k // shape.num_experts
 
 
-def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: Sequence[int]) -> float:
+def training_flops(
+    counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: Sequence[int], of_images: Sequence[int] = ()
+) -> float:
     """Floating point operations that one forward and backward of these tokens need, on all ranks together.
 
     A multiplication and an addition for each parameter that a token uses, once forward and twice backward (6 N, Kaplan
@@ -62,9 +67,11 @@ def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: i
         tokens: without padding.
         targets: tokens with a loss.
         pairs: from `seen_pairs` for `counts.attention`.
+        of_images: how many images, patches, and pairs of patches of one image.
     """
     is_tied = counts.embedding == counts.head and bool(getattr(config, "tie_word_embeddings", False))
     matrices = counts.active - counts.head - (0 if is_tied else counts.embedding)
     frozen = tokens * counts.frozen + targets * (counts.head if counts.frozen_head else 0)
     attended = sum(kind.width * number for kind, number in zip(counts.attention, pairs, strict=True))
-    return 6.0 * (tokens * matrices + targets * counts.head + attended) - 2.0 * frozen
+    vision = sum(map(mul, counts.images, of_images[1:])) if counts.images is not None else 0.0
+    return 6.0 * (tokens * matrices + targets * counts.head + attended) - 2.0 * frozen + vision

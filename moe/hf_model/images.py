@@ -75,7 +75,7 @@ def image_paths(model: Any, unmet: Sequence[str]) -> list[str]:
     Raises:
         ExpertMeshError: the family takes no images, or otherwise than is supported.
     """
-    inner = _inner_model(model)
+    inner = inner_model(model)
     _image_inputs(inner)
     if apart := [path for path, _ in expert_modules(model) if f"{path}.".startswith(tuple(f"{p}." for p in unmet))]:
         raise _unsupported(model, f"has experts that no text passes ({apart[0]})")
@@ -93,7 +93,7 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
     Args:
         paths: from `image_paths`.
     """
-    inner, config = _inner_model(model), model.config
+    inner, config = inner_model(model), model.config
     ids = {name: getattr(config, name, None) for name in ("video_token_id", "video_start_token_id", "audio_token_id")}
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     if token is None:
@@ -129,6 +129,17 @@ class _FeaturesHere:
         return found
 
 
+def image_prefixes(model: Any) -> tuple[str, ...]:
+    """What paths of modules begin with that images alone pass."""
+    facts = images_of(model)
+    return () if facts is None else tuple(f"{path}." for path in facts.paths)
+
+
+def image_parameters(model: Any) -> list[nn.Parameter]:
+    """Those that images alone pass."""
+    return [p for prefix in image_prefixes(model) for p in model.get_submodule(prefix[:-1]).parameters()]
+
+
 def parameters_by_part(model: Any) -> dict[str, list[nn.Parameter]]:
     """The parameters of the tower, and of the projector behind it."""
     facts = images_of(model)
@@ -143,9 +154,7 @@ def parameters_by_part(model: Any) -> dict[str, list[nn.Parameter]]:
 
 def trains_images(model: Any) -> bool:
     """Whether something is trained that images alone pass."""
-    return images_of(model) is not None and any(
-        p.requires_grad for ps in parameters_by_part(model).values() for p in ps
-    )
+    return any(p.requires_grad for p in image_parameters(model))
 
 
 def rope_positions(model: Any, tokens_1L: Tensor, grid_I3: Tensor) -> Tensor | None:
@@ -155,7 +164,7 @@ def rope_positions(model: Any, tokens_1L: Tensor, grid_I3: Tensor) -> Tensor | N
     Raises:
         ExpertMeshError: the sample's image tokens are not those of its images.
     """
-    inner, facts = _inner_model(model), images_of(model)
+    inner, facts = inner_model(model), images_of(model)
     assert facts is not None
     if not hasattr(inner, "get_rope_index"):
         return None
@@ -179,7 +188,7 @@ def rope_positions(model: Any, tokens_1L: Tensor, grid_I3: Tensor) -> Tensor | N
     return positions_3L
 
 
-def _inner_model(model: Any) -> Any:
+def inner_model(model: Any) -> Any:
     inner = model.base_model
     if inner is model or not hasattr(inner, "get_image_features"):
         raise _unsupported(model, "has no get_image_features")

@@ -175,6 +175,43 @@ def test_adapters(base: str, ranks: RankPool, models: Any, tmp_path: Path) -> No
         assert answer(merged, samples).loss == near(after)
 
 
+def with_adapters_of_the_tower(path: Path, out: Path, samples: Sequence[ImageSample]) -> Any:
+    settings: dict[str, Any] = dict(
+        ep_size=2, adapter="lora", lora_targets=["vision"], init_adapter=str(out / "theirs")
+    )
+    engine = expertmesh.load(str(path), **ON_CPU, images=True, **settings)
+    result = engine.forward_backward([collated(engine.model, rows) for rows in rows_of(engine, samples)])
+    engine.export(out / "ours")
+    return result.loss, in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.slow
+def test_adapters_of_the_tower_are_pefts(ranks: RankPool, models: Any, tmp_path: Path) -> None:
+    """Of tower and projector: PEFT's are read, have its loss and gradients, and are exported as PEFT reads them."""
+    peft = pytest.importorskip("peft")
+    path, _ = models("qwen3_vl_moe")
+    model = image_model("qwen3_vl_moe")
+    linear = [name for name, part in model.named_modules() if is_vision(name) and isinstance(part, torch.nn.Linear)]
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linear))
+    torch.manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    samples = samples_of(model)
+    wanted = answer(theirs.get_base_model(), samples)
+    plain = answer(image_model("qwen3_vl_moe"), samples)
+    assert wanted.loss != near(plain.loss)
+    loss, grads = ranks.run(with_adapters_of_the_tower, 2, path, tmp_path, samples)[0]
+    assert loss == near(wanted.loss)
+    of_theirs = {name.replace(".default.weight", ""): grad for name, grad in wanted.grads.items()}
+    assert len(grads) == 2 * len(linear)
+    errors = gradient_errors(grads, of_theirs)
+    assert max(errors.values()) <= OTHER_ORDER, errors
+    back = peft.PeftModel.from_pretrained(image_model("qwen3_vl_moe"), tmp_path / "ours")
+    assert answer(back.get_base_model(), samples).loss == near(wanted.loss)
+
+
 def without_images(path: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
     found = []
     for images in (True, False):

@@ -1,5 +1,7 @@
 """Batches with images: what is taken out of them, and what is refused, each by a line that names it."""
 
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, batch_of
 from expertmesh.training.data.images import ImageReader
-from expertmesh.training.model_setup.freezing import freeze_images
+from expertmesh.training.model_setup.freezing import freeze, freeze_images
+from expertmesh.training.model_setup.lora_targets import adapt
 from tests.families.configs import tiny_config
-from tests.images import collated, image_config, sample
+from tests.images import collated, image_config, is_vision, sample
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,24 @@ def test_what_is_trained(model: Any) -> None:
     assert line.endswith("trained")
     assert not any(p.requires_grad for p in parts["tower"])
     assert all(p.requires_grad for p in parts["projector"])
+
+
+def test_what_names_the_tower() -> None:
+    config = partial(TrainConfig, model="m", images=True, adapter="lora")
+    seeing = build_model(image_config("qwen3_vl_moe"), images=True)
+    for targets, of_images, of_text in (
+        (["vision"], True, False),
+        (["attention"], False, True),
+        (["all-linear"], True, True),
+    ):
+        adapt(model := deepcopy(seeing), config(lora_targets=targets))
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert any(map(is_vision, trained)) == of_images
+        assert any(not is_vision(name) for name in trained) == of_text
+    with pytest.raises(ExpertMeshError, match=r"--freeze vision: it is frozen unless --train-vision names it"):
+        freeze(seeing, ["vision"])
+    with pytest.raises(ExpertMeshError, match=r"--lora-targets vision: there is no vision tower without --images"):
+        adapt(build_model(image_config("qwen3_vl_moe")), config(images=False, lora_targets=["vision"]))
 
 
 @pytest.mark.parametrize(

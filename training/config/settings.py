@@ -1221,8 +1221,8 @@ class AdapterSettings:
         0.0, "Dropout on LoRA inputs", _LORA, least=0, below=1, of=_STEPS, moves=Moves.UPDATES, in_plans=True
     )
     lora_targets: list[str] = _list(
-        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, all-linear (all of these), or "
-        "regular expressions for linear layers; separated by commas or spaces",
+        "What gets adapters: attention, experts, router, shared-experts, dense-mlp, vision (with --images), all-linear "
+        "(all of these), or regular expressions for linear layers; separated by commas or spaces",
         _LORA,
         default=("attention", "experts"),
         metavar="NAME",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe.hf_model.images import GRID, KINDS, images_of, rope_positions
+from ...moe.hf_model.images import GRID, KINDS, PIXELS, images_of, rope_positions
 from ...moe.util.errors import ExpertMeshError
 
 
@@ -31,6 +31,13 @@ class Images:
     rows_N: Tensor | None
     positions_3BL: Tensor | None
     kinds_BS: Tensor | None
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many images, patches, and pairs of patches of one image."""
+        pixels, sizes = self.inputs[PIXELS], self.inputs.get(GRID)
+        patches: list[int] = [pixels.shape[1]] * len(pixels) if sizes is None else sizes.prod(-1).tolist()
+        return len(patches), sum(patches), sum(number**2 for number in patches)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Images":
         """The same of moved tensors."""

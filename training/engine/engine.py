@@ -30,6 +30,7 @@ from ...moe.experts.model_layers import moe_shape
 from ...moe.experts.router_stats import Routing
 from ...moe.hf_model.build import count_parameters
 from ...moe.hf_model.counts import ParameterCounts
+from ...moe.hf_model.image_costs import image_flops
 from ...moe.hf_model.images import images_of
 from ...moe.kernels.c_compiler import check_c_compiler
 from ...moe.transformers_private import missing_kernels
@@ -130,6 +131,8 @@ class Engine:
         check_tp_groups(config.topology(ranks.world_size), config.ranks_per_node)
         self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
+        if self.images is not None:
+            self.counts = replace(self.counts, images=image_flops(self.model))
         self.topology = config.topology(ranks.world_size)
         self.saver: Saver | None = None
         self.untrained: str | None = None

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers, layer_prefixes, moe_layers, router_prefixes
-from ...moe.hf_model.images import parameters_by_part
+from ...moe.hf_model.images import images_of, parameters_by_part
 from ...moe.util.errors import ExpertMeshError
 from .selection import select
 
@@ -52,6 +52,8 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     groups = groups_of(model)
     for entry in entries:
         found = groups.get(entry)
+        if entry == "vision" and images_of(model) is not None:
+            raise ExpertMeshError("--freeze vision: it is frozen unless --train-vision names it; leave it out there")
         if found is None:
             found = {name: names[name] for name in select("--freeze", entry, names, "parameter", groups, names)}
         if not found:

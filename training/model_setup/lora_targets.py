@@ -9,6 +9,7 @@ from torch import nn
 from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefixes
+from ...moe.hf_model.images import image_prefixes
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from .freezing import groups_of
@@ -57,22 +58,26 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     """
     lora = lora_of(config)
     # the head gives a loss, of parts of the sequence at a time; it has no adapter
-    head, uncalled = model.get_output_embeddings(), facts_of(model).uncalled
-    linear = {path: module for path, module in linear_layers(model).items() if module is not head}
+    head, every = model.get_output_embeddings(), linear_layers(model)
+    vision = {path for path in every if path.startswith(image_prefixes(model))}
+    linear = {path: module for path, module in every.items() if module is not head and path not in vision}
+    uncalled = facts_of(model).uncalled - vision
     routers = _plain_routers(model, linear)
-    named = _targets_by_name(model, linear)
+    named = {**_targets_by_name(model, linear), "vision": vision}
     chosen: set[str] = set()
     chosen_routers: set[str] = set()
     for target in config.lora_targets:
         if target in ("experts", "router"):
             continue
         if target == "all-linear":  # as PEFT means it
-            chosen |= linear.keys()
+            chosen |= linear.keys() | vision
             chosen_routers |= routers
             continue
-        paths = named[target] if target in named else _by_pattern(target, named, linear, routers)
+        paths = named[target] if target in named else _by_pattern(target, named, linear, routers, vision)
         if not paths:
             there = [name for name in (*named, "experts", "router") if named.get(name, True)]
+            if target == "vision":
+                raise ExpertMeshError("--lora-targets vision: there is no vision tower without --images; add it")
             raise ExpertMeshError(f"--lora-targets {target}: this model has none; it has {', '.join(there)}")
         if paths <= uncalled:
             raise ExpertMeshError(
@@ -170,9 +175,12 @@ def _targets_by_name(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, s
     return found
 
 
-def _by_pattern(target: str, named: Iterable[str], linear: Iterable[str], routers: Iterable[str]) -> set[str]:
-    """Linear layers with that in their names; where there are none, routers."""
+def _by_pattern(
+    target: str, named: Iterable[str], linear: Iterable[str], routers: Iterable[str], vision: set[str]
+) -> set[str]:
+    """Linear layers of the language model with that in their names; where there are none, those of the tower, or
+    routers."""
     groups = ("experts", "router", *named)
     last_names = sorted({path.rpartition(".")[2] for path in linear})
-    found = select("--lora-targets", target, (*linear, *routers), "linear layer", groups, last_names)
-    return found & set(linear) or found
+    found = select("--lora-targets", target, (*linear, *routers, *vision), "linear layer", groups, last_names)
+    return found & set(linear) or found & vision or found

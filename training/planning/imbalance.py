@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ...moe.util.errors import ExpertMeshError
+from ..config.train_config import TrainConfig
 from ..metrics import METRICS
 from ..model_setup.rates import natural_imbalance, rank_imbalance
 
@@ -22,6 +23,25 @@ def add_imbalance_flags(parser: argparse.ArgumentParser) -> None:
         help="load of the busiest expert over the mean, or a run's metrics.jsonl that has it (default: that of natural "
         "routing; 1: even)",
     )
+    parser.add_argument(
+        "--image-tokens",
+        metavar="N",
+        type=int,
+        help="with --images: each sample has an image of so many tokens (default: none has an image)",
+    )
+
+
+def read_image_tokens(given: int | None, config: TrainConfig) -> int:
+    """Tokens of each sample's image; 0: there are none.
+
+    Raises:
+        ExpertMeshError: there cannot be such images.
+    """
+    if given is not None and given < 1:
+        raise ExpertMeshError(f"--image-tokens {given}: must be 1 or more")
+    if given is not None and not config.images:
+        raise ExpertMeshError("--image-tokens: there are no images without --images; add it")
+    return given or 0
 
 
 def read_imbalance(given: str | None) -> float | None:
@@ -79,12 +99,14 @@ def _logged(file: Path) -> float:
 class GivenRouting:
     """samples: packed into one sequence, with `packing`, all equally long. busiest: the load of the busiest expert over
     the mean, None for what is natural. loaded: the ep rank that has it. trained: the fraction of all tokens that have a
-    loss; None: all but the first of each sample."""
+    loss; None: all but the first of each sample, and images' tokens. image_tokens: of each sample's one image; 0: there
+    are none."""
 
     samples: int = 8
     busiest: float | None = 1.0
     loaded: int = 0
     trained: float | None = None
+    image_tokens: int = 0
 
     def shares(self, num_experts: int, ep_size: int) -> tuple[float, ...]:
         """The fraction of all routed tokens that goes to each ep rank: to the most loaded one at most all, and the rest

@@ -24,7 +24,7 @@ from ..config.optimizers import OPTIMIZERS
 from ..config.train_config import TrainConfig
 from .columns import open_console
 from .coverage import assumed_code, not_modelled
-from .imbalance import GivenRouting, imbalance_of, read_imbalance
+from .imbalance import GivenRouting, imbalance_of, read_image_tokens, read_imbalance
 from .plan_flags import PlanFlags
 from .planner.costs import Cluster
 from .planner.facts import ModelFacts
@@ -140,7 +140,8 @@ def _search(asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster
         said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
         raise ExpertMeshError(f"no layout of {asked.world_size} GPUs has {said or 'this model'}; leave some flags out")
     # as a run's own forecast: one sample a row is the most that attention computes
-    routing = GivenRouting(samples=1, busiest=read_imbalance(asked.arguments.imbalance))
+    image_tokens = read_image_tokens(asked.arguments.image_tokens, config)
+    routing = GivenRouting(samples=1, busiest=read_imbalance(asked.arguments.imbalance), image_tokens=image_tokens)
     return Search(forecasts, facts, found, asked.world_size, cluster, routing, asked.tp_sizes or ())
 
 

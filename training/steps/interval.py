@@ -93,11 +93,16 @@ class Interval:
         return self.model.top_k
 
     @cached_property
+    def of_images(self) -> list[int]:
+        """How many images, patches, and pairs of patches of one image; nothing where the model takes none."""
+        return [sum(numbers) for numbers in zip(*(step.of_images for step in self.steps), strict=True)]
+
+    @cached_property
     def tflops_per_second(self) -> float:
         """Of a rank."""
         pairs = [sum(numbers) for numbers in zip(*(step.pairs for step in self.steps), strict=True)]
         tokens, targets = self.total("tokens"), self.total("targets")
-        tflops = training_flops(self.model.counts, self.model.config, tokens, targets, pairs) / 1e12
+        tflops = training_flops(self.model.counts, self.model.config, tokens, targets, pairs, self.of_images) / 1e12
         return tflops / self.seconds / dist.get_world_size()
 
     @property

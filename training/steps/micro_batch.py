@@ -19,6 +19,7 @@ from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import moe_layers
 from ...moe.experts.router_stats import RouterStats, Routing, load_balancing_loss, router_z_loss, routing_of
 from ...moe.hf_model.counts import seen_pairs
+from ...moe.hf_model.images import images_of
 from ...moe.util.gpu import computing_values
 from ...moe.util.step_parts import register_step_part
 from ...sharding.pipeline.pipeline import pipeline_of, stage_group
@@ -57,7 +58,8 @@ class StepCounts:
 
     targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
     counted: what the loss is divided by: the targets, or what the objective counts; may be 0. drafts: targets of
-    multi-token prediction.
+    multi-token prediction. of_images: how many images, patches, and pairs of patches of one image; empty where the
+    model takes none.
     """
 
     targets: int
@@ -66,6 +68,7 @@ class StepCounts:
     tokens_M: tuple[int, ...]
     counted: float
     drafts: int = 0
+    of_images: tuple[int, ...] = ()
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
@@ -83,8 +86,8 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROS
         batches: this rank's, equally many on every rank.
         objective: what is minimised.
     """
-    attention = facts_of(model).attention
-    figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans), *_drafts(b)) for b in batches]
+    attention, seen = facts_of(model).attention, _images if images_of(model) is not None else lambda batch: ()
+    figures = [(b.num_targets, b.num_tokens, *seen_pairs(attention, b.spans), *seen(b), *_drafts(b)) for b in batches]
     with computing_values():
         counted = torch.tensor(figures)
         dist.all_reduce(counted)
@@ -92,9 +95,16 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROS
         by_batch = (counted // _pp_size(model)).tolist()
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     drafts = others.pop() if _drafts(batches[0]) else 0
+    of_images = tuple(others.pop() for _ in seen(batches[0]))[::-1]
     tokens, *pairs = (max(n, 1) for n in others)
     divisor = targets if objective.count is None else _counted(model, batches, objective)
-    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts)
+    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts, of_images)
+
+
+def _images(batch: Batch) -> tuple[int, ...]:
+    """How many images, patches and pairs of them a batch has: of those that ranks have in common, on the first one."""
+    is_counted = batch.images is not None and (batch.split is None or batch.split.cp_group.index == 0)
+    return batch.images.counts if batch.images is not None and is_counted else (0, 0, 0)
 
 
 def _drafts(batch: Batch) -> tuple[int, ...]:

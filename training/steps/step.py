@@ -51,10 +51,10 @@ class StepResult:
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
         figures: what a loss of your own gives beside itself, by name; with --train-mtp `mtp_loss`.
-        pairs, routing, is_stopping, counted: for `Engine.update` and the loop, and no part of the public interface:
-            pairs of tokens that attend to one another, for each entry of the model's `ModelFacts.attention` (see
-            `seen_pairs`); this rank's part of the routing; whether any rank was asked to stop; what the loss is divided
-            by.
+        pairs, routing, is_stopping, counted, of_images: for `Engine.update` and the loop, and no part of the public
+            interface: pairs of tokens that attend to one another, for each entry of the model's
+            `ModelFacts.attention` (see `seen_pairs`); this rank's part of the routing; whether any rank was asked to
+            stop; what the loss is divided by; how many images, patches, and pairs of patches of one image.
 
     Example:
         figures = engine.step(batch)
@@ -72,6 +72,7 @@ class StepResult:
     is_stopping: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
     counted: float | None = None
+    of_images: tuple[int, ...] = ()
 
     @property
     def weight(self) -> float:
@@ -142,6 +143,7 @@ class Gradients:
             is_stopping=is_stopping,
             figures=dict(zip(self.names, losses.figures, strict=True)),
             counted=counts.counted,
+            of_images=counts.of_images,
         )
 
 

@@ -31,7 +31,7 @@ class ConfigAlone:
     """A model's config, in place of a directory with a checkpoint.
 
     keep: numbers of the decoder layers that a short model has; None: all. renumber: see `keep_layers`. has_mtp: whether
-    it has a layer for multi-token prediction, like its last one.
+    it has a layer for multi-token prediction, like its last one. images: whether it has the parts that images pass.
     """
 
     config: Any
@@ -39,11 +39,12 @@ class ConfigAlone:
     keep: Sequence[int] | None = None
     renumber: bool = False
     has_mtp: bool = False
+    images: bool = False
 
     def build(self, attn_implementation: str) -> Any:
         number = self.config.get_text_config().num_hidden_layers
         config = PublishedMTP(number, number - 1, False).with_layer(self.config) if self.has_mtp else self.config
-        model = build_model(config, attn_implementation)
+        model = build_model(config, attn_implementation, self.images)
         if self.rope is not None:
             check_rope(model, self.rope)
         if self.keep is not None:
@@ -71,7 +72,8 @@ def build_rehearsed(
     # a short model's config is cut with it
     of_model = model_config if keep is None else deepcopy(model_config)
     of_model = with_rope_scaling(of_model, config.rope)
-    source = ConfigAlone(of_model, config.rope, keep, renumber=config.pp_size > 1, has_mtp=config.train_mtp > 0)
+    is_cut = config.pp_size > 1
+    source = ConfigAlone(of_model, config.rope, keep, is_cut, has_mtp=config.train_mtp > 0, images=config.images)
     # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
     if config.async_tp:
         config = replace(config, async_tp=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.hf_model.build import count_parameters, fp32_parameters
+from ....moe.hf_model.images import image_parameters
 from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import pipeline_of
 from ....sharding.pipeline.survey import survey
@@ -53,7 +54,7 @@ def rehearsed_facts(config: TrainConfig, model_config: Any, device: DeviceType) 
         dense = [p for p in layer.parameters() if p not in experts]
         of_kinds.append(LayerFacts(held.of(dense), held.of(experts)))
     in_layers = {p for layer in layers for p in layer.parameters()}
-    embedding = set(model.get_input_embeddings().parameters())
+    embedding = set(model.get_input_embeddings().parameters()) | set(image_parameters(model))
     around = [p for p in model.parameters() if p not in in_layers]
     ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     last = [p for p in around if p not in embedding or p is ends[1]]

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ....moe.dispatch.exchange import UnderWay
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
+from ....moe.hf_model.image_costs import is_known
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import FakeTensor, FSDPParamGroup, _current_autograd_node, _resolve_process_group
 from ....moe.util.gpu import is_gpu
@@ -174,7 +175,7 @@ class Recorder(Pausable, TorchDispatchMode):
         if operator is _DEVICE and isinstance(args[0], FakeTensor):
             # asked for at every second step, and known
             return args[0].fake_device
-        if operator is aten._local_scalar_dense.default:
+        if operator is aten._local_scalar_dense.default and not is_known(args[0]):
             if is_gpu(args[0].device.type):
                 self._wait()
             return 1.0 if args[0].is_floating_point() else 1
@@ -341,7 +342,8 @@ class Recorder(Pausable, TorchDispatchMode):
             event.read = _bytes_read(inputs, () if name in _OVERWRITE else changed)
         event.written = event.read if name == _FILLS_A_PART else sum(map(_bytes, changed + fresh))
         matmul = _MATMULS.get(name)
-        event.flops = 0.0 if matmul is None else 2.0 * matmul.products(inputs + changed, results, args)
+        if matmul is not None:
+            event.flops = 2.0 * matmul.products(inputs + changed, results, args) * _seen(operator, inputs, args)
         event.work = self._no_matmul(event)
         if matmul is not None and event.flops:
             event.work = matmul.work(inputs + changed, args, event.flops, name)
@@ -525,8 +527,28 @@ def _eigenvectors(inputs: list[Tensor], results: list[Tensor], args: Any) -> flo
     return EIGEN_FLOPS / 2 * inputs[0].numel() * inputs[0].shape[-1]
 
 
+def _convolution(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    return float(results[0].numel()) * inputs[1][0].numel()
+
+
+def _convolution_backward(inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
+    """Of the gradients of what it was given, and of its weight, one product each; of the bias none."""
+    return float(inputs[0].numel()) * inputs[2][0].numel() * sum(each.dim() > 1 for each in results)
+
+
+def _seen(operator: Any, inputs: list[Tensor], args: Any) -> float:
+    """How many pairs of positions see one another, over those of causal attention, of which masks are made here."""
+    declared = operator._schema.arguments
+    at = next((number for number, each in enumerate(declared) if each.name == "is_causal"), None)
+    has_mask = len(inputs) > sum(str(each.type) == "Tensor" for each in declared)
+    if at is None or has_mask or (len(args) > at and args[at]):
+        return 1.0
+    positions = inputs["backward" in operator.name()].shape[2]
+    return 2 * positions / (positions + 1)
+
+
 def _causal_pairs(query_BHSA: Tensor) -> float:
-    """Pairs of positions that see one another, over sequences and heads: attention here is causal, and square."""
+    """Pairs of positions that see one another, over sequences and heads, in causal attention, which is square here."""
     rows, heads, positions, _ = query_BHSA.shape
     return rows * heads * positions * (positions + 1) / 2
 
@@ -564,6 +586,8 @@ _FUSED: tuple[tuple[str, Operator, Operator], ...] = (
 _MATMULS = {
     **dict.fromkeys(_named("mm mm.out bmm addmm_"), _Matmul(_product)),
     **dict.fromkeys(_named("addmm baddbmm"), _Matmul(_added_product)),
+    "aten::convolution": _Matmul(_convolution),
+    "aten::convolution_backward": _Matmul(_convolution_backward),
     "aten::_grouped_mm": _Matmul(_grouped, "grouped matmul"),
     "aten::_scaled_grouped_mm": _Matmul(_scaled_grouped, "grouped matmul fp8"),
     "aten::_scaled_mm": _Matmul(_product, "grouped matmul fp8"),

@@ -18,7 +18,7 @@ from typing import Any
 from ....moe.util.terminal import folded
 from ...config.train_config import TrainConfig
 from ..coverage import not_modelled
-from ..imbalance import GivenRouting, imbalance_of, read_imbalance
+from ..imbalance import GivenRouting, imbalance_of, read_image_tokens, read_imbalance
 from ..planner.account import Account
 from ..planner.asked import Asked
 from ..planner.costs import Cluster
@@ -114,7 +114,12 @@ def _in_order(
 def _routing(arguments: argparse.Namespace, config: TrainConfig) -> GivenRouting:
     # of several ranks the most loaded one is to be neither the first nor the last, where there are others
     loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
-    return GivenRouting(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
+    return GivenRouting(
+        arguments.samples_per_row,
+        busiest=read_imbalance(arguments.imbalance),
+        loaded=loaded,
+        image_tokens=read_image_tokens(arguments.image_tokens, config),
+    )
 
 
 def _ranks(arguments: argparse.Namespace, config: TrainConfig, routing: GivenRouting) -> list[int]:

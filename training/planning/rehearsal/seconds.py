@@ -131,7 +131,9 @@ def layer_costs(
         found[where] += LayerCosts(seconds, 0.0) if is_forward else LayerCosts(0.0, seconds)
         if is_forward and event.flops and event.place.part == "expert GEMMs":
             found[where] += LayerCosts(weights=event_seconds(event, cluster.hardware), queued=event.moved)
+    around = "before"
     for maker, size in kept:
         if maker.micro == last:
-            found["after" if maker.layer is None else str(kinds[maker.layer])] += LayerCosts(kept=size)
+            around = around if maker.layer is None else "after"
+            found[around if maker.layer is None else str(kinds[maker.layer])] += LayerCosts(kept=size)
     return {where: cost * (1 / max(1, list(map(str, kinds)).count(where))) for where, cost in found.items()}

@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....moe.dispatch.dispatcher_entries import resolve_dispatch
 from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import NO_ROUTING
+from ....moe.hf_model.image_costs import KnownValues, image_of
+from ....moe.hf_model.images import PIXELS
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
     FakeStore,
@@ -47,6 +50,7 @@ from ....sharding.stages import stages_of
 from ....sharding.topology import check_sizes
 from ...config.train_config import TrainConfig
 from ...data.batch import Batch, LossBatch, SplitSequences
+from ...data.images import ImageReader
 from ...engine.assembly import compute_dtype
 from ...loss.balance import BiasUpdate, LossWeights, choose_balance
 from ...loss.objective import as_they_are
@@ -151,6 +155,7 @@ def _rehearse(asked: Asked, model: Any, keep: Sequence[int] | None = None, is_up
     # within it our code does what it would do on such a device
     on_device = as_on_gpu if is_gpu else nullcontext
     balance, shape = choose_balance(config, model, model.config), moe_shape(model)
+    image = image_of(model, asked.routing.image_tokens) if asked.routing.image_tokens else None
     ranks_per_node = config.ranks_per_node or asked.cluster.gpus_per_node
     if config.ep_size > 1:
         of_ep = ranks_of_equal_nodes(world_size, ranks_per_node, config.ep_size)
@@ -171,10 +176,12 @@ def _rehearse(asked: Asked, model: Any, keep: Sequence[int] | None = None, is_up
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
-    with on_device(), FakeTensors() as fake:
+    with on_device(), FakeTensors() as fake, nullcontext() if image is None else KnownValues():
         materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
         batch = _batch(config, mesh.cp_group, asked.routing, fake)
+        if image is not None:
+            batch = _with_images(batch, model, image, asked, fake)
         micro_batches = config.micro_batches(world_size)
         batches = [batch] * micro_batches_to_run(pipeline_of(model), micro_batches)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
@@ -351,10 +358,15 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
     length = config.max_seq_length // samples
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
+    if length < routing.image_tokens + 2:
+        raise ExpertMeshError(
+            f"--image-tokens {routing.image_tokens}: does not fit into samples of {length} tokens with a target; "
+            "give fewer, or a longer --max-seq-length"
+        )
     ranks = config.ranks_per_sequence
     here = -(-samples * length // ranks)
     firsts = max(rows * samples // ranks, 1)
-    targets = rows * here - firsts
+    targets = rows * here - firsts - rows * samples * routing.image_tokens // ranks
     if routing.trained is not None:
         targets = max(1, round(rows * here * routing.trained))
     padding = here * ranks - samples * length
@@ -377,6 +389,30 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
             ahead = Ahead(torch.zeros_like(tokens_BS), drafts, () if cp_group is None else (number,) * cp_group.size)
     of_rows = tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared
     return Batch(*of_rows, for_loss, ahead=ahead)
+
+
+def _with_images(batch: Batch, model: Any, image: Mapping[str, Tensor], asked: Asked, fake: FakeTensors) -> Batch:
+    """The batch with an image behind the first token of each sample: where it stands, and how large it is, is known.
+    image: what the model takes for it."""
+    reader, rows, config, routing = ImageReader(model), len(batch.tokens_BS), asked.config, asked.routing
+    samples = routing.samples if config.packing else 1
+    number, length = rows * samples, config.max_seq_length // samples
+    shape, here = batch.tokens_BS.shape, slice(0, batch.tokens_BS.shape[1])
+    if batch.split is not None:
+        shape, index = batch.split.positions_BS.shape, batch.split.cp_group.index
+        here = slice(index * here.stop, (index + 1) * here.stop)
+    with _disable_current_modes():
+        tokens_BS = torch.full(shape, int(reader.facts.token == 0))
+        for start in range(0, samples * length, length):
+            tokens_BS[:, start + 1 : start + 1 + routing.image_tokens] = reader.facts.token
+        found = {name: torch.cat([value] * number) for name, value in image.items()}
+        is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
+        images = reader.placed(found, tokens_BS, is_token_BS, [[length] * samples] * rows, here)
+        tokens_BL = tokens_BS[:, here].contiguous()
+    assert images is not None
+    with fake:
+        pixels = torch.zeros_like(found[PIXELS], device="cpu")
+    return replace(batch, tokens_BS=tokens_BL, images=replace(images, inputs={**found, PIXELS: pixels}))
 
 
 @contextmanager
@@ -446,7 +482,7 @@ _sdpa = F.scaled_dot_product_attention
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """`scaled_dot_product_attention`, by an operator that a GPU runs where attention is causal and has no mask.
+    """`scaled_dot_product_attention`, by an operator that a GPU runs where attention has no mask.
 
     Flash attention wants heads that are all as wide. Where values are narrower, as in multi-head latent attention, a
     GPU has two others, memory-efficient attention and cuDNN's; torch's versions differ in which of them comes first and
@@ -454,15 +490,16 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -
     """
     dropout, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
     out: Tensor
-    if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
+    if kwargs.get("attn_mask") is not None:
         return _sdpa(query, key, value, **kwargs)
+    causal = bool(kwargs.get("is_causal"))
     if query.shape[-1] == value.shape[-1]:
-        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scale)[0]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
         return out
     # it has no groups of queries that share a key, and reads 16 bytes at once
     is_aligned = all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in (query, key, value))
     if query.shape[1] != key.shape[1] or not is_aligned:
         return _sdpa(query, key, value, **kwargs)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out = efficient(query, key, value, None, torch.is_grad_enabled(), dropout, True, scale=scale)[0]
+    out = efficient(query, key, value, None, torch.is_grad_enabled(), dropout, causal, scale=scale)[0]
     return out

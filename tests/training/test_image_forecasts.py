@@ -1,0 +1,175 @@
+"""What images cost by forecast: as much as a step of transformers' class, or a real one on a CPU, takes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import expertmesh
+from expertmesh.moe.hf_model.build import build_model, count_parameters
+from expertmesh.moe.hf_model.counts import training_flops
+from expertmesh.moe.hf_model.image_costs import image_flops, image_of
+from expertmesh.moe.hf_model.images import image_parameters
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.state import local_tensor
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.planning.imbalance import GivenRouting
+from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.rehearsal import world
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_facts
+from expertmesh.training.planning.rehearsal.world import rehearse
+from tests.distributed.pool import RankPool
+from tests.distributed.test_pipeline_rehearsal import on_a_cpu
+from tests.images import BOTH_WAYS, FAMILIES, collated, image_config, image_model, picture, sample
+from tests.tiers import tiered
+from tests.training.dry_runs import CLUSTER
+
+TOKENS, LENGTH = 6, 24
+QUICK = ["qwen3_vl_moe", BOTH_WAYS]
+
+
+def config_of(**changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = dict(images=True, train_vision=["tower", "projector"], router_aux_loss_coef=0.0)
+    settings |= dict(use_cpu=True, max_seq_length=LENGTH, per_device_train_batch_size=1)
+    return TrainConfig(model="-", **(settings | changes))
+
+
+def asked(config: TrainConfig, **routing: Any) -> Asked:
+    return Asked(config, 1, CLUSTER, routing=GivenRouting(**{"samples": 1, **routing}), device="cpu")
+
+
+@pytest.mark.parametrize("family", tiered(QUICK, [family for family in FAMILIES if family not in QUICK]))
+def test_an_image_is_as_the_familys_processor_makes_it(family: str) -> None:
+    model = build_model(image_config(family), images=True)
+    wanted = picture(model, 2, 3, seed=0)
+    found = image_of(model, wanted.tokens)
+    pixels, sizes = found.values()
+    if family == BOTH_WAYS:
+        # which pads: as many places as there are
+        assert set(map(tuple, sizes[0].tolist())) == {tuple(each) for each in wanted.size.tolist() if each != [-1, -1]}
+        assert pixels.shape[-1] == wanted.pixels.shape[-1]
+    else:
+        assert int(sizes.prod()) == len(pixels)
+        assert pixels.shape[1] == wanted.pixels.shape[1]
+        assert len(pixels) / wanted.tokens == pytest.approx(len(wanted.pixels) / wanted.tokens, rel=0.4)
+
+
+def test_no_such_image() -> None:
+    model = build_model(image_config("hy_v4_vl"), images=True)
+    with pytest.raises(ExpertMeshError, match=r"--image-tokens 1: .* has no image of so many tokens"):
+        image_of(model, 1)
+    with pytest.raises(ExpertMeshError, match=r"--image-tokens 6: does not fit into samples of 7 tokens"):
+        rehearse(asked(config_of(max_seq_length=7), image_tokens=6), image_config("qwen3_vl_moe"))
+
+
+def flops_of_transformers(model: Any, image: dict[str, Any]) -> int:
+    """Of a step's forward and backward with an image, by torch's counter, less those of a step without."""
+    token, counts = model.config.image_token_id, []
+    for given in (image, {}):
+        tokens_1S = torch.full((1, LENGTH), 5)
+        tokens_1S[0, 1 : 1 + TOKENS] = token if given else 5
+        kinds = {"mm_token_type_ids": (tokens_1S == token).int()} if given else {}
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            model(input_ids=tokens_1S, use_cache=False, **given, **kinds).logits.sum().backward()
+        counts.append(counted.get_total_flops())
+    return int(counts[0] - counts[1])
+
+
+@pytest.mark.parametrize("trained", [["tower", "projector"], ["projector"], []])
+def test_flops_are_those_that_torch_counts(trained: list[str]) -> None:
+    """Of a step of transformers' class, of a dry run, and of what MFU is reckoned by."""
+    theirs = image_model("qwen3_vl_moe")
+    config = config_of(train_vision=trained)
+    ours = build_rehearsed(config, theirs.config, "cpu")
+    image = {name: torch.zeros(x.shape) if x.is_meta else x for name, x in image_of(ours, TOKENS).items()}
+    is_trained = {name: p.requires_grad for name, p in ours.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(is_trained.get(name, True))
+    wanted = flops_of_transformers(theirs, image)
+    assert wanted > 0
+    patches = len(image["pixel_values"])
+    by_patch, by_pair = image_flops(ours)
+    assert by_patch * patches + by_pair * patches**2 == pytest.approx(wanted, rel=1e-9)
+
+    def needed(tokens: int) -> float:
+        step = rehearse(asked(config, trained=0.5, image_tokens=tokens), theirs.config)
+        return sum(event.needed for event in step.recorder.events)
+
+    assert needed(TOKENS) - needed(0) == pytest.approx(wanted, rel=1e-9)
+    counts = replace(count_parameters(ours), images=(by_patch, by_pair))
+    of_step = counts, theirs.config, 8, 8, [64] * len(counts.attention)
+    told = training_flops(*of_step, of_images=(1, patches, patches**2)) - training_flops(*of_step)
+    assert told == pytest.approx(wanted, rel=1e-9)
+    of_text = count_parameters(build_model(theirs.config))
+    assert counts.active == of_text.active, "parameters of the tower are not those of tokens"
+
+
+def held_by_a_run(path: str) -> tuple[list[int], tuple[int, ...]]:
+    """Bytes of parameters, of those trained, of gradients, of the optimizer's state; and the images of a step."""
+    settings: dict[str, Any] = dict(router_aux_loss_coef=0.0, use_cpu=True)
+    engine = expertmesh.load(path, images=True, train_vision=["projector"], **settings)
+    result = engine.step(collated(engine.model, [[sample(engine.model, 1, (2, 3), LENGTH - 7, seed=0)]]))
+    parameters = list(engine.model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    states = [x for state in engine.optimizer.state.values() for x in state.values()]
+    of_kinds: Any = (parameters, trained, [p.grad for p in trained], states)
+    return [sum(local_tensor(each).nbytes for each in kind) for kind in of_kinds], result.of_images
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_a_run(ranks: RankPool, tmp_path: Path) -> None:
+    model = image_model("qwen3_vl_moe")
+    model.save_pretrained(tmp_path)
+    config = config_of(train_vision=["projector"])
+    found = rehearse(asked(config, image_tokens=TOKENS), model.config)
+    held, of_images = ranks.run(held_by_a_run, 1, str(tmp_path))[0]
+    assert [found.parameter_bytes, found.trained_bytes, found.trained_bytes, found.state] == held
+    assert of_images == (1, 24, 24**2)
+
+
+def test_the_tower_stands_before_the_first_layer() -> None:
+    """What lasts, what is kept for backward, and seconds: all on the first stage of a pipeline."""
+    config, model_config = config_of(use_cpu=False), image_config("qwen3_vl_moe")
+    model = build_rehearsed(config, model_config, "cuda")
+    facts = rehearsed_facts(config, model_config, "cuda")
+    embedding, images = model.get_input_embeddings().weight, image_parameters(model)
+    assert facts.first.stored == embedding.nbytes + sum(p.nbytes for p in images)
+    assert facts.last.stored < facts.first.stored
+    costs = []
+    for tokens in (0, TOKENS):
+        step = asked(config, trained=0.5, image_tokens=tokens)
+        costs.append(account_of(replace(step, device="cuda"), model_config, facts).layer_costs)
+    without, with_image = costs
+    more = with_image["before"] - without["before"]
+    assert min(more.forward, more.backward, more.kept) > 0
+    assert with_image["after"].kept == without["after"].kept
+
+
+def figures(family: str, flags: dict[str, Any], is_real: bool) -> tuple[list[Any], int]:
+    """The events of the forward of what images pass, and of all else, in order; and the peak of memory in bytes."""
+    config = config_of(expert_kernel="torch-grouped", attn_implementation="eager", max_grad_norm=1e-6, **flags)
+    with on_a_cpu(is_real):
+        model = build_rehearsed(config, image_config(family), "cpu")
+        step = world._rehearse(asked(config, samples=2, image_tokens=TOKENS), model)
+    events = [(event.name, str(event.place), event.phase, event.flops) for event in step.recorder.events]
+    return events, max(map(sum, step.held.values()))
+
+
+def both(family: str, flags: dict[str, Any]) -> list[tuple[list[Any], int]]:
+    return [figures(family, flags, is_real) for is_real in (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("flags", [{}, {"train_vision": []}, {"gradient_checkpointing": "full"}], ids=str)
+def test_a_dry_run_is_what_a_rank_does(ranks: RankPool, family: str, flags: dict[str, Any]) -> None:
+    """The same operators in the same order, and as much memory."""
+    ((dry, dry_peak), (real, peak)) = ranks.run(both, 1, family, flags)[0]
+    assert dry == real
+    assert len(dry) > 300
+    assert dry_peak == pytest.approx(peak, rel=0.01)
