@@ -324,7 +324,6 @@ class ModelSettings:
         ],
         is_later=True,
         moves=Moves.MODEL | Moves.STATE,
-        in_plans=False,
     )
 
     def check_model(self) -> None:
@@ -1291,7 +1290,6 @@ class AdapterSettings:
         metavar="PART",
         requires=(lambda config: config.images, "--train-vision: there is no vision tower without --images; add it"),
         excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --train-vision"),
-        in_plans=False,
     )
 
     def check_adapter(self) -> None:

@@ -12,8 +12,6 @@ NOT_MODELLED = {
     "add_tokens": "the rows of new tokens are not in it",
     "train_new_tokens": "the rows of new tokens are not in it",
     "resize_vocab": "the rows of new tokens are not in it",
-    "images": "the vision tower is not in it",
-    "train_vision": "the vision tower is not in it",
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",
     "compile": "the forecast is without it",
     "deterministic": "the forecast is of the faster kernels",
