@@ -2,11 +2,15 @@
 
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.hf_model.images import images_of, parameters_by_part
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -17,7 +21,7 @@ from expertmesh.training.data.images import ImageReader
 from expertmesh.training.model_setup.freezing import freeze, freeze_images
 from expertmesh.training.model_setup.lora_targets import adapt
 from tests.families.configs import tiny_config
-from tests.images import collated, image_config, is_vision, sample
+from tests.images import collated, image_config, image_model, is_vision, sample
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +118,21 @@ def test_what_is_trained(model: Any) -> None:
     assert line.endswith("trained")
     assert not any(p.requires_grad for p in parts["tower"])
     assert all(p.requires_grad for p in parts["projector"])
+
+
+def test_ep_shards_carry_the_tower_over(tmp_path: Path) -> None:
+    """To the byte; a run that is to see images is told to take the model that they were made of."""
+    image_model("qwen3_vl_moe").save_pretrained(tmp_path / "hf")
+    paths = [str(tmp_path / name) for name in ("hf", "shards", "back")]
+    assert checkpoints_main(["convert", *paths[:2], "--ep-size", "2"]) == 0
+    assert checkpoints_main(["verify", *paths[:2]]) == 0
+    assert checkpoints_main(["export", *paths[1:]]) == 0
+    written, original = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "hf"))
+    assert any(map(is_vision, written))
+    assert written.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in written.items())
+    with pytest.raises(ExpertMeshError, match=r"--images: .*shards is not in Hugging Face form, and EP shards only"):
+        open_source(tmp_path / "shards").seeing_images()
 
 
 def test_what_names_the_tower() -> None:
