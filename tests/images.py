@@ -225,7 +225,8 @@ def answer(model: Any, samples: Sequence[ImageSample], trained: Sequence[str] = 
             inputs = {}
         logits = model(input_ids=tokens_1S, use_cache=False, **inputs).logits[0, :-1]
         loss = F.cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="sum") / count
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         total += loss.item()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Answer(total, grads)
