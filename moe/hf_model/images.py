@@ -109,6 +109,19 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         len(getattr(vision, "deepstack_visual_indexes", None) or ()),
     )
     inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
+    model.get_input_embeddings().register_forward_hook(_TakingGradients(model))
+
+
+class _TakingGradients:
+    """A hook on the embedding: where images' parts are trained, what it gives takes a gradient without images too, so
+    that all ranks' backwards come through the same layers."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, embedding: nn.Module, args: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad and trains_images(self.model):
+            output.requires_grad_(True)
 
 
 class _FeaturesHere:

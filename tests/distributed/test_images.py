@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import expertmesh
-from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.moe.hf_model.families import families_with_plan
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
@@ -118,8 +117,7 @@ def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequenc
     again.step(batches)
     ours, theirs = (in_full(dict(each.model.named_parameters())) for each in (engine, again))
     engine.export(out / "hf")
-    is_same = all(torch.equal(theirs[name], weight) for name, weight in ours.items())
-    return ours, is_same, engine.trained, engine.save(out / "checkpoints")
+    return ours, all(torch.equal(theirs[name], weight) for name, weight in ours.items()), engine.trained
 
 
 @pytest.mark.slow
@@ -132,7 +130,7 @@ def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPoo
     samples = samples_of(model)
     world_size, settings = LAYOUTS[layout]
     found = ranks.run(trained_on, world_size, path, tmp_path, {**settings, "train_vision": trained}, samples)
-    weights, is_resumed_exactly, lines, saved = found[0]
+    weights, is_resumed_exactly, lines = found[0]
     assert is_resumed_exactly
     assert any(line.startswith("images: tower") for line in lines)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -149,8 +147,6 @@ def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPoo
         assert error_beyond(0.0, weight, theirs[name]) <= AFTER_ADAMW, name
         if not is_trained(name):
             assert torch.equal(weight, before[name]), name
-    assert checkpoints_main(["verify", str(saved), str(tmp_path / "hf")]) == 0
-    assert checkpoints_main(["verify", str(saved), str(path)]) == 1
 
 
 def adapted(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ....moe.experts.model_layers import decoder_layers
+from ....moe.hf_model.images import trains_images
 
 _Facts = dict[Hashable, Any]
 
@@ -33,6 +34,7 @@ def kinds_of_layers(model: Any) -> list[int]:
             of_layer["config", name] = _plain(value, "")
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     has_gradient = any(p.requires_grad for p in model.parameters() if p not in in_layers and _is_below(model, p))
+    has_gradient = has_gradient or trains_images(model)
     for layer, of_layer in zip(layers, facts, strict=True):
         of_layer["gradient of the input"] = has_gradient
         has_gradient = has_gradient or any(p.requires_grad for p in layer.parameters())
