@@ -291,3 +291,34 @@ def replacing_calls(modules: Iterable[nn.Module], call: Callable[..., Any]) -> I
         for kind in {type(module) for module in modules}:
             patches.enter_context(mock.patch.object(kind, "__call__", call))
         yield
+
+
+_PROCESSOR_METHODS = ("check_argument_for_proper_class", "get_attributes", "get_processor_dict", "from_args_and_dict")
+
+
+def processor_of_images(directory: str, config: Any) -> Any:
+    """A family's own processor with its parts for texts and images: that for videos, which it cannot be loaded without,
+    needs torchvision.
+
+    Raises:
+        ExpertMeshError: the family has no processor.
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if type(config) not in PROCESSOR_MAPPING:
+        raise ExpertMeshError(f"transformers has no processor for {config.model_type}")
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    if lacking := next((name for name in _PROCESSOR_METHODS if not hasattr(kind, name)), None):
+        raise api_changed(f"{kind.__name__} has no {lacking}")
+
+    def check(processor: Any, name: str, part: Any) -> Any:
+        return type(part) if part is None else kind.check_argument_for_proper_class(processor, name, part)
+
+    of_images: Any = type(kind.__name__, (kind,), {_PROCESSOR_METHODS[0]: check, "__module__": kind.__module__})
+    parts: dict[str, Any] = {"tokenizer": AutoTokenizer, "image_processor": AutoImageProcessor}
+    made = [
+        parts[name].from_pretrained(directory, trust_remote_code=False) if name in parts else None
+        for name in kind.get_attributes()
+    ]
+    return of_images.from_args_and_dict(made, kind.get_processor_dict(directory)[0])

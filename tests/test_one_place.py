@@ -377,7 +377,7 @@ def test_a_data_format(tmp_path: Path, tokenizer: Any) -> None:
 
     with pytest.raises(ExpertMeshError, match=r"it needs one of: .*; ask \+ say; text;"):
         read_data(tmp_path, tokenizer, say="yo")
-    with pytest.raises(ExpertMeshError, match="has images; expertmesh trains on text only"):
+    with pytest.raises(ExpertMeshError, match="has images; give --images"):
         read_data(tmp_path, tokenizer, ask="hi", say="yo", images=["a.png"])
 
 

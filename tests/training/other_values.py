@@ -15,8 +15,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "elastic": {"resume": "auto"},
     "train_new_tokens": {"add_tokens": ["t"], "adapter": "lora"},
     "streaming": {"max_steps": 5},
-    "images": {"dataset": []},
-    "train_vision": {"images": True, "dataset": []},
+    "train_vision": {"images": True},
 }
 """Without which a setting is refused."""
 VALUES: dict[str, Any] = {

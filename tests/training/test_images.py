@@ -16,7 +16,7 @@ from expertmesh.moe.hf_model.images import images_of, parameters_by_part
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.batch import IGNORED, batch_of
+from expertmesh.training.data.batch import IGNORED, Padding, batch_of
 from expertmesh.training.data.images import ImageReader
 from expertmesh.training.model_setup.freezing import freeze, freeze_images
 from expertmesh.training.model_setup.lora_targets import adapt
@@ -40,14 +40,17 @@ def given(model: Any) -> dict[str, Any]:
 
 def test_image_tokens_are_no_targets_and_a_rank_gets_its_rows(model: Any, given: dict[str, Any]) -> None:
     reader, token = ImageReader(model), model.config.image_token_id
-    whole = batch_of(given, packing=False, images=reader)
+    whole = batch_of(given, packing=False, padding=Padding(images=reader))
     assert whole.images is not None
     assert whole.images.rows_N is None
     assert (given["labels"] == token).any()
     assert not (whole.targets_BS == token).any()
     assert (whole.targets_BS != IGNORED).sum() == 3 + 2 + 4 + 6 - 2  # but for the first of each sample
     assert whole.images.positions_3BL is not None
-    parts = [batch_of(given, packing=False, images=reader, cp_group=CPGroup(2, index, None)) for index in range(2)]
+    parts = [
+        batch_of(given, packing=False, padding=Padding(images=reader), cp_group=CPGroup(2, index, None))
+        for index in range(2)
+    ]
     found = [part.images for part in parts if part.images is not None and part.images.rows_N is not None]
     assert torch.cat([part.rows_N for part in found if part.rows_N is not None]).tolist() == list(range(7))
     both = torch.cat([part.positions_3BL for part in found if part.positions_3BL is not None], dim=-1)
@@ -84,7 +87,7 @@ def without(name: str) -> Any:
 )
 def test_what_is_refused(change: Any, said: str, model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(ExpertMeshError, match=said):
-        batch_of(change(given), packing=False, images=ImageReader(model))
+        batch_of(change(given), packing=False, padding=Padding(images=ImageReader(model)))
 
 
 def test_pixels_for_a_model_of_text_alone(given: dict[str, Any]) -> None:
@@ -156,7 +159,10 @@ def test_what_names_the_tower() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dataset": ["d"]}, r"--images: only batches that you make in Python"),
+        ({"task": "dpo"}, r"--images: does not work with --task dpo: pairs and labels are of text alone"),
+        ({"teacher": "t"}, r"--images: does not work with --teacher"),
+        ({"prompt_template": "{prompt}"}, r"--images: does not work with --prompt-template"),
+        ({"generate_steps": 5}, r"--images: samples are generated from texts alone"),
         ({"train_vision": ["eyes"]}, r"--train-vision eyes: give tower or projector"),
         ({"images": False, "train_vision": ["tower"]}, r"--train-vision: there is no vision tower without --images"),
         ({"train_vision": ["tower"], "adapter": "lora"}, r"--adapter lora freezes everything but the adapters"),
@@ -166,4 +172,4 @@ def test_what_names_the_tower() -> None:
 )
 def test_settings_that_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
-        TrainConfig(**{"model": "m", "images": True, **settings})
+        TrainConfig(**{"model": "m", "dataset": ["d"], "images": True, **settings})

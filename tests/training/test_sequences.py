@@ -134,7 +134,7 @@ def test_group_by_length(seed: int) -> None:
 def test_targets_are_what_a_token_comes_before() -> None:
     """Nothing predicts the first token, and what is cut off is no target."""
     found: Any = [([5, 6, 7], [True, False, True], {7}, []), ([5, 6, 7, 8], [True] * 4, {8}, [])]
-    rows = _table(found, 3, {7, 8})
+    rows = _table(found, [3, 3], {7, 8})
     assert rows["num_targets"] == [1, 2]
     assert rows["length"] == [3, 3]
     assert rows["is_cut"] == [False, True]

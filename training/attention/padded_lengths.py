@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import mtp_of
 from ..config.train_config import TrainConfig
 from ..data.batch import Padding
+from ..data.images import ImageReader
 from .context_parallel_attention import looks_for_longest
 
 _MULTIPLE = 128
@@ -18,9 +20,9 @@ def padding_of(model: Any, config: TrainConfig, device_type: str) -> Padding:
     rounded up there. Not in packed sequences, which are almost all of one length; not where the model's rotary
     positions depend on the length, as results would; and not beyond the positions that the model has.
     """
-    looks_ahead = mtp_of(model) is not None
+    looks_ahead, images = mtp_of(model) is not None, None if images_of(model) is None else ImageReader(model)
     is_sdpa = model.config._attn_implementation == "sdpa" and not config.packing
     if device_type != "cuda" or not is_sdpa or any(looks_for_longest(module) for module in model.modules()):
-        return Padding(looks_ahead=looks_ahead)
+        return Padding(looks_ahead=looks_ahead, images=images)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Padding(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead)
+    return Padding(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead, images)

@@ -311,17 +311,21 @@ class ModelSettings:
 
     images: bool = _flag(
         False,
-        "Train on images too, which batches of your own loop or Trainer have: load the vision tower with the model",
+        "Train on the images in the data, too: load the vision tower with the model",
         excludes=[
-            (
-                "dataset",
-                "--images: only batches that you make in Python have images, not --dataset; leave out one of them",
-            ),
+            _beside_images("task", "pairs and labels are of text alone", " {task}"),
+            _beside_images("teacher", "it predicts text alone"),
+            _beside_images("prompt_template", "it has no place for images; a chat template has"),
             _beside_images("train_mtp", "drafts know no positions of images"),
             _beside_images("rope_scaling", "positions of images have frequencies of their own"),
             _beside_images("dense_precision", "it is for the language model alone", " {dense_precision}"),
             _beside_images("compile", "image features are added between the layers that it compiles"),
         ],
+        requires=(
+            lambda config: not config.generate_steps or config.generate_prompts,
+            "--images: samples are generated from texts alone; give them as --generate-prompts, or leave out "
+            "--generate-steps",
+        ),
         is_later=True,
         moves=Moves.MODEL | Moves.STATE,
     )

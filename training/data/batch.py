@@ -50,11 +50,12 @@ class SplitSequences:
 class Padding:
     """The lengths that sequences are padded to: that of a batch's longest one, rounded up to a `multiple`, but not
     beyond `limit`. Padding has no loss and is not routed. looks_ahead: whether batches have what a layer for
-    multi-token prediction is told."""
+    multi-token prediction is told. images: takes the images of batches; None: the model takes none."""
 
     multiple: int = 1
     limit: int | None = None
     looks_ahead: bool = False
+    images: ImageReader | None = None
 
     def length(self, longest: int) -> int:
         rounded = -(-longest // self.multiple) * self.multiple
@@ -291,7 +292,8 @@ def collate(
             start = end
     if is_weighted:
         loss_inputs = replace(loss_inputs or LossInputs(), by_target_BS={WEIGHT: weights_BS})
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, loss_inputs, padding.looks_ahead)
+    pixels = {} if padding.images is None else padding.images.of_samples(itertools.chain(*rows))
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, padding, loss_inputs, pixels)
 
 
 def collate_rows(
@@ -322,7 +324,6 @@ def batch_of(
     cp_group: CPGroup | None = None,
     padding: Padding = AS_LONG_AS_LONGEST,
     for_loss: bool = False,
-    images: ImageReader | None = None,
 ) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
 
@@ -338,11 +339,11 @@ def batch_of(
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become; what they are padded with already is taken off first.
         for_loss: whether the loss is one's own.
-        images: takes the images out of it; None: the model takes none.
 
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
     """
+    images = padding.images
     known = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
     given = {name: _tensor(inputs, name) for name in known}
     tokens_BS, labels_BS, mask_BS, positions_BS, shifted_BS = given.values()
@@ -420,14 +421,7 @@ def batch_of(
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
         given_inputs = LossInputs(by_sample, by_target, place_BS)
-    batch = _batch(
-        tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, given_inputs, padding.looks_ahead
-    )
-    if images is None:
-        return batch
-    each, index = (padded, 0) if cp_group is None else (padded // cp_group.size, cp_group.index)
-    here = slice(each * index, each * (index + 1))
-    return replace(batch, images=images.placed(pixels, tokens_BS, is_token_BS, lengths, here))
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, padding, given_inputs, pixels)
 
 
 _PLACE = "labels"
@@ -531,19 +525,21 @@ def _batch(
     targets_BS: Tensor,
     lengths: Sequence[Sequence[int]],
     cp_group: CPGroup | None,
-    loss_inputs: LossInputs | None = None,
-    looks_ahead: bool = False,
+    padding: Padding,
+    loss_inputs: LossInputs | None,
+    pixels: Mapping[str, Tensor],
 ) -> Batch:
     """A batch of full sequences, padded on the right to a length that `_length` gives.
 
     Args:
         lengths: of each sequence's samples.
         loss_inputs: for a loss of one's own; None: there is none.
+        pixels: what the model takes for the images, complete.
     """
     length = tokens_BS.shape[1]
     is_packed = any(len(samples) > 1 for samples in lengths)
     split, run, is_target_BS = None, slice(0, length), targets_BS != IGNORED
-    ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if looks_ahead else None
+    ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if padding.looks_ahead else None
     if cp_group is not None:
         if not is_packed:
             # padding takes the last position that a token has: what looks for the longest sequence must find it
@@ -553,6 +549,10 @@ def _batch(
         num_targets = is_target_BS.unflatten(1, (cp_group.size, each)).sum(dim=(0, 2))
         split = SplitSequences(cp_group, positions_BS, is_packed, tuple(num_targets.tolist()))
         run = slice(each * cp_group.index, each * (cp_group.index + 1))
+    images: Images | None = None
+    if padding.images is not None:
+        images = padding.images.placed(pixels, tokens_BS, is_token_BS, lengths, run)
+    if split is not None:
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
         tokens_BS, positions_BS, is_token_BS, targets_BS = (part[:, run].contiguous() for part in parts)
     target_index_N = (targets_BS.flatten() != IGNORED).nonzero().flatten()
@@ -574,6 +574,7 @@ def _batch(
         split,
         for_loss,
         ahead=ahead,
+        images=images,
     )
 
 

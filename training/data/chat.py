@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...moe.util.errors import ExpertMeshError
 from .formats import Conversation
+from .pictures import IMAGE
 from .templates import BUILT_IN, CHATML_TOKEN, NO_LONGER, built_in_template
 from .turns import Written, with_reasoning, writes_empty_thought
 
@@ -188,9 +189,15 @@ def split_turns(conversation: Conversation, train_on: TrainOn) -> list[Conversat
     ends = [i + 1 for i, message in enumerate(messages) if wanted[i] and message["role"] == "assistant"]
     if not ends or any(wanted[ends[-1] :]):
         ends.append(len(messages))
-    return [
+    conversations = [
         replace(conversation, messages=messages[:end], is_trained=[False] * begin + is_trained[begin:end])
         for begin, end in itertools.pairwise([0, *ends])
+    ]
+    if not conversation.images:
+        return conversations
+    numbers = [sum(message["content"].count(IMAGE) for message in each.messages) for each in conversations]
+    return [
+        replace(each, images=conversation.images[:number]) for each, number in zip(conversations, numbers, strict=True)
     ]
 
 

@@ -21,8 +21,28 @@ from typing import Any, Literal
 
 from ...moe.util.errors import ExpertMeshError
 
-# (where it stands, for messages; the record)
-PlacedRow = tuple[str, Any]
+
+class Place(str):
+    """Where a record stands, for messages. folder: to which paths in it are relative."""
+
+    folder: Path
+
+    @classmethod
+    def within(cls, folder: Path, text: str) -> "Place":
+        place = cls(text)
+        place.folder = folder
+        return place
+
+
+PlacedRow = tuple[Place, Any]
+"""Where a record stands, and the record."""
+_Row = tuple[str, Any]
+"""The same within a file."""
+
+
+class RowError(ValueError):
+    """What is wrong with a record; whoever knows where it stands says so."""
+
 
 SampleBy = Literal["line", "paragraph", "document"]
 """What is a record of a .txt file, as `datasets` calls it. Blank lines are between paragraphs, and no records
@@ -188,7 +208,7 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
             is_text = file.suffix == ".txt"
             rows = _text_rows(flag, file, sample_by) if is_text else READERS[file.suffix](flag, file)
             for place, row in rows:
-                yield f"{flag} {file}: {place}", row
+                yield Place.within(file.parent, f"{flag} {file}: {place}"), row
 
     stats = _stats(files)
     return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats))
@@ -238,7 +258,7 @@ def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
     def read() -> Iterator[PlacedRow]:
         batches = dataset.with_format("arrow").iter(batch_size=1024)
         for number, row in enumerate((row for batch in batches for row in _table_rows(batch)), start=1):
-            yield f"{place}: record {number}", row
+            yield Place.within(Path(name), f"{place}: record {number}"), row
 
     return RowSource(name, getattr(dataset, "_fingerprint", ""), read)
 
@@ -271,7 +291,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     return value
 
 
-def _json_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+def _json_rows(flag: str, file: Path) -> Iterator[_Row]:
     """Records of a JSON Lines file, or of one JSON list, whatever the file's ending."""
     first = b""
     with open(file, "rb") as lines:
@@ -299,7 +319,7 @@ def _parse(content: bytes, flag: str, file: Path, place: str) -> Any:
         raise ExpertMeshError(f"{flag} {file}: {place} is not valid JSON ({error}): {start}") from error
 
 
-def _parquet_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+def _parquet_rows(flag: str, file: Path) -> Iterator[_Row]:
     import pyarrow.parquet
 
     number = 0
@@ -313,7 +333,7 @@ def _parquet_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
         raise ExpertMeshError(f"{flag} {file}: cannot be read as Parquet after record {number}: {error}") from error
 
 
-def _csv_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+def _csv_rows(flag: str, file: Path) -> Iterator[_Row]:
     """Every cell is text; the first line names the columns."""
     csv.field_size_limit(2**31 - 1)
     try:
@@ -332,7 +352,7 @@ def _csv_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
         raise ExpertMeshError(f"{flag} {file}: cannot be read as CSV in UTF-8: {error}") from error
 
 
-def _text_rows(flag: str, file: Path, sample_by: SampleBy) -> Iterator[PlacedRow]:
+def _text_rows(flag: str, file: Path, sample_by: SampleBy) -> Iterator[_Row]:
     """Records with the one column `text`. Line breaks within a record are \\n, whatever the file's; none is at its
     end."""
     block: list[str] = []
@@ -359,7 +379,7 @@ def _text_lines(flag: str, file: Path) -> Iterator[str]:
                 raise ExpertMeshError(f"{flag} {file}: line {number} is not UTF-8 text: {error}") from error
 
 
-READERS: dict[str, Callable[[str, Path], Iterator[PlacedRow]]] = {
+READERS: dict[str, Callable[[str, Path], Iterator[_Row]]] = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
     ".ndjson": _json_rows,

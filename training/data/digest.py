@@ -22,8 +22,17 @@ def samples_facts(samples: Samples) -> dict[str, str]:
         _TARGETS: xxhash.xxh3_64_hexdigest(targets.tobytes()),
         # the sum wraps around, as it should
         _UNORDERED: f"{int(targets.sum(dtype=np.uint64)):016x}",
+        **_of_images(samples),
         **{name: xxhash.xxh3_64_hexdigest(values) for name, values in samples.beside.items()},
     }
+
+
+def _of_images(samples: Samples) -> dict[str, str]:
+    """By their files' checksums, wherever those are."""
+    if "images" not in samples.dataset.column_names:
+        return {}
+    digests = [each.partition(":")[0] for own in samples.dataset["images"] for each in own]
+    return {"images": f"{len(digests):,}: {xxhash.xxh3_64_hexdigest(','.join(digests).encode())}"}
 
 
 def explain_samples(one: Mapping[str, str], other: Mapping[str, str]) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...moe.util.entry_checks import check_fields, check_value
+from .data_files import RowError
+from .pictures import COLUMNS, IMAGE, PARTS, Source, placed, source_of, sources_in
 
 # sharegpt's names of roles, and those that other data sets use in their place
 _ROLES = {
@@ -58,7 +60,10 @@ _ARGUMENTS = ("arguments", "parameters")
 # its other keys
 _ABOUT_A_CALL = ("type", "id", "index", "function", "name")
 _MOST_WEIGHT = 1_000_000
-_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_OTHER_MEDIA = ("videos", "audios", "video", "audio")
+_MEDIA = (*COLUMNS, *_OTHER_MEDIA)
+_IMAGES = "\ue002images"
+"""Of a message that is being read: what it says of its own images."""
 # columns with a part of a question or an answer, which some formats read
 _PARTS = ("history", "input", "context", *_REASONING)
 
@@ -81,7 +86,7 @@ class Conversation:
     weight of its loss, where that is another than 1.
 
     tools: what the template is told of them, if anything. arguments: what else it is told, by name. weight: of the
-    record, by which those of its messages are multiplied.
+    record, by which those of its messages are multiplied. images: in the order in which messages have IMAGE.
     """
 
     messages: list[dict[str, Any]]
@@ -89,11 +94,14 @@ class Conversation:
     tools: list[Any] | None = None
     arguments: dict[str, Any] | None = None
     weight: float = 1.0
+    images: Sequence[Source] = ()
 
     @property
     def as_prompt_and_response(self) -> tuple[str, str] | None:
         """The texts of one question and its answer, if that is all there is."""
         if [message["role"] for message in self.messages] != ["user", "assistant"] or self.tools or self.arguments:
+            return None
+        if self.images:
             return None
         if any(message.get(key) for message in self.messages for key in ("reasoning_content", "tool_calls")):
             return None
@@ -135,10 +143,6 @@ class Format:
     written: str
     known_from: str
     is_renamed: bool = False
-
-
-class RowError(ValueError):
-    """What is wrong with a record; whoever knows where it stands says so."""
 
 
 def find_format(row: Any, columns: Columns) -> Format:
@@ -237,6 +241,8 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
             "into them, or name the columns to read with --prompt-column and --response-column"
         )
     said = data_format.read(row, columns)
+    if isinstance(said, PlainText) and not data_format.is_renamed:
+        _refuse_media(row, _MEDIA)
     return replace(said, weight=_weight_in(row, columns.weight)) if columns.weight else said
 
 
@@ -507,15 +513,25 @@ def conversation(
         is_trained = [None, *is_trained]
     elif system and messages[0]["content"].strip() != system.strip():
         raise RowError(f"has a system prompt in {name} and another in its first message; leave one out")
-    media = next((key for key in _MEDIA if row.get(key)), None)
-    if media is not None:
-        raise RowError(f"has {media}; expertmesh trains on text only")
+    _refuse_media(row, _OTHER_MEDIA)
+    own = [source for message in messages for source in message.pop(_IMAGES, ())]
+    images = placed(messages, own, sources_in(row)) if own or any(row.get(column) for column in COLUMNS) else []
     arguments = json_value(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
     # functions is OpenAI's older name of tools
     tools, functions = _tools(row.get("tools")), _tools(row.get("functions"))
     if tools and functions and tools != functions:
         raise RowError("has different tools and functions; leave one out")
-    return Conversation(messages, is_trained, tools or functions, arguments)
+    return Conversation(messages, is_trained, tools or functions, arguments, images=images)
+
+
+def _refuse_media(said: Mapping[str, Any], keys: Sequence[str], place: str = "") -> None:
+    """Refuse what is not read where it stands."""
+    media = next((key for key in keys if said.get(key)), None)
+    if media is not None:
+        remedy = "it is not text or images: leave it out"
+        if media in COLUMNS:
+            remedy = "images are read as parts of a message's content, or in a column beside messages or questions"
+        raise RowError(f"{place}has {media}; {remedy}")
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -603,9 +619,7 @@ def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
         raise RowError(f"{place} has tool_responses; give each result as its own message with the role tool")
     if turn.get("refusal"):
         raise RowError(f"{place} has refusal; give its text as content")
-    media = next((key for key in _MEDIA if turn.get(key)), None)
-    if media is not None:
-        raise RowError(f"{place} has {media}; expertmesh trains on text only")
+    _refuse_media(turn, _MEDIA, f"{place} ")
 
 
 def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -635,6 +649,7 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
         **others,
         **({"reasoning_content": said.reasoning or reasoning} if said.reasoning or reasoning else {}),
         **({"tool_calls": _read_calls(calls or said.calls, place)} if calls or said.calls else {}),
+        **({_IMAGES: said.images} if said.images else {}),
     }
 
 
@@ -709,6 +724,7 @@ class _Content:
     text: str = ""
     reasoning: str = ""
     calls: tuple[dict[str, Any], ...] = ()
+    images: tuple[Source | None, ...] = ()
 
 
 def _read_content(content: Any, place: str) -> _Content:
@@ -718,20 +734,25 @@ def _read_content(content: Any, place: str) -> _Content:
     if not isinstance(content, list | tuple):
         raise RowError(f"{place}: content is {content!r:.80}, not text")
     said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    images: list[Source | None] = []
     for part in content:
         kind, value = "text", part
         if isinstance(part, dict):
             kind = part.get("type", "text")
+            if kind in PARTS:
+                images.append(source_of(part, f"{place}: an image"))
+                said["text"].append(IMAGE)
+                continue
             # OpenAI's key and LLaMA-Factory's; a column of a Parquet file holds None for the one that is lacking
             value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
         if not (isinstance(kind, str) and kind in said and isinstance(value, str)):
             raise RowError(
-                f"{place}: content has a part that is not one of {', '.join(said)}, with text as its "
+                f"{place}: content has a part that is not one of {', '.join((*said, *PARTS))}, with text as its "
                 f"value: {part!r:.80}"
             )
         said[kind].append(value)
     calls = tuple(_read_call(call, place) for call in said["tool_call"])
-    return _Content("".join(said["text"]), "".join(said["reasoning"]), calls)
+    return _Content("".join(said["text"]), "".join(said["reasoning"]), calls, tuple(images))
 
 
 def _read_caller(text: str, place: str) -> _Content:

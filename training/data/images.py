@@ -5,7 +5,8 @@ One image is one run of image tokens, as in transformers' own code. Image tokens
 Shape suffixes: B sequences, S positions of full ones, L of them on this rank, N image tokens on this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from ...moe.hf_model.images import GRID, KINDS, PIXELS, images_of, rope_positions
+from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
+from .pictures import ImageProcessor
+from .samples import Sample
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,13 @@ class Images:
 
 
 class ImageReader:
-    """Takes the images out of batches as transformers' and trl's data collators make them.
+    """Takes the images out of batches as transformers' and trl's data collators make them, and reads those of samples.
 
     Args:
         model: from `build_model`, with the parts that images pass.
+
+    Attributes:
+        processor: reads images of samples; None: samples have none.
     """
 
     def __init__(self, model: Any):
@@ -58,6 +65,21 @@ class ImageReader:
         assert facts is not None
         self.model, self.facts = model, facts
         self.names = (*facts.inputs, KINDS)
+        self.processor: ImageProcessor | None = None
+
+    def of_samples(self, samples: Iterable[Sample]) -> dict[str, Tensor]:
+        """What the model takes for the images of samples, in host memory; empty where they have none.
+
+        Raises:
+            ExpertMeshError: an image has changed since the samples were made.
+        """
+        pictures = [picture for sample in samples for picture in sample.images]
+        if not pictures:
+            return {}
+        assert self.processor is not None
+        with ThreadPoolExecutor(min(len(pictures), cores())) as pool:
+            found = list(pool.map(self.processor.pixels, pictures))
+        return self.read({name: torch.cat([each[name] for each in found]) for name in self.facts.inputs})
 
     def read(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a batch has for its images, in host memory; empty where it has none.

@@ -1,15 +1,17 @@
 """What the model will see, for a person to look at before anything is trained: `--preview`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from .samples import Origin, Sample
+from .pictures import Picture
+from .samples import Origin, Sample, Samples
 from .sequences import DataOrder, Rows
 
+_LONGEST_PATH = 40
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 
 
@@ -36,6 +38,33 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
 
 def _as_text(sample: Sample, tokenizer: Any, marks: bool) -> Text:
     text = Text()
+    for each in _around_images(sample):
+        if isinstance(each, Picture):
+            where = each.path if len(each.path) <= _LONGEST_PATH else f"...{each.path[-_LONGEST_PATH:]}"
+            text.append(f"[image {where}: {_count(each.end - each.begin, 'token')}]", style=_EDGE)
+        else:
+            text.append(_words(each, tokenizer, marks))
+    return text
+
+
+def _around_images(sample: Sample) -> Iterator[Sample | Picture]:
+    """A sample's images, and what stands between them."""
+    at = 0
+    for picture in sample.images:
+        yield _part(sample, at, picture.begin)
+        yield picture
+        at = picture.end
+    yield _part(sample, at, len(sample.tokens))
+
+
+def _part(sample: Sample, begin: int, end: int) -> Sample:
+    # nothing predicts the first token of all
+    trained = [position > 0 and sample.is_trained[position] for position in range(begin, end)]
+    return Sample(sample.tokens[begin:end], trained, sample.weights and sample.weights[begin:end])
+
+
+def _words(sample: Sample, tokenizer: Any, marks: bool) -> Text:
+    text = Text()
     for tokens, is_trained, weight in _runs(sample):
         words = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if marks and is_trained:
@@ -47,12 +76,10 @@ def _as_text(sample: Sample, tokenizer: Any, marks: bool) -> Text:
 
 
 def _runs(sample: Sample) -> list[tuple[list[int], bool, float]]:
-    """Neighbouring tokens that are, or are not, trained on, with one weight. The first token never is: nothing predicts
-    it."""
+    """Neighbouring tokens that are, or are not, trained on, with one weight."""
     runs: list[tuple[list[int], bool, float]] = []
     weights = sample.weights or [1.0] * len(sample.tokens)
-    for position, (token, is_trained, weight) in enumerate(zip(sample.tokens, sample.is_trained, weights, strict=True)):
-        is_target = is_trained and position > 0
+    for token, is_target, weight in zip(sample.tokens, sample.is_trained, weights, strict=True):
         if not runs or runs[-1][1:] != (is_target, weight):
             runs.append(([], is_target, weight))
         runs[-1][0].append(token)
@@ -70,6 +97,7 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
         f"{samples.kind.noun}s": f"{len(samples):,}"
         + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
         "tokens": f"{tokens:,}; longest sample {int(samples.longest.max()):,}",
+        **_image_counts(samples, tokens),
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
         **(
             {"weighted": f"{_count(weighted, 'record')}: the loss is divided by the sum of weights"} if weighted else {}
@@ -79,6 +107,16 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
         "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, entry)}",
     }
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
+
+
+def _image_counts(samples: Samples, tokens: int) -> dict[str, str]:
+    of_images = samples.tokens_of_images
+    if not len(of_images):
+        return {}
+    number = int(of_images.sum())
+    return {
+        "images": f"{len(of_images):,} of {number:,} tokens ({number / tokens:.1%}); largest {int(of_images.max()):,}"
+    }
 
 
 def describe_origin(origin: Origin) -> str:
@@ -106,6 +144,10 @@ def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
             ),
             (origin.untrained, "are left out, because they have no trained token"),
             (origin.empty, "have an empty answer, so the model learns to answer nothing"),
+            (
+                origin.images_cut,
+                f"lose images that do not end within --max-seq-length {max_seq_length}, with all that follows them",
+            ),
             (
                 origin.unexplained,
                 "have text before an answer that only the chat template wrote and that is perhaps no part of the "

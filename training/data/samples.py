@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,16 +20,18 @@ from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.versions import installed_version
 from .chat import Tokens, TrainOn, beginning, render, tokenize, trained_messages
-from .data_files import KINDS, DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from .formats import Columns, Conversation, PlainText, RowError, registered_formats
+from .data_files import KINDS, DatasetSpec, PlacedRow, RowError, RowSource, SampleBy, open_rows, parse_datasets
+from .formats import Columns, Conversation, PlainText, registered_formats
 from .labels import DESIRABLE, LABELLED_ANSWERS, PROMPT_HASH
 from .pairs import FIRST, FIRST_TARGETS, PAIRS
+from .pictures import ImageProcessor, Picture, kept_file
 from .record_kinds import CONVERSATIONS, RECORD, RecordKind
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
 _VERSION = 21
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
+_ROWS_WITH_IMAGES_A_WORKER = 100
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 SAMPLES_AT_ONCE = 1000
@@ -39,11 +41,12 @@ _PLACE, _DELETE = "{}: tokenized samples cannot be", "delete that directory, and
 @dataclass(frozen=True)
 class Sample:
     """tokens, and for each whether it is trained on, that is, whether it is a target of the token before it; and the
-    weight of its loss, where one is not 1."""
+    weight of its loss, where one is not 1. images: in their order."""
 
     tokens: list[int]
     is_trained: list[bool]
     weights: list[float] | None = None
+    images: Sequence[Picture] = ()
 
     @classmethod
     def of_prompt(cls, tokens: list[int], prompt_length: int) -> "Sample":
@@ -59,7 +62,8 @@ class DataOptions:
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
     set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt. template_date: see `Written`. kind: what a record is.
+    .txt. template_date: see `Written`. kind: what a record is. images: the processor; None: records with images
+    are refused. fetches: whether they are taken from the web.
     """
 
     max_seq_length: int
@@ -72,6 +76,8 @@ class DataOptions:
     sample_by: SampleBy = "line"
     template_date: str = ""
     kind: RecordKind = CONVERSATIONS
+    images: ImageProcessor | None = None
+    fetches: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Origin:
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
     weighted: samples in which some losses have another weight than 1. split: records that `rows` were made of by
-    --split-turns; 0 without it.
+    --split-turns; 0 without it. images_cut: those used that lost images to max_seq_length.
     """
 
     name: str
@@ -109,6 +115,7 @@ class Origin:
     untrained: Noted | None = None
     empty: Noted | None = None
     unexplained: Noted | None = None
+    images_cut: Noted | None = None
     unread: Noted | None = None
 
 
@@ -139,7 +146,7 @@ class Samples(Sequence[Sample]):
 
     def __getitem__(self, index: Any) -> Any:
         row = self.dataset[int(index)]
-        return Sample(row["tokens"], row["is_trained"], row["weights"] or None)
+        return Sample(row["tokens"], row["is_trained"], row["weights"] or None, _images_of(row))
 
     def entry(self, index: int) -> list[Sample]:
         """All samples of one."""
@@ -180,6 +187,14 @@ class Samples(Sequence[Sample]):
         for batch in table.iter(batch_size=SAMPLES_AT_ONCE):
             found.update(batch["tokens"].combine_chunks().flatten().unique().to_pylist())
         return found
+
+    @property
+    def tokens_of_images(self) -> Tensor:
+        """How many tokens each image takes, in the order of samples, int64."""
+        if "images" not in self.dataset.column_names:
+            return torch.zeros(0, dtype=torch.int64)
+        edges = [edge for own in self.dataset["image_edges"] for edge in own]
+        return torch.tensor(edges, dtype=torch.int64).view(-1, 2).diff(dim=1).flatten()
 
     @property
     def records(self) -> Tensor:
@@ -411,7 +426,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             batch_size=_batch_size(rows),
             remove_columns=rows.column_names,
             features=_features(options),
-            num_proc=_workers(len(rows), options.num_workers),
+            num_proc=_workers(len(rows), options),
             new_fingerprint=tokens_key,
             desc=f"tokenizing {source.name}",
         )
@@ -462,9 +477,13 @@ def _features(options: DataOptions) -> Any:
     from datasets.features import List
 
     kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
+    if options.images is not None:
+        kinds |= {"images": "string", "image_edges": "int32"}
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty", "is_unexplained")}
+    if options.images is not None:
+        flags["loses_images"] = Value("bool")
     numbers |= {name: Value(kind) for name, kind in options.kind.numbers.items()}
     flags |= {name: Value("bool") for name in options.kind.flags}
     return Features(lists | numbers | flags)
@@ -504,6 +523,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         untrained=noted((targets == 0) & (is_cut == 0)),
         empty=noted((targets > 0) & (is_empty == 1)),
         unexplained=noted((targets > 0) & (_column(tokens, "is_unexplained") == 1)),
+        images_cut=None if options.images is None else noted((targets > 0) & (_column(tokens, "loses_images") == 1)),
         unread=Noted(len(unread), str(unread[0])) if unread else None,
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
@@ -516,17 +536,20 @@ def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, st
     Args:
         version: of the source (see `RowSource`).
     """
-    rows_key = _fingerprint(version, asdict(options.columns), options.kind.key, *registered_formats())
+    of_images = [] if options.images is None else [options.images.facts]
+    sees = ["images" for _ in of_images]
+    rows_key = _fingerprint(version, asdict(options.columns), options.kind.key, *registered_formats(), *sees)
     # which part of the source it is, is in its version
-    settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
+    settings = {**asdict(replace(options, images=None)), "num_workers": None, "hub_config": None, "split": None}
     # in the form, and the order, in which caches of earlier releases have it
-    del settings["kind"]
+    for name in ("kind", "images", "fetches"):
+        del settings[name]
     settings |= {name: name == options.kind.name for name in ("pairs", "labelled", "split_turns")}
     of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
     # what renders templates, and what tokenizes
     of_tokenizer += map(installed_version, ("transformers", "jinja2", "tokenizers"))
     ends = sorted(_special_ids(tokenizer))
-    return rows_key, _fingerprint(rows_key, settings, of_tokenizer, tokenizer.chat_template, ends)
+    return rows_key, _fingerprint(rows_key, settings, of_tokenizer, tokenizer.chat_template, ends, *of_images)
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -568,8 +591,9 @@ def _batch_size(rows: Any) -> int:
     return min(max(_BATCH_BYTES * len(rows) // max(rows.data.nbytes, 1), 1), 500)
 
 
-def _workers(num_rows: int, wanted: int | None) -> int | None:
-    number = wanted if wanted is not None else min(cores(), num_rows // _ROWS_A_WORKER, 16)
+def _workers(num_rows: int, options: DataOptions) -> int | None:
+    wanted, rows = options.num_workers, _ROWS_A_WORKER if options.images is None else _ROWS_WITH_IMAGES_A_WORKER
+    number = wanted if wanted is not None else min(cores(), num_rows // rows, 16)
     return number if number > 1 else None
 
 
@@ -589,7 +613,10 @@ def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dic
             if any(is_plain != isinstance(each, PlainText) for each in said):
                 here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
                 raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
-            contents = [json.dumps([vars(each) for each in together]) for together, _ in entries]
+            contents = [
+                json.dumps([vars(_with_files(each, place.folder, options)) for each in together])
+                for together, _ in entries
+            ]
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
@@ -602,6 +629,16 @@ def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dic
             yield {"place": place, "format": found.name, "is_plain": is_plain, **more, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
+
+
+def _with_files(said: Conversation | PlainText, folder: Path, options: DataOptions) -> Conversation | PlainText:
+    """With the files of its images."""
+    if isinstance(said, PlainText) or not said.images:
+        return said
+    if options.images is None:
+        raise RowError("has images; give --images to train on them, or leave them out")
+    kept = samples_cache() / "images"
+    return replace(said, images=[kept_file(each, folder, kept, options.fetches) for each in said.images])
 
 
 def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
@@ -625,13 +662,14 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
-        rendered, is_empty, is_unexplained, of_records = [], [], [], []
+        rendered, is_empty, is_unexplained, of_records, images = [], [], [], [], []
         contents = list(map(json.loads, batch["content"]))
         records = zip(batch["place"], batch["is_plain"], contents, strict=True)
         for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
             is_empty.append(_says_nothing(is_plain, said, options))
             is_unexplained.append(False)
             of_records.append(said["weight"])
+            images.append((place, said.get("images", ())))
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
                     results.append(_in_prompt_template(tokenizer, is_plain, said, options))
@@ -641,11 +679,16 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
                     results.append(None)
                     rendered.append(render(tokenizer, Conversation(**said), options.train_on, options.template_date))
                     is_unexplained[-1] = rendered[-1].is_unexplained
+                    if options.images is not None:
+                        options.images.check(rendered[-1].text, len(said["images"]))
             except ValueError as error:
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
         found = [_weighed(result or next(templated), w) for result, w in zip(results, of_records, strict=True)]
-        table = _table(found, options.max_seq_length, ends)
+        if options.images is None:
+            table = _table(found, [options.max_seq_length] * len(found), ends)
+        else:
+            table = _table_with_images(found, images, options.images, options.max_seq_length, ends)
         table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
         further = {name: batch[name] for name in batch if name not in ("place", "format", "is_plain", "content")}
         return options.kind.tabulated(table | further, contents)
@@ -743,10 +786,74 @@ def _with_end(tokenizer: Any, tokens: list[int]) -> list[int]:
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
 
-def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, list[Any]]:
+def _images_of(row: Mapping[str, Any]) -> tuple[Picture, ...]:
+    """Of a sample, in what the cache has of it."""
+    if "images" not in row:
+        return ()
+    edges = row["image_edges"]
+    spans = zip(row["images"], edges[::2], edges[1::2], strict=True)
+    found = ((*each.partition(":"), begin, end) for each, begin, end in spans)
+    return tuple(Picture(path, digest, begin, end) for digest, _, path, begin, end in found)
+
+
+def _table_with_images(
+    results: list[Tokens],
+    images: list[tuple[str, list[str]]],
+    processor: ImageProcessor,
+    max_length: int,
+    ends: set[int],
+) -> dict[str, list[Any]]:
+    """A table of samples in which images have their tokens. One that would be cut is dropped, with what follows it.
+
+    Args:
+        images: of each sample: where its record stands, and the files.
+    """
+    expanded, limits, kept, loses = [], [], [], []
+    for result, (place, paths) in zip(results, images, strict=True):
+        try:
+            tokens, pictures = _with_tokens_of_images(result, paths, processor, max_length)
+        except ValueError as error:
+            raise ExpertMeshError(f"{place}: {error}") from error
+        inside = [each for each in pictures if each.end <= max_length]
+        expanded.append(tokens)
+        limits.append(min([max_length, *(each.begin for each in pictures[len(inside) :])]))
+        kept.append(inside)
+        loses.append(len(inside) < len(paths))
+    table = _table(expanded, limits, ends)
+    table["images"] = [[f"{each.digest}:{each.path}" for each in own] for own in kept]
+    table["image_edges"] = [[edge for each in own for edge in (each.begin, each.end)] for own in kept]
+    table["loses_images"] = loses
+    return table
+
+
+def _with_tokens_of_images(
+    found: Tokens, paths: Sequence[str], processor: ImageProcessor, max_length: int
+) -> tuple[Tokens, list[Picture]]:
+    """The tokens that stand for each image in place of the one that a template writes, and where they are. None of them
+    is trained on. Images behind `max_length` are not looked at."""
+    tokens, is_trained, ends, weights = found
+    places = [at for at, token in enumerate(tokens) if token == processor.token]
+    if not paths and places:
+        raise ValueError(f"has {processor.placeholder} in its text, which stands for an image; leave it out")
+    pictures: list[Picture] = []
+    made, trained, weighed, at = list[int](), list[bool](), list[float](), 0
+    for place, path in zip(places, paths, strict=False):
+        begin = len(made) + place - at
+        if begin >= max_length:
+            break
+        digest, own = processor.tokens(path)
+        made += tokens[at:place] + own
+        trained += is_trained[at:place] + [False] * len(own)
+        weighed += weights[at:place] + [1.0] * len(own) * bool(weights)
+        pictures.append(Picture(path, digest, begin, len(made)))
+        at = place + 1
+    return (made + tokens[at:], trained + is_trained[at:], ends, weighed + weights[at:]), pictures
+
+
+def _table(results: list[Tokens], limits: list[int], ends: set[int]) -> dict[str, list[Any]]:
     names = ("tokens", "is_trained", "weights", "ends", "length", "num_targets", "is_cut", "is_endless")
     table: dict[str, list[Any]] = {name: [] for name in names}
-    for tokens, is_trained, own_ends, weights in results:
+    for (tokens, is_trained, own_ends, weights), max_length in zip(results, limits, strict=True):
         kept, trained = tokens[:max_length], is_trained[:max_length]
         is_cut = len(kept) < len(tokens)
         table["tokens"].append(kept)

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 from .formats import Conversation
+from .pictures import IMAGE
 from .templates import at_date
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
@@ -52,6 +53,7 @@ class Written:
     def __init__(self, tokenizer: Any, conversation: Conversation, date: str = ""):
         self._tokenizer, self._date = tokenizer, date
         self._tools, self._arguments = conversation.tools, conversation.arguments or {}
+        self._has_images = bool(conversation.images)
         _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _TurnWords] = {}
         self.is_unexplained = False
@@ -134,7 +136,10 @@ class Written:
         try:
             text = self.write(marked)
         except Exception:  # it refuses other words: are its own there?
-            return {i for i, message in enumerate(messages) if message["content"].strip() not in text}
+            said = [
+                message["content"].split(IMAGE) if self._has_images else [message["content"]] for message in messages
+            ]
+            return {i for i, parts in enumerate(said) if any(part.strip() not in text for part in parts)}
         # JSON may have the marks escaped
         return {index for index, mark in marks if mark not in text and json.dumps(mark)[1:-1] not in text}
 
@@ -267,7 +272,7 @@ class Written:
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         written: str = self._tokenizer.apply_chat_template(
-            messages,
+            list(map(_in_parts, messages)) if self._has_images else messages,
             tools=tools,
             tokenize=False,
             add_generation_prompt=prompt,
@@ -453,6 +458,16 @@ class Written:
     @cached_property
     def _special_token(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates take it: one with images as a list of parts."""
+    if IMAGE not in message["content"]:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message["content"].split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": parts}
 
 
 def writes_empty_thought(message: dict[str, Any]) -> bool:

@@ -31,7 +31,6 @@ from ...moe.experts.router_stats import Routing
 from ...moe.hf_model.build import count_parameters
 from ...moe.hf_model.counts import ParameterCounts
 from ...moe.hf_model.image_costs import image_flops
-from ...moe.hf_model.images import images_of
 from ...moe.kernels.c_compiler import check_c_compiler
 from ...moe.transformers_private import missing_kernels
 from ...moe.util.errors import ExpertMeshError, warn_user
@@ -49,7 +48,6 @@ from ..attention.padded_lengths import padding_of
 from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
 from ..data.chat import answer_ends
-from ..data.images import ImageReader
 from ..data.samples import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
@@ -124,7 +122,7 @@ class Engine:
         self.config = config
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         self.padding = padding_of(self.model, config, ranks.device.type)
-        self.images = None if images_of(self.model) is None else ImageReader(self.model)
+        self.images = self.padding.images
         with raise_together():
             check_sizes(config.topology(ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
@@ -484,7 +482,7 @@ class Engine:
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding, for_loss, self.images)
+        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding, for_loss)
         size = self.model.config.get_text_config().vocab_size
         targets = batch.targets_BS[batch.targets_BS != IGNORED]
         for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):

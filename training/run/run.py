@@ -181,6 +181,8 @@ def read_data(engine: Engine, task: Task, watchdog: Watchdog, began: str) -> tup
     watchdog.at("reading the data", limited=False)
     inputs = read_inputs(engine.config, engine.source, engine.ranks, task.check, began)
     engine.config = replace(engine.config, template_date=inputs.template_date)
+    if engine.images is not None:
+        engine.images.processor = inputs.images
     return inputs, data_order(engine.config, inputs.training, engine.ranks.world_size)
 
 

@@ -20,6 +20,7 @@ from ..config.train_config import SETTINGS, TrainConfig, as_flag
 from ..data.chat import set_chat_template
 from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
+from ..data.pictures import ImageProcessor
 from ..data.record_kinds import SPLIT_TURNS
 from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from ..data.sequences import Rows, make_rows
@@ -38,6 +39,7 @@ class Inputs:
     stream: what the data to train on are read from while they are, of which `training` is then the first window.
     template_date: the date that the template writes as today's; empty: it reads no clock.
     saved_tokenizer: the tokenizer to be saved with the model, where it is not the source's own.
+    images: what reads the images of samples; None: they have none.
     """
 
     tokenizer: Any
@@ -47,6 +49,7 @@ class Inputs:
     evaluation: Rows | None
     stream: Stream | None = None
     template_date: str = ""
+    images: ImageProcessor | None = None
 
 
 Check = Callable[[TrainConfig, Samples, Samples | None], object]
@@ -80,13 +83,16 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
+    images = ImageProcessor(str(source.path), source.config) if config.images and config.dataset else None
+    if images is not None and images.processor.chat_template:
+        tokenizer.chat_template = images.processor.chat_template
     own_template = tokenizer.chat_template
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     date = date if not config.prompt_template and reads_clock(tokenizer) else ""
     if not config.dataset:
         saved = tokenizer if config.has_own_tokenizer else None
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
-    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks)
+    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks, images)
     check(config, training, evaluation)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template, date = "none", own_template, ""
@@ -97,10 +103,10 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     rows = stream.first.rows if stream else make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
-    return Inputs(tokenizer, saved, template, rows, held_out, stream, date)
+    return Inputs(tokenizer, saved, template, rows, held_out, stream, date, images)
 
 
-def data_options(config: TrainConfig) -> DataOptions:
+def data_options(config: TrainConfig, images: ImageProcessor | None = None) -> DataOptions:
     """How --dataset's records become tokens."""
     columns = Columns(
         config.prompt_column,
@@ -121,13 +127,15 @@ def data_options(config: TrainConfig) -> DataOptions:
         config.sample_by,
         config.template_date,
         SPLIT_TURNS if config.split_turns else config.task_entry.records,
+        images,
+        config.prepare_only,
     )
 
 
 def _read_samples(
-    config: TrainConfig, tokenizer: Any, checks: bool = True
+    config: TrainConfig, tokenizer: Any, checks: bool = True, images: ImageProcessor | None = None
 ) -> tuple[Samples, Samples | None, Stream | None]:
-    options = data_options(config)
+    options = data_options(config, images)
     _check_names_of_parts(config)
     stream = _stream(config, tokenizer, options) if config.streaming else None
     if stream is not None:

@@ -200,8 +200,7 @@ def alike(config: TrainConfig) -> TrainConfig:
     its file's name does not have."""
     # --elastic needs --resume, and says nothing of a step whose layout is known
     names = read_by("plan") - NOT_MODELLED.keys() - {"elastic"}
-    # --images is of batches from Python alone
-    changes: dict[str, Any] = {"model": "-", "dataset": [] if config.images else ["-"]}
+    changes: dict[str, Any] = {"model": "-", "dataset": ["-"]}
     for field in fields(config):
         if field.name not in names | changes.keys() and field.init:
             changes[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
