@@ -22,19 +22,19 @@ from typing import Any, Literal
 from ...moe.util.errors import ExpertMeshError
 
 
-class Place(str):
+class RowPlace(str):
     """Where a record stands, for messages. folder: to which paths in it are relative."""
 
     folder: Path
 
     @classmethod
-    def within(cls, folder: Path, text: str) -> "Place":
+    def within(cls, folder: Path, text: str) -> "RowPlace":
         place = cls(text)
         place.folder = folder
         return place
 
 
-PlacedRow = tuple[Place, Any]
+PlacedRow = tuple[RowPlace, Any]
 """Where a record stands, and the record."""
 _Row = tuple[str, Any]
 """The same within a file."""
@@ -208,7 +208,7 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
             is_text = file.suffix == ".txt"
             rows = _text_rows(flag, file, sample_by) if is_text else READERS[file.suffix](flag, file)
             for place, row in rows:
-                yield Place.within(file.parent, f"{flag} {file}: {place}"), row
+                yield RowPlace.within(file.parent, f"{flag} {file}: {place}"), row
 
     stats = _stats(files)
     return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats))
@@ -258,7 +258,7 @@ def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
     def read() -> Iterator[PlacedRow]:
         batches = dataset.with_format("arrow").iter(batch_size=1024)
         for number, row in enumerate((row for batch in batches for row in _table_rows(batch)), start=1):
-            yield Place.within(Path(name), f"{place}: record {number}"), row
+            yield RowPlace.within(Path(name), f"{place}: record {number}"), row
 
     return RowSource(name, getattr(dataset, "_fingerprint", ""), read)
 
