@@ -152,6 +152,7 @@ def test_shift_labels_of_the_last_position() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     packed = batch_of({"input_ids": IDS, "shift_labels": shifted, "position_ids": positions}, True)
     assert packed.targets_BS.tolist() == [[4, 5, IGNORED, 7, 8, 9]]
+    assert shifted.tolist() == [[4, 5, 6, 7, 8, 9]]  # what was given stays as it is
     left = torch.tensor([[0, 0, 1, 1, 1, 1]])
     padded = batch_of({"input_ids": IDS, "shift_labels": shifted, "attention_mask": left}, False)
     assert padded.targets_BS.tolist() == [[6, 7, 8, 9]]

@@ -270,10 +270,7 @@ def collate(
         is_weighted: whether it gets the samples' weights beside them.
     """
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
-    longest = max(map(sum, lengths), default=1)
-    tokens_BS = torch.zeros(max(len(rows), 1), _length(longest, cp_group, padding), dtype=torch.int64)
-    positions_BS = torch.zeros_like(tokens_BS)
-    is_token_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
+    tokens_BS = torch.zeros(max(len(rows), 1), max(map(sum, lengths), default=1), dtype=torch.int64)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
     weights_BS = torch.ones(tokens_BS.shape if is_weighted else 0)
     for index, row in enumerate(rows):
@@ -283,8 +280,6 @@ def collate(
             tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             trained = torch.tensor(sample.is_trained, dtype=torch.bool)
             tokens_BS[index, start:end] = tokens
-            positions_BS[index, start:end] = torch.arange(end - start)
-            is_token_BS[index, start:end] = True
             # position i predicts token i + 1; the last one of a sample predicts nothing
             targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
             if sample.weights is not None:
@@ -293,7 +288,7 @@ def collate(
     if is_weighted:
         loss_inputs = replace(loss_inputs or LossInputs(), by_target_BS={WEIGHT: weights_BS})
     pixels = {} if padding.images is None else padding.images.of_samples(itertools.chain(*rows))
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, padding, loss_inputs, pixels)
+    return _batch(tokens_BS, targets_BS, lengths, cp_group, padding, loss_inputs, pixels)
 
 
 def collate_rows(
@@ -384,44 +379,28 @@ def batch_of(
     parts = [tokens_BS, targets_BS, is_token_BS, *([] if positions_BS is None else [positions_BS])]
     parts = _to_the_left([*parts, *by_target.values()], is_token_BS)
     by_target = dict(zip(by_target, parts[len(parts) - len(by_target) :], strict=True))
-    tokens_BS, targets_BS, is_token_BS = parts[:3]
-    counts = is_token_BS.sum(dim=1).tolist()
+    tokens_BS, targets_BS = parts[0], parts[1].clone()  # the labels are whose they are
+    counts = parts[2].sum(dim=1).tolist()
     lengths = _lengths(parts[3], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
     if not packing and any(len(samples) > 1 for samples in lengths):
         raise ExpertMeshError(
             "position_ids of a batch start again within a sequence, so it has several samples, but "
             "the model was loaded without packing; give packing=True to expertmesh.load"
         )
-    longest = max(counts, default=1)
-    padded = _length(longest, cp_group, padding)
-    tokens_BS, targets_BS, is_token_BS = (
-        torch.nn.functional.pad(part[:, :longest], (0, padded - min(longest, part.shape[1])), value=value)
-        for part, value in ((tokens_BS, 0), (targets_BS, IGNORED), (is_token_BS, False))
-    )
-    positions_BS = torch.zeros_like(tokens_BS)
     for index, samples in enumerate(lengths):
-        start = 0
-        for length in samples:
-            positions_BS[index, start : start + length] = torch.arange(length)
-            start += length
-            if shifted_BS is None or start < counts[index]:
-                targets_BS[index, start - 1] = IGNORED
-    tokens_BS = tokens_BS.masked_fill(~is_token_BS, 0)
-    targets_BS = targets_BS.masked_fill(~is_token_BS, IGNORED)
+        for end in itertools.accumulate(samples):
+            if shifted_BS is None or end < counts[index]:
+                targets_BS[index, end - 1] = IGNORED
     if images is not None:
         targets_BS = targets_BS.masked_fill(targets_BS == images.facts.token, IGNORED)
     given_inputs: LossInputs | None = None
     if for_loss:
-        by_target = {
-            name: torch.nn.functional.pad(x_BS[:, :longest], (0, padded - min(longest, x_BS.shape[1])))
-            for name, x_BS in by_target.items()
-        }
         place_BS, number = by_target.pop(_PLACE), sum(map(len, lengths))
         for name, x in by_sample.items():
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
         given_inputs = LossInputs(by_sample, by_target, place_BS)
-    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group, padding, given_inputs, pixels)
+    return _batch(tokens_BS, targets_BS, lengths, cp_group, padding, given_inputs, pixels)
 
 
 _PLACE = "labels"
@@ -518,10 +497,13 @@ def _length(longest: int, cp_group: CPGroup | None, padding: Padding) -> int:
     return -(-padding.length(max(longest, 1)) // runs) * runs
 
 
+def _resized(x_BS: Tensor, length: int, fill: int = 0) -> Tensor:
+    """Of so many positions: cut at the end, or filled there."""
+    return torch.nn.functional.pad(x_BS[:, :length], (0, max(length - x_BS.shape[1], 0)), value=fill)
+
+
 def _batch(
     tokens_BS: Tensor,
-    positions_BS: Tensor,
-    is_token_BS: Tensor,
     targets_BS: Tensor,
     lengths: Sequence[Sequence[int]],
     cp_group: CPGroup | None,
@@ -529,14 +511,24 @@ def _batch(
     loss_inputs: LossInputs | None,
     pixels: Mapping[str, Tensor],
 ) -> Batch:
-    """A batch of full sequences, padded on the right to a length that `_length` gives.
+    """A batch of full sequences: what every batch is made by.
 
     Args:
+        tokens_BS, targets_BS: each sequence's samples one after the other; whatever is behind them is padding.
         lengths: of each sequence's samples.
         loss_inputs: for a loss of one's own; None: there is none.
         pixels: what the model takes for the images, complete.
     """
-    length = tokens_BS.shape[1]
+    length = _length(max(map(sum, lengths), default=1), cp_group, padding)
+    tokens_BS, targets_BS = _resized(tokens_BS, length), _resized(targets_BS, length, IGNORED)
+    positions_BS, is_token_BS = torch.zeros_like(tokens_BS), torch.zeros_like(tokens_BS, dtype=torch.bool)
+    for index, samples in enumerate(lengths):
+        start = 0
+        for number in samples:
+            positions_BS[index, start : start + number] = torch.arange(number)
+            start += number
+        is_token_BS[index, :start] = True
+    tokens_BS, targets_BS = tokens_BS.where(is_token_BS, 0), targets_BS.where(is_token_BS, IGNORED)
     is_packed = any(len(samples) > 1 for samples in lengths)
     split, run, is_target_BS = None, slice(0, length), targets_BS != IGNORED
     ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if padding.looks_ahead else None
@@ -622,7 +614,7 @@ def _for_loss(
     is_first = cp_group is None or cp_group.index == 0
 
     def here(x_BS: Tensor) -> Tensor:
-        return x_BS[:, run].flatten().index_select(0, target_index_N)
+        return _resized(x_BS, is_target_BS.shape[1])[:, run].flatten().index_select(0, target_index_N)
 
     inputs = {name: x if is_first else x[:0] for name, x in given.by_sample.items()}
     inputs |= {name: here(x_BS) for name, x_BS in given.by_target_BS.items()}
