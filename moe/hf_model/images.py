@@ -43,7 +43,7 @@ class ImageFacts:
         token: the id of image tokens. others: ids of tokens that stand for, or begin, what is not supported, by name.
         takes_kinds: whether its forward takes the kinds of tokens.
         sees_both_ways: whether tokens of an image attend to those behind them, by a mask made of the tokens' kinds.
-        num_deep: see the function.
+        num_deep: to the results of how many of the first layers image features are added, too (DeepStack).
     """
 
     paths: tuple[str, ...]
@@ -65,11 +65,6 @@ def image_token(config: Any) -> int | None:
     """The id of image tokens, which a config has under one of two names; None: it has none."""
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     return None if token is None else int(token)
-
-
-def num_deep(config: Any) -> int:
-    """To the results of how many of the first layers image features are added, too (DeepStack)."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def sees_both_ways(config: Any) -> bool:
@@ -116,7 +111,7 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         {name: int(other) for name, other in ids.items() if other is not None and other != token},
         KINDS in inspect.signature(model.forward).parameters,
         sees_both_ways(config),
-        num_deep(config),
+        len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()),
     )
     inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
     model.get_input_embeddings().register_forward_hook(_TakingGradients(model))

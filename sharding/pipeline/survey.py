@@ -66,9 +66,8 @@ def survey(model: Any, compute_dtype: torch.dtype) -> Survey:
             # the code around the layers, which every stage runs, computes with it
             uses[name] |= set(range(len(layers) + 1))
     if (images := images_of(model)) is not None:
-        if images.num_deep:
-            # what images add to the first layers' results is on the first stage, and added where the next layer begins
-            first.skips.add((0, images.num_deep))
+        # what images add to the first layers' results is on the first stage, and added where the next layer begins
+        first.skips |= {(layer, layer + 1) for layer in range(images.num_deep)}
         if any(start == BEFORE for start, _ in first.skips):
             raise ExpertMeshError(
                 f"--images: every stage of a pipeline would need the images, as layers of {type(model).__name__} read "

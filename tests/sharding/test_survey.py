@@ -12,6 +12,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.dataflow import Survey
 from expertmesh.sharding.pipeline.balance import crossing, cut_stages
 from expertmesh.sharding.pipeline.survey import survey
+from tests.images import image_config
 from tests.tiny import tiny_config
 
 
@@ -37,6 +38,14 @@ def test_a_layer_that_uses_an_earlier_one(skipping: Survey) -> None:
     assert skipping.skips == {(0, 2)}
     assert [crossing(skipping.skips, cut) for cut in range(3)] == [None, (0, 2), None]
     assert cut_stages(skipping, 3, 1, None) == (range(0, 1), range(1, 3), range(3, 4))
+
+
+def test_layers_to_whose_results_images_add() -> None:
+    """The stage that has the images ends behind the layer after them."""
+    config = image_config("qwen3_vl_moe", num_hidden_layers=4)
+    assert len(config.vision_config.deepstack_visual_indexes) == 2
+    found = survey(build_model(config, "eager", images=True), torch.float32)
+    assert [crossing(found.skips, cut) is None for cut in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,17 @@ class Samples(Sequence[Sample]):
     @property
     def tokens_of_images(self) -> Tensor:
         """How many tokens each image takes, in the order of samples, int64."""
-        if "images" not in self.dataset.column_names:
-            return torch.zeros(0, dtype=torch.int64)
-        edges = [edge for own in self.dataset["image_edges"] for edge in own]
-        return torch.tensor(edges, dtype=torch.int64).view(-1, 2).diff(dim=1).flatten()
+        return torch.tensor([tokens for own in self._image_tokens for tokens in own], dtype=torch.int64)
+
+    @property
+    def most_image_tokens(self) -> int:
+        """Those of the sample that has the most."""
+        return max(map(sum, self._image_tokens), default=0)
+
+    @property
+    def _image_tokens(self) -> list[list[int]]:
+        edges = self.dataset["image_edges"] if "images" in self.dataset.column_names else []
+        return [[end - begin for begin, end in zip(own[::2], own[1::2], strict=True)] for own in edges]
 
     @property
     def records(self) -> Tensor:

@@ -241,7 +241,8 @@ def _asked(
     device: Any = ranks.device.type
     before = _before(ranks)
     cluster = this_machine(config, ranks, available_memory(ranks.device, before) - before)
-    routing = GivenRouting(samples=1, trained=trained)
+    image_tokens = 0 if rows is None else rows.samples.most_image_tokens
+    routing = GivenRouting(samples=1, trained=trained, image_tokens=image_tokens)
     return Asked(settings, topology.world_size, cluster, 0, routing, device)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.hf_model.build import count_parameters, fp32_parameters
-from ....moe.hf_model.images import image_parameters, num_deep
+from ....moe.hf_model.images import image_parameters
 from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import pipeline_of
 from ....sharding.pipeline.survey import survey
@@ -106,9 +106,7 @@ def cuts_of(config: TrainConfig, model_config: Any, device: DeviceType) -> Cuts:
         ExpertMeshError: nowhere.
     """
     found = survey(build_rehearsed(config, model_config, device), compute_dtype(config))
-    # what the tower of a model that sees images adds to the first layers' results (see `pipeline.survey`)
-    deep = {(0, number)} if config.images and (number := num_deep(model_config)) else set()
-    return Cuts(found.name, found.flops, tuple(sorted(found.skips | deep)))
+    return Cuts(found.name, found.flops, tuple(sorted(found.skips)))
 
 
 def account_of(
