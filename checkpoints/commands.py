@@ -14,7 +14,7 @@ from .files.dtype_names import FLOATS
 from .files.paths import read_ahead
 from .hf.hub import resolve_model
 from .inspection import describe, describe_model, read_heads, with_claims_checked
-from .opening import is_training, open_any, with_mtp
+from .opening import is_training, open_any, with_parts_of
 from .training_state.marker import MARKER, check_file, read_marker
 from .verify import compare
 
@@ -100,9 +100,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
         )
     else:
         a, b = (open_any(path, strict=False) for path in paths)
-        if (a.source.mtp is None) != (b.source.mtp is None):
-            # a run has trained the layer for multi-token prediction that the other one's files hold
-            a, b = (each if each.source.mtp is not None else with_mtp(each) for each in (a, b))
+        # a run may have trained what the other one's files hold beside the language model
+        a, b = with_parts_of(a, b), with_parts_of(b, a)
         comparison = compare(a, b, arguments.rtol, arguments.ignore_config)
     for line in comparison.differences:
         print(folded(line))

@@ -42,14 +42,18 @@ def open_any(
     return open_checkpoint(source, source.names, strict)
 
 
-def with_mtp(checkpoint: Checkpoint) -> Checkpoint:
-    """A Hugging Face directory opened with its layer for multi-token prediction as a part of the model; any other form,
-    or one without such a layer, as it is."""
+def with_parts_of(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """A Hugging Face directory opened with what is a part of another one's model, and carried over by itself: the layer
+    for multi-token prediction, and what images pass. Any other form, or one without these, as it is."""
+    source = checkpoint.source
     try:
-        source = checkpoint.source.training_mtp()
+        if other.source.mtp is not None and source.mtp is None:
+            source = source.training_mtp()
+        if other.source.images and not source.images:
+            source = source.seeing_images()
     except ExpertMeshError:
         return checkpoint
-    return open_checkpoint(source, source.names, strict=False)
+    return checkpoint if source is checkpoint.source else open_checkpoint(source, source.names, strict=False)
 
 
 def is_training(path: Path) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import expertmesh
+from expertmesh.checkpoints.__main__ import main as verify
 from expertmesh.moe.hf_model.families import families_with_plan
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
@@ -113,6 +114,7 @@ def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequenc
         engine.step(batches)
     saved = engine.save(out / "checkpoints")
     engine.step(batches)
+    engine.save(out / "checkpoints")
     again = expertmesh.load(str(path), resume=str(saved), **settings)
     again.step(batches)
     ours, theirs = (in_full(dict(each.model.named_parameters())) for each in (engine, again))
@@ -147,6 +149,9 @@ def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPoo
         assert error_beyond(0.0, weight, theirs[name]) <= AFTER_ADAMW, name
         if not is_trained(name):
             assert torch.equal(weight, before[name]), name
+    *_, saved = sorted((tmp_path / "checkpoints").iterdir())
+    assert verify(["verify", str(saved), str(tmp_path / "hf")]) == 0
+    assert verify(["verify", str(saved), str(path)]) == 1
 
 
 def adapted(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
