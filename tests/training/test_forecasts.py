@@ -145,7 +145,9 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = parse_config(line).settled()
     lengths = torch.full((8,), 32)
-    samples = SimpleNamespace(lengths=lengths, longest=lengths, targets=lengths - 1, kind=CONVERSATIONS)
+    samples = SimpleNamespace(
+        lengths=lengths, longest=lengths, targets=lengths - 1, kind=CONVERSATIONS, most_image_tokens=0
+    )
     inputs: Any = SimpleNamespace(training=Rows(samples))  # type: ignore[arg-type]
     kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
     ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]
