@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..experts.forward import current_forward
 from ..experts.layout import expert_modules
 from ..transformers_private import mentions
+from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
 
 PIXELS = "pixel_values"
@@ -113,6 +114,7 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         sees_both_ways(config),
         len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()),
     )
+    begin_change(model, "images")
     inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
     model.get_input_embeddings().register_forward_hook(_TakingGradients(model))
 
