@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
+from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.versions import installed_version
 from .data_files import RowError
@@ -151,9 +152,8 @@ def kept_file(source: Source, folder: Path, kept: Path, fetches: bool) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}")
-    half.write_bytes(content)
-    half.replace(path)
+    with whole(path, writer=str(os.getpid())) as partial:
+        partial.write_bytes(content)
 
 
 def _decoded(url: str) -> bytes:
