@@ -478,14 +478,15 @@ def without_computing(model: Any) -> Iterator[None]:
 
 def count_parameters(model: Any) -> ParameterCounts:
     """Counts of a model whose experts were swapped; it may be on the meta device."""
-    total, of_images = (sum(p.numel() for p in each) for each in (model.parameters(), image_parameters(model)))
+    of_images = image_parameters(model)
+    total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    active = active_parameters(total - of_images, experts, moe_shape(model))
+    active = active_parameters(total - sum(p.numel() for p in of_images), experts, moe_shape(model))
     frozen_experts = sum(
         p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
     )
-    counted_apart = {id(embedding), id(head), *map(id, image_parameters(model))}
+    counted_apart = {id(embedding), id(head), *map(id, of_images)}
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
     return ParameterCounts(
         *(total, experts, embedding.numel(), head.numel(), active, facts_of(model).attention),

@@ -29,9 +29,9 @@ def samples_facts(samples: Samples) -> dict[str, str]:
 
 def _of_images(samples: Samples) -> dict[str, str]:
     """By their files' checksums, wherever those are."""
-    if "images" not in samples.dataset.column_names:
+    digests = samples.image_digests
+    if digests is None:
         return {}
-    digests = [each.partition(":")[0] for own in samples.dataset["images"] for each in own]
     return {"images": f"{len(digests):,}: {xxhash.xxh3_64_hexdigest(','.join(digests).encode())}"}
 
 

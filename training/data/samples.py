@@ -199,9 +199,20 @@ class Samples(Sequence[Sample]):
         return max(map(sum, self._image_tokens), default=0)
 
     @property
+    def image_digests(self) -> list[str] | None:
+        """Checksums of the files of all images, in the order of samples; None: the data were read as text alone."""
+        if not self._sees_images:
+            return None
+        return [each.partition(":")[0] for own in self.dataset["images"] for each in own]
+
+    @property
     def _image_tokens(self) -> list[list[int]]:
-        edges = self.dataset["image_edges"] if "images" in self.dataset.column_names else []
+        edges = self.dataset["image_edges"] if self._sees_images else []
         return [[end - begin for begin, end in zip(own[::2], own[1::2], strict=True)] for own in edges]
+
+    @property
+    def _sees_images(self) -> bool:
+        return "images" in self.dataset.column_names
 
     @property
     def records(self) -> Tensor:
