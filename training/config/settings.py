@@ -323,8 +323,7 @@ class ModelSettings:
         ],
         requires=(
             lambda config: not config.generate_steps or config.generate_prompts,
-            "--images: samples are generated from texts alone; give them as --generate-prompts, or leave out "
-            "--generate-steps",
+            "--images: samples are generated from texts alone; give --generate-prompts, or leave out --generate-steps",
         ),
         is_later=True,
         moves=Moves.MODEL | Moves.STATE,
