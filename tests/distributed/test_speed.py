@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import expertmesh.training.run.loop
+from expertmesh.sharding.runtime.preemption import StopRequest
 from expertmesh.training.engine import engine
 from expertmesh.training.monitoring.meter import Meter
 from tests.distributed.pool import RankPool
@@ -73,6 +74,8 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
         mock.patch.object(dist, "all_gather_object", clock.wrap(dist.all_gather_object, COLLECTIVE)),
         mock.patch.object(engine, "train_step", clock.wrap(engine.train_step, STEP)),
         mock.patch.dict(vars(expertmesh.training.run.loop), pauses),
+        # whether a signal has come meanwhile belongs to the pause; steps ask it with their own figures
+        mock.patch.object(StopRequest, "on_any_rank", clock.wrap(StopRequest.on_any_rank, 0.0, is_pause=True)),
         mock.patch.object(Meter, "__init__", clock.read_before(Meter.__init__)),
         mock.patch.object(Meter, "metrics", clock.read_before(Meter.metrics)),
     ):

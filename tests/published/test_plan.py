@@ -60,8 +60,7 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{counts.total / 1e9:,.2f} B parameters, {counts.active / 1e9:,.2f} B active" in said
     possible = {ep for ep in range(1, GPUS + 1) if GPUS % ep == 0 and experts % ep == 0}
     found = {plan["ep"] for plan in plans}
-    # where nothing fits, layouts that are known not to fit by arithmetic alone are left out
-    assert found == possible or (found < possible and code != 0)
+    assert found <= possible
     assert (code == 0) == plans[0]["fits"] == ("\nrecommended" in said) == ("\nnothing fits" not in said)
     multiplied = counts.active - model.get_input_embeddings().weight.numel()
     for plan in plans:
@@ -71,13 +70,14 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["fits"] == (plan["memory"]["total"] <= 80 * 2**30)
     if billions(name) > MOST_REHEARSED:
         return
-    flags = ["--bf16", "--per-device-train-batch-size", "1", "--max-seq-length", str(TOKENS)]
-    code, said = told(capsys, "rehearse", name, *flags, "--json")
+    run = ["--bf16", "--per-device-train-batch-size", "1", "--max-seq-length", str(TOKENS)]
+    code, said = told(capsys, "rehearse", name, *run, "--json")
     (account,) = json.loads(said)
     assert account["parameters"] == counts.total
     assert account["layers"][1] == model.config.get_text_config().num_hidden_layers
     assert (code == 0) == account["fits"] == (account["needed_bytes"] <= 80 * 2**30)
-    (alike,) = (plan for plan in plans if (plan["ep"], plan["gradient_checkpointing"]) == (1, "none"))
+    same = [*flags, "--ep-size", "1", "--gradient-checkpointing", "none"]
+    (alike,) = json.loads(told(capsys, "plan", name, *same, "--json")[1])
     # at most a layer's gathered parameters and a communicator's buffers apart, which weigh in a small model
     assert alike["memory"]["total"] == pytest.approx(account["needed_bytes"], rel=0.01, abs=0.3 * 2**30)
     assert alike["tokens_per_second_a_gpu"] == pytest.approx(account["tokens_per_second"], rel=0.12)

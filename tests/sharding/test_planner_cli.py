@@ -827,8 +827,8 @@ def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixtur
     plan += ["--ep-size", "2", "--pp-size", "1", "--gradient-checkpointing", "none"]
     assert main(plan) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"sharding: error: {tmp_path}: a step of MiniMaxForCausalLM in bf16 fails, in ")
-    assert "self_attn: RuntimeError: expected scalar type" in line
+    assert line.startswith(f"sharding: error: {tmp_path}: the dry run fails in the forward of decoder layer 1, in ")
+    assert "self_attn: RuntimeError: expected scalar type torch.float32 but found torch.bfloat16" in line
     assert main([*plan, "--fp32"]) == 0
 
 

@@ -50,8 +50,16 @@ def plan(asked: PlanFlags) -> int:
     cluster = Cluster(hardware, asked.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
     with _naming(config.model), ProgressLine() as progress:
-        search = _search(asked, config, _forecasts(asked, config, progress), cluster)
-        plans = search.run()
+        forecasts = _forecasts(asked, config, progress)
+        search = _search(asked, config, forecasts, cluster)
+        try:
+            plans = search.run()
+        except ExpertMeshError:
+            if asked.tp_sizes is not None or 1 in search.refused:
+                raise
+            # the sizes that fill micro-batches best are none that the model can have
+            search = _search(asked, config, forecasts, cluster, tp_sizes=[1])
+            plans = search.run()
         balanced = None
         if arguments.imbalance is None:
             balanced = _balanced(search, plans[0])
