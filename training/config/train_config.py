@@ -149,18 +149,17 @@ class TrainConfig(
         return replace(self, **alone, async_tp=False, pipeline_layers=None, pipeline_schedule=None), given
 
     def _out_of_range(self) -> Iterator[str]:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            limits = {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
-            if value is None or not limits:
+        for name, limits in _LIMITED.items():
+            value = getattr(self, name)
+            if value is None:
                 continue
             # NaN is within none
             if value == math.inf or not all(LIMITS[limit][0](value, bound) for limit, bound in limits.items()):
                 allowed = [LIMITS[limit][1].format(bound) for limit, bound in limits.items()]
                 finite = ["finite"] if value == math.inf else []
-                yield f"{flag_of(setting.name)} {value}: must be {', and '.join(allowed + finite)}"
+                yield f"{flag_of(name)} {value}: must be {', and '.join(allowed + finite)}"
             elif isinstance(value, int) and value >= 2**63:
-                yield f"{flag_of(setting.name)} {value}: must be below 2^63"
+                yield f"{flag_of(name)} {value}: must be below 2^63"
 
     @property
     def sequences_per_row(self) -> int:
@@ -259,6 +258,11 @@ class TrainConfig(
 
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
+_LIMITED = {
+    name: {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
+    for name, setting in SETTINGS.items()
+    if LIMITS.keys() & setting.metadata.keys()
+}
 
 
 class Rule(NamedTuple):
