@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..experts.model_facts import key_of_facts
 from ..util.errors import ExpertMeshError
 from .facts_cache import keep_trial, recall_trial
-from .images import GRID, ImageFacts, image_parameters, images_of, inner_model
+from .images import GRID, ImageFacts, image_features, image_parameters, images_of
 from .probe import leaving_no_trace
 
 aten = torch.ops.aten
@@ -53,6 +53,15 @@ def image_of(model: Any, tokens: int) -> dict[str, Tensor]:
     if not found:
         raise ExpertMeshError(f"--image-tokens {tokens}: {type(model).__name__} has no image of so many tokens")
     return _inputs(model, height * merged, width * merged)
+
+
+def small_image(model: Any) -> dict[str, Tensor]:
+    """What a model takes for an image that takes no time to speak of; pixels are on the meta device.
+
+    Args:
+        model: as of `image_of`.
+    """
+    return _inputs(model, _SIDE, _SIDE)
 
 
 def _rows_of(height: int, width: int, ends: int) -> int:
@@ -130,10 +139,10 @@ def _inputs(model: Any, height: int, width: int) -> dict[str, Tensor]:
 
 def _features(model: Any, height: int, width: int) -> list[Tensor]:
     with _disable_current_modes():
-        pixels, sizes = _inputs(model, height, width).values()
-    found = inner_model(model).get_image_features(torch.empty_like(pixels, device="cpu"), sizes, return_dict=True)
-    deep = found.get("deepstack_features") or []
-    return [leaf for leaf in tree_leaves([found.pooler_output, deep]) if isinstance(leaf, Tensor)]
+        inputs = _inputs(model, height, width)
+    return image_features(
+        model, {name: torch.empty_like(x, device="cpu") if x.is_meta else x for name, x in inputs.items()}
+    )
 
 
 def _rows(model: Any, height: int, width: int) -> int:

@@ -10,12 +10,13 @@ What a family can do is read from its class: from the arguments of its forward, 
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..experts.forward import current_forward
 from ..experts.layout import expert_modules
@@ -147,6 +148,17 @@ class _FeaturesHere:
                 if getattr(found, name, None) is not None:
                     found[name] = _rows(found[name], forward.image_rows_N)
         return found
+
+
+def image_features(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """What the parts that images alone pass give of some, those of DeepStack too.
+
+    Args:
+        inputs: in the order of `ImageFacts.inputs`.
+    """
+    found = inner_model(model).get_image_features(*inputs.values(), return_dict=True)
+    leaves = tree_leaves([found.pooler_output, found.get("deepstack_features") or []])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def image_prefixes(model: Any) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from .choices import Strategy
 from .dispatchers import choose_dispatcher
 from .offload import copies_of, offload_frozen, offload_inputs
 from .recompute import checkpoint_layers, keep_products
+from .tower import run_tower_together, tower_blocks
 from .unreached import reduce_unreached
 
 register_step_part(__name__, None, lasting=("zeros_by_rows",))
@@ -62,6 +63,8 @@ def parallelize(
     place_divided(model, mesh)
     checkpoint_layers(model, strategy.checkpointing)
     keep_products(model, strategy.keep_expert_products)
+    if blocks := tower_blocks(model):
+        run_tower_together(model)
     if strategy.offload_activations:
         offload_inputs(model, mesh.grid.device_type)
     # activations have the dtypes that transformers' code gives them, fp32 for some families' rotary positions
@@ -85,6 +88,7 @@ def parallelize(
         by_stage = layers_by_stage(model)
         for layers in by_stage:
             prefetch_layers(model, layers, from_root=len(by_stage) == 1)
+        prefetch_layers(model, [block for block in blocks if isinstance(block, FSDPModule)], from_root=False)
     else:
         communicate_over_gloo(model)
     if (stages := stages_of(model)) is not None:
@@ -210,9 +214,9 @@ class _DenseUnit:
 
 
 def _dense_units(model: nn.Module) -> list[_DenseUnit]:
-    """One unit per decoder layer, and one for the parameters around them. Another one for all that the family keeps in
-    fp32: the parameters of a unit have one dtype. Outer ones first, as an outer unit's parameters may lie in inner
-    modules. What tensor parallelism divides has units by the modules that need it."""
+    """One unit per decoder layer and per block of a large tower, and one for the parameters around them. Another one
+    for all that the family keeps in fp32: the parameters of a unit have one dtype. Outer ones first, as an outer unit's
+    parameters may lie in inner modules. What tensor parallelism divides has units by the modules that need it."""
     experts = {parameter for layer in moe_layers(model) for parameter in layer.mlp.parameters()}
     stages = stages_of(model)
     names = {name for name, p in model.named_parameters() if p not in experts}
@@ -222,8 +226,10 @@ def _dense_units(model: nn.Module) -> list[_DenseUnit]:
     kept = dense & fp32_parameters(model).keys()
     paths = {module: path for path, module in model.named_modules()}
     layers = [
-        _DenseUnit(layer, {name for name in dense - kept if name.startswith(f"{paths[layer]}.")})
-        for layer in layers_here(model)
+        _DenseUnit(layer, own)
+        for layer in (*layers_here(model), *tower_blocks(model))
+        # of a tower, none where it is on another stage
+        if (own := {name for name in dense - kept if name.startswith(f"{paths[layer]}.")})
     ]
     around = dense - kept - {name for layer in layers for name in layer.names}
     by_module: dict[str, set[str]] = {}

@@ -4,17 +4,21 @@ parallel layout as by transformers' own classes in one process (tests/images.py)
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import ModuleList
 
 import expertmesh
 from expertmesh.checkpoints.__main__ import main as verify
 from expertmesh.moe.hf_model.families import families_with_plan
+from expertmesh.sharding.parallelize import tower
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
-from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, samples_of, stepped
+from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, sample, samples_of, stepped
 from tests.parity.kept import in_our_layout
 from tests.rounding import AFTER_ADAMW, OTHER_ORDER, error_beyond, gradient_errors, near
 from tests.tiers import tiered
@@ -35,6 +39,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 full": (2, dict(ep_size=2, gradient_checkpointing="full")),
     "2 selective": (2, dict(ep_size=2, gradient_checkpointing="selective")),
 }
+IN_UNITS: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "4 ep 2 no reshard": (4, dict(ep_size=2, reshard_after_forward=False)),
+    "4 ep 2 offload": (4, dict(ep_size=2, offload=True)),
+    "4 ep 2 tower alone": (4, dict(ep_size=2, train_vision=["tower"])),
+    "4 ep 2 projector alone": (4, dict(ep_size=2, train_vision=["projector"])),
+    "4 ep 2 frozen": (4, dict(ep_size=2, train_vision=[])),
+}
+"""Those in which every block of the tower is an FSDP unit."""
 AMPLIFIED = {"qwen4_exp": 2e-4}
 """What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0."""
 NOT_DIVIDED = set(FAMILIES) - set(families_with_plan())
@@ -71,15 +84,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model_of
 
 
-def assert_gradients(found: dict[str, Tensor], model: Any, theirs: dict[str, Tensor]) -> None:
+def assert_gradients(
+    found: dict[str, Tensor], model: Any, theirs: dict[str, Tensor], trained: Sequence[str] = tuple(BOTH)
+) -> None:
     wanted = in_our_layout(model.config, theirs, images=True)
+    if tuple(trained) != tuple(BOTH):
+        wanted = {name: grad for name, grad in wanted.items() if is_trained(name, trained)}
     # indexers get no gradient, or zeros, as of tokens that are all chosen
     unreached = {name: found[name] for name in found.keys() - wanted.keys()}
     assert all(not grad.any() for grad in unreached.values()), unreached.keys()
     errors = gradient_errors({name: found[name] for name in wanted}, wanted)
     allowed = AMPLIFIED.get(model.config.model_type, OTHER_ORDER)
     assert max(errors.values()) <= allowed, sorted(errors.items(), key=lambda each: -each[1])[:5]
-    assert any(is_vision(name) for name in wanted)
+    assert any(is_vision(name) for name in wanted) == bool(trained)
+
+
+def is_trained(name: str, trained: Sequence[str]) -> bool:
+    return not is_vision(name) or ("projector" if "merger" in name else "tower") in trained
 
 
 QUICK = [("qwen3_vl_moe", "4 ep 2")]
@@ -103,6 +124,41 @@ def test_with_any_layout(family: str, layout: str, ranks: RankPool, models: Any)
     counted = (len(patches), sum(patches), sum(number**2 for number in patches))
     assert {result.of_images for result, _ in found} == {counted}
     assert_gradients(found[0][1], model, wanted.grads)
+
+
+def as_it_is(job: Any, *args: Any) -> Any:
+    return job(*args)
+
+
+def in_units(job: Any, *args: Any) -> Any:
+    """What a job gives with so low a limit that every tower counts as large."""
+    with mock.patch.object(tower, "LARGEST_IN_ROOT", 0):
+        return job(*args)
+
+
+def units_of_towers(path: Path, settings: dict[str, Any]) -> int:
+    model = expertmesh.load(str(path), **{**ON_CPU, "images": True, **settings}).model
+    return sum(isinstance(part, FSDPModule) for name, part in model.named_modules() if is_vision(name))
+
+
+UNITS_QUICK = [("qwen3_vl_moe", "4 ep 2")]
+UNITS_SLOW = [("qwen3_vl_moe", layout) for layout in IN_UNITS if layout != "4 ep 2"]
+UNITS_SLOW += [(family, "4 ep 2") for family in FAMILIES if family != "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize(("family", "layout"), tiered(UNITS_QUICK, UNITS_SLOW))
+def test_a_large_tower_is_sharded_by_block(family: str, layout: str, ranks: RankPool, models: Any) -> None:
+    """Each of its blocks is a unit, which all ranks gather, those without images too; loss and gradients stay."""
+    path, model = models(family)
+    samples = samples_of(model)
+    wanted = answer(model, samples)
+    world_size, settings = IN_UNITS[layout]
+    found = ranks.run(in_units, world_size, ours, path, settings, samples)
+    assert all(result.loss == near(wanted.loss) for result, _ in found)
+    assert_gradients(found[0][1], model, wanted.grads, tuple(settings.get("train_vision", BOTH)))
+    if settings.get("pp_size") is None:
+        lists = [len(part) for name, part in model.named_modules() if is_vision(name) and isinstance(part, ModuleList)]
+        assert ranks.run(in_units, world_size, units_of_towers, path, settings)[0] == max(lists)
 
 
 def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
@@ -137,17 +193,14 @@ def test_steps_resume_and_export(layout: str, trained: list[str], ranks: RankPoo
     assert any(line.startswith("images: tower") for line in lines)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def is_trained(name: str) -> bool:
-        return not is_vision(name) or ("projector" if "merger" in name else "tower") in trained
-
-    theirs = stepped(model, samples, 3, STEPS["learning_rate"], is_trained)
+    theirs = stepped(model, samples, 3, STEPS["learning_rate"], lambda name: is_trained(name, trained))
     wanted = in_our_layout(model.config, theirs, images=True)
     for name, weight in wanted.items():
         assert error_beyond(0.0, weights[name], weight) <= AFTER_ADAMW, name
     back: Any = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for name, weight in back.named_parameters():
         assert error_beyond(0.0, weight, theirs[name]) <= AFTER_ADAMW, name
-        if not is_trained(name):
+        if not is_trained(name, trained):
             assert torch.equal(weight, before[name]), name
     *_, saved = sorted((tmp_path / "checkpoints").iterdir())
     assert verify(["verify", str(saved), str(tmp_path / "hf")]) == 0
@@ -194,7 +247,8 @@ def with_adapters_of_the_tower(path: Path, out: Path, samples: Sequence[ImageSam
 
 
 @pytest.mark.slow
-def test_adapters_of_the_tower_are_pefts(ranks: RankPool, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [as_it_is, in_units])
+def test_adapters_of_the_tower_are_pefts(how: Any, ranks: RankPool, models: Any, tmp_path: Path) -> None:
     """Of tower and projector: PEFT's are read, have its loss and gradients, and are exported as PEFT reads them."""
     peft = pytest.importorskip("peft")
     path, _ = models("qwen3_vl_moe")
@@ -210,7 +264,7 @@ def test_adapters_of_the_tower_are_pefts(ranks: RankPool, models: Any, tmp_path:
     wanted = answer(theirs.get_base_model(), samples)
     plain = answer(image_model("qwen3_vl_moe"), samples)
     assert wanted.loss != near(plain.loss)
-    loss, grads = ranks.run(with_adapters_of_the_tower, 2, path, tmp_path, samples)[0]
+    loss, grads = ranks.run(how, 2, with_adapters_of_the_tower, path, tmp_path, samples)[0]
     assert loss == near(wanted.loss)
     of_theirs = {name.replace(".default.weight", ""): grad for name, grad in wanted.grads.items()}
     assert len(grads) == 2 * len(linear)
@@ -235,13 +289,14 @@ def without_images(path: Path, settings: dict[str, Any], samples: Sequence[Image
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [as_it_is, in_units])
 @pytest.mark.parametrize("layout", ["2 ep 2", "4 ep 2 pp 2"])
-def test_no_image_on_any_rank(layout: str, ranks: RankPool, models: Any) -> None:
+def test_no_image_on_any_rank(layout: str, how: Any, ranks: RankPool, models: Any) -> None:
     """A step on text is that of a model that was loaded for text, to the bit; the tower stays as it was."""
     path, model = models("qwen3_vl_moe")
     world_size, settings = LAYOUTS[layout]
     samples = [each for each in samples_of(model) if not each.pictures] * 2
-    seeing, blind = ranks.run(without_images, world_size, path, settings, samples)[0]
+    seeing, blind = ranks.run(how, world_size, without_images, path, settings, samples)[0]
     assert seeing[:2] == blind[:2]
     assert all(torch.equal(seeing[2][name], weight) for name, weight in blind[2].items())
     before = dict(model.named_parameters())
@@ -283,9 +338,13 @@ def in_trainer(path: Path, out: Path, samples: Sequence[ImageSample]) -> list[fl
 
 
 @pytest.mark.slow
-def test_trainer(ranks: RankPool, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [as_it_is, in_units])
+def test_trainer(how: Any, ranks: RankPool, models: Any, tmp_path: Path) -> None:
     path, model = models("qwen3_vl_moe")
-    samples = [samples_of(model)[0]] * 8  # whose logits have one length
+    one, other = samples_of(model)[0], sample(model, 15, seed=1)
+    assert len(one.tokens) == len(other.tokens), "logits have one length"
+    # of two ranks the second has no image
+    samples = [one, one, other, other] * 2
     wanted = answer(model, samples).loss
-    for losses in ranks.run(in_trainer, 2, path, tmp_path, samples):
+    for losses in ranks.run(how, 2, in_trainer, path, tmp_path, samples):
         assert losses == [near(wanted)] * 3

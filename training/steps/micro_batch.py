@@ -42,7 +42,8 @@ class Denominators:
     """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
 
     targets: of the step, or what the objective counts. tokens_in_forward: of this micro-batch. tokens: of the
-    step. forwards: micro-batches of the step. drafts: targets of multi-token prediction in the step.
+    step. forwards: micro-batches of the step. drafts: targets of multi-token prediction in the step. has_images:
+    whether any rank's part of this micro-batch has images; None: it is not known.
     """
 
     targets: float
@@ -50,6 +51,7 @@ class Denominators:
     tokens: int
     forwards: int
     drafts: int = 1
+    has_images: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class StepCounts:
     targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch.
     counted: what the loss is divided by: the targets, or what the objective counts; may be 0. drafts: targets of
     multi-token prediction. of_images: how many images, patches, and pairs of patches of one image; empty where the
-    model takes none.
+    model takes none. has_images_M: whether there are any in each micro-batch.
     """
 
     targets: int
@@ -69,11 +71,15 @@ class StepCounts:
     counted: float
     drafts: int = 0
     of_images: tuple[int, ...] = ()
+    has_images_M: tuple[bool, ...] = ()
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
         tokens = self.tokens_M[number]
-        return Denominators(self.counted or 1, max(tokens, 1), self.tokens, len(self.tokens_M), max(self.drafts, 1))
+        has_images = self.has_images_M[number] if self.has_images_M else None
+        return Denominators(
+            self.counted or 1, max(tokens, 1), self.tokens, len(self.tokens_M), max(self.drafts, 1), has_images
+        )
 
 
 def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROSS_ENTROPY) -> StepCounts:
@@ -95,10 +101,12 @@ def count_step(model: Any, batches: Sequence[Batch], objective: Objective = CROS
         by_batch = (counted // _pp_size(model)).tolist()
     (targets, *others), tokens_M = map(sum, zip(*by_batch, strict=True)), tuple(batch[1] for batch in by_batch)
     drafts = others.pop() if _drafts(batches[0]) else 0
+    behind = len(others)
     of_images = tuple(others.pop() for _ in seen(batches[0]))[::-1]
+    has_images_M = tuple(any(batch[1 + len(others) : 1 + behind]) for batch in by_batch)
     tokens, *pairs = (max(n, 1) for n in others)
     divisor = targets if objective.count is None else _counted(model, batches, objective)
-    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts, of_images)
+    return StepCounts(targets, tokens, tuple(pairs), tokens_M, divisor, drafts, of_images, has_images_M)
 
 
 def _images(batch: Batch) -> tuple[int, ...]:
@@ -185,7 +193,7 @@ def losses_of(
 ) -> MicroLosses:
     """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
     micro-batches; all ranks call both in one order."""
-    forward = forward_of(batch, weights.of_routers, objective.by_token, drafts=True)
+    forward = forward_of(batch, weights.of_routers, objective.by_token, drafts=True, has_images=over.has_images)
     assert forward.targets is not None
     output = run_model(model, batch, forward)
     stats = forward.take_stats(moe_layers(model))
@@ -262,7 +270,12 @@ def weigh_losses(
 
 
 def forward_of(
-    batch: Batch, has_router_losses: bool = True, by_token: bool = False, top_k: int = 0, drafts: bool = False
+    batch: Batch,
+    has_router_losses: bool = True,
+    by_token: bool = False,
+    top_k: int = 0,
+    drafts: bool = False,
+    has_images: bool | None = None,
 ) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments.
 
@@ -271,6 +284,7 @@ def forward_of(
             candidates that the batch has.
         top_k: how many of the most likely tokens are asked for, in place of that; 0: none.
         drafts: whether a layer for multi-token prediction is run, if there is one.
+        has_images: whether any rank's part of the micro-batch has images; None: it is not known.
     """
     candidates_NK = batch.for_loss.inputs.get(CANDIDATES) if by_token and batch.for_loss is not None else None
     return Forward(
@@ -281,6 +295,7 @@ def forward_of(
         segments=batch.segments,
         has_router_losses=has_router_losses,
         image_rows_N=None if batch.images is None else batch.images.rows_N,
+        runs_tower_idly=None if has_images is None else has_images and batch.images is None,
     )
 
 

@@ -21,9 +21,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ...moe.experts.router_stats import RouterStats, Routing, routing_of
+from ...moe.hf_model.images import images_of
 from ...moe.util.step_parts import register_step_part
 from ...sharding.dataflow import Size
 from ...sharding.parallelize.parallelize import forget_forwards
+from ...sharding.parallelize.tower import on_some_rank
 from ...sharding.parallelize.weight_gradients import weight_gradients
 from ...sharding.pipeline.cut import StageForward
 from ...sharding.pipeline.pipeline import Messages, Pipeline, Shapes, adding_to_shared, pipeline_of
@@ -283,6 +285,8 @@ class _Evaluation(_Run):
     def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool, top_k: int):
         super().__init__(model, batches, lambda doing: None)
         self.by_token, self.top_k = by_token, top_k
+        sees_images = images_of(model) is not None
+        self.has_images_M = on_some_rank([batch.images is not None for batch in batches]) if sees_images else None
         self.gave: dict[int, Tensor] = {}
 
     def shapes(self, action: Action) -> Shapes:
@@ -290,7 +294,8 @@ class _Evaluation(_Run):
 
     def compute(self, action: Action) -> None:
         batch, received = self.batches[action.micro_batch], self.received.pop(action, [])
-        forward = forward_of(batch, by_token=self.by_token, top_k=self.top_k)
+        has_images = None if self.has_images_M is None else self.has_images_M[action.micro_batch]
+        forward = forward_of(batch, by_token=self.by_token, top_k=self.top_k, has_images=has_images)
         forward.stage = StageForward(
             self.stages, action.stage, self.size(action.micro_batch), self.device, received, action.micro_batch
         )
@@ -375,7 +380,10 @@ class PipelinedStep(_Run):
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
         num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
-        forward = forward_of(batch, self.has_router_losses, self.objective.by_token, drafts=True)
+        over = self.counts.over(action.micro_batch)
+        forward = forward_of(
+            batch, self.has_router_losses, self.objective.by_token, drafts=True, has_images=over.has_images
+        )
         forward.weight_gradients = self.pipeline.later
         forward.stage = StageForward(
             self.stages,
@@ -403,7 +411,6 @@ class PipelinedStep(_Run):
         of_layers = sums.by_layer() if self.has_router_losses else []
         counts = PooledCounts(of_layers, self.weights, self.pipeline.mesh.stage_group)
         loss = loss_sums(self.model, gave.logits, batch, forward.targets, self.objective)
-        over = self.counts.over(action.micro_batch)
         found = weigh_losses(loss, of_layers, self.routing, self.weights, over, counts)
         self.losses += found.values()
         self.done[stage, action.micro_batch] = _Done(received, [found.total(self.weights)])
