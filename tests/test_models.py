@@ -9,13 +9,13 @@ from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.training.cluster.families_command import main
 from expertmesh.training.cluster.support import METHODS
-from tests.families.models_page import PAGE, introduction, reasons, refusals, row_of, rows_in
+from tests.families.models_page import IMAGES, PAGE, introduction, reasons, refusals, refused_images, row_of, rows_in
 from tests.families.test_families import FAMILIES, PLANNED, UNPACKED
 from tests.published.models import CONFIGS
 from tests.test_readmes import ROOT
 
 TEXT = PAGE.read_text(encoding="utf-8")
-ROWS = rows_in(TEXT)
+ROWS, OF_IMAGES = rows_in(TEXT), TEXT.partition(IMAGES)[2]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mistral_large4", "minimax_m3_vl"])
@@ -45,6 +45,10 @@ def check_row(family: str) -> None:
     assert row_of(family) in TEXT
     assert refusals(family) in TEXT
     assert UNPACKED.get(family, "") in refusals(family)
+    why = None if family in UNSUPPORTED else refused_images(family)
+    line = f"\n- `{family}`: {why}.\n"
+    assert (f"`{family}`" in OF_IMAGES) == (why is not None)
+    assert (line in OF_IMAGES) == bool(why), line
 
 
 def written_for() -> str:
@@ -55,7 +59,7 @@ def written_for() -> str:
 def test_what_stands_around_the_table() -> None:
     assert TEXT.startswith(introduction(written_for()))
     if written_for() == transformers.__version__:  # another has other families
-        assert TEXT.endswith(reasons())
+        assert reasons() in TEXT
 
 
 def test_the_root_readme_counts_the_families() -> None:

@@ -17,11 +17,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from expertmesh.moe.hf_model.build import NOT_MARKED
+from expertmesh.moe.hf_model.build import NOT_MARKED, build_model
 from expertmesh.moe.hf_model.families import _source, _type_by_class, causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
+from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.cluster.support import METHODS, support_of
 from tests.families.configs import tiny_config
+from tests.images import FAMILIES, image_config
 from tests.published.models import CONFIGS, MODELS
 from tests.tiers import REPRESENTATIVES
 
@@ -46,8 +48,8 @@ A family supports training of all weights, [LoRA](../how-to/train-adapters.md), 
 - **models**: published models whose config.json is tested: parameters, active parameters and routing are as published.
   Their weights were never loaded here.
 {tested}
-- Multimodal families (`..._vl...`, `..._omni...` and others) are trained on text, some [on
-  images](../how-to/train-on-images.md) too. The export has their towers.
+- Multimodal families (`..._vl...`, `..._omni...` and others) are trained on text, some on [images](#images) too. The
+  export has their towers.
 - Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json. The error message says so.
 - FP8 and MXFP4 checkpoints are read as published, and exported in bf16 or
   [as read](../how-to/convert-and-verify.md#export-as-published).
@@ -136,6 +138,38 @@ def row_of(family: str) -> str:
     return row(f"`{family}`", ", ".join(published_in(family)) or "-", told)
 
 
+IMAGES = "## Images"
+
+
+@cache
+def refused_images(family: str) -> str | None:
+    """Why a family of several media is not trained on images, or nothing; None for one of text alone."""
+    config = tiny_config(family)
+    if config.get_text_config() is config:
+        return None
+    if getattr(config, "vision_config", config) is None:
+        config = image_config(family)
+    try:
+        build_model(config, images=True)
+    except ExpertMeshError as error:
+        return str(error).removeprefix("--images: ").partition(": its images")[0]
+    return ""
+
+
+def images_part() -> str:
+    """What the page says of images: of each family of several media whether they are trained on, or why not."""
+    found = {family: refused_images(family) for family in causal_families() if family not in UNSUPPORTED}
+    trained = [family for family, why in found.items() if why == ""]
+    tested, others = (
+        [f"`{name}`" for name in trained if (name in FAMILIES) == is_tested] for is_tested in (True, False)
+    )
+    told = f"[Trained on images](../how-to/train-on-images.md): {', '.join(tested)}."
+    if others:
+        told += f" Built with their towers, too, but never tested: {', '.join(others)}."
+    refused = "".join(f"- `{family}`: {why}.\n" for family, why in found.items() if why)
+    return f"\n{IMAGES}\n\n{textwrap.fill(told, 120)}\n\nRefused with `--images`, trained on text:\n\n{refused}"
+
+
 OTHERS = "Families without a row are supported with every method: "
 
 
@@ -144,7 +178,7 @@ def page() -> str:
     families = causal_families()
     header = row("family", "models", "refused") + f"|{' --- |' * 3}\n"
     others = textwrap.fill(f"{OTHERS}{', '.join(f'`{name}`' for name in families if not row_of(name))}.", 120)
-    parts = (header, *map(row_of, families), f"\n{others}\n", *map(refusals, families), reasons())
+    parts = (header, *map(row_of, families), f"\n{others}\n", *map(refusals, families), reasons(), images_part())
     return introduction(transformers.__version__) + "".join(parts)
 
 

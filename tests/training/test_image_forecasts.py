@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.hf_model.image_costs import image_flops, image_of
 from expertmesh.moe.hf_model.images import image_parameters
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize import tower
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.imbalance import GivenRouting
@@ -150,26 +152,51 @@ def test_the_tower_stands_before_the_first_layer() -> None:
     assert with_image["after"].kept == without["after"].kept
 
 
-def figures(family: str, flags: dict[str, Any], is_real: bool) -> tuple[list[Any], int]:
-    """The events of the forward of what images pass, and of all else, in order; and the peak of memory in bytes."""
+def test_a_large_tower_is_gathered_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By forecast: as many bytes in its forward, none of them twice; in more collectives, of which none is larger than
+    a block or what lies around."""
+    model_config = image_config("qwen3_vl_moe")
+    model = build_rehearsed(config_of(), model_config, "cpu")
+    blocks = model.model.visual.blocks
+    sent, largest = [], []
+    for limit in (tower.LARGEST_IN_ROOT, 0):
+        monkeypatch.setattr(tower, "LARGEST_IN_ROOT", limit)
+        step = rehearse(replace(asked(config_of(ep_size=2), image_tokens=TOKENS), world_size=2), model_config)
+        gathers = [e.sent for e in step.recorder.events if e.phase == "forward" and e.collective == "all-gather"]
+        sent.append(gathers)
+        largest.append(max(gathers))
+    assert len(sent[1]) - len(sent[0]) == len(blocks)
+    assert sum(sent[1]) == pytest.approx(sum(sent[0]), rel=0.01)
+    of_blocks = sum(p.nbytes for p in blocks.parameters())
+    assert largest[0] - largest[1] == pytest.approx(of_blocks / 2, rel=0.01)
+
+
+def figures(family: str, flags: dict[str, Any], is_large: bool, is_real: bool) -> tuple[list[Any], int]:
+    """The events of the forward of what images pass, and of all else, in order; and the peak of memory in bytes.
+
+    Args:
+        is_large: whether the tower counts as a large one, and is sharded by block.
+    """
     config = config_of(expert_kernel="torch-grouped", attn_implementation="eager", max_grad_norm=1e-6, **flags)
-    with on_a_cpu(is_real):
+    limit = 0 if is_large else tower.LARGEST_IN_ROOT
+    with on_a_cpu(is_real), mock.patch.object(tower, "LARGEST_IN_ROOT", limit):
         model = build_rehearsed(config, image_config(family), "cpu")
         step = world._rehearse(asked(config, samples=2, image_tokens=TOKENS), model)
     events = [(event.name, str(event.place), event.phase, event.flops) for event in step.recorder.events]
     return events, max(map(sum, step.held.values()))
 
 
-def both(family: str, flags: dict[str, Any]) -> list[tuple[list[Any], int]]:
-    return [figures(family, flags, is_real) for is_real in (False, True)]
+def both(family: str, flags: dict[str, Any], is_large: bool) -> list[tuple[list[Any], int]]:
+    return [figures(family, flags, is_large, is_real) for is_real in (False, True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("flags", [{}, {"train_vision": []}, {"gradient_checkpointing": "full"}], ids=str)
-def test_a_dry_run_is_what_a_rank_does(ranks: RankPool, family: str, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_dry_run_is_what_a_rank_does(ranks: RankPool, family: str, flags: dict[str, Any], is_large: bool) -> None:
     """The same operators in the same order, and as much memory."""
-    ((dry, dry_peak), (real, peak)) = ranks.run(both, 1, family, flags)[0]
+    ((dry, dry_peak), (real, peak)) = ranks.run(both, 1, family, flags, is_large)[0]
     assert dry == real
     assert len(dry) > 300
     assert dry_peak == pytest.approx(peak, rel=0.01)
