@@ -66,6 +66,7 @@ PUBLISHED = {
     "olmoe_7b": "olmoe-1b-7b",
     "qwen3_30b_a3b": "qwen3-30b-a3b",
     "qwen3_next_80b_a3b": "qwen3-next-80b",
+    "qwen3_vl_30b_a3b": "qwen3-vl-30b-a3b",
 }
 """By the recipe that trains all of a model, the directory of its published config.json."""
 
@@ -112,7 +113,15 @@ def gpus_of(name: str) -> int:
 def model_of(name: str) -> Any:
     """On the meta device, built as train_ep.py builds it; once for all tests of a recipe."""
     hf, config = find_config(str(published(name))).load(), config_of(name)
-    return build_model(hf, choose_attention(config.attn_implementation, config.packing, hf))
+    attention = choose_attention(config.attn_implementation, config.packing, hf, config.images)
+    return build_model(hf, attention, images=config.images)
+
+
+def image_tokens(name: str) -> int:
+    """Of the image that each sample has by a recipe's head; 0: it has none."""
+    (tokens,) = re.findall(r"--image-tokens (\d+)", text_of(name)) or ["0"]
+    assert bool(int(tokens)) == config_of(name).images
+    return int(tokens)
 
 
 def assert_keeps(name: str, config: TrainConfig) -> None:
@@ -195,6 +204,7 @@ MEMORY = {
     "olmoe_7b": ["of 8: 13.8 GB"],
     "qwen3_30b_a3b": ["of 8: 38.3 GB"],
     "qwen3_next_80b_a3b": ["50.0 GB of 16 GPUs", "99.9 GB of 8"],
+    "qwen3_vl_30b_a3b": ["of 8: 39.0 GB"],
     "gpt_oss_20b": ["of 8: 41.8 GB"],
     "gpt_oss_120b": ["58.4 GB of 16 GPUs", "116.8 GB of 8"],
     "glm_4_5_air": ["53.4 GB of 16 GPUs", "106.9 GB of 8"],
@@ -282,7 +292,8 @@ def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
     runs of its ranks, as of one that `plan` recommends."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     forecasts = Forecasts(file.content, file.load)
-    natural, balanced = GivenRouting(samples=1, busiest=None), GivenRouting(samples=1, busiest=1.0)
+    natural = GivenRouting(samples=1, busiest=None, image_tokens=image_tokens(name))
+    balanced = replace(natural, busiest=1.0)
     asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
     if config.pp_size > 1:
         # as a run of it does

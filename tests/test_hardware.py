@@ -10,7 +10,7 @@ from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.model_config import find_config
-from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, published
+from tests.test_configs import FULL, H100, LORA, ROOT, config_of, gpus_of, image_tokens, published
 
 ROW = re.compile(
     r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$",
@@ -49,8 +49,9 @@ def fits(name: str, gpus: int) -> bool:
         per_device_train_batch_size=1,
         optim="adamw_torch_fused",
         adapter="lora",
+        train_vision=[],
     )
     file = find_config(str(published(name)))
     card = H100.device.memory
-    asked = Asked(config, gpus, Cluster(H100, 8, card), routing=GivenRouting(samples=1, busiest=None))
+    asked = Asked(config, gpus, Cluster(H100, 8, card), routing=GivenRouting(1, None, image_tokens=image_tokens(name)))
     return Forecasts(file.content, file.load).account(asked).fit(card).is_enough

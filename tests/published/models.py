@@ -126,6 +126,9 @@ MODELS: dict[str, Published] = {
     "qwen3-30b-a3b-fp8": Published(figure("30.5"), figure("3.3"), 8, 128),
     "qwen3-coder-480b": Published(figure("480"), figure("35"), 8, 160),
     "qwen3-next-80b": Published(figure("80"), figure("3"), 10, 512),
+    # 31.07B with the vision encoder of 0.54B; the language model has the sizes of Qwen3-30B-A3B. Its config.json was
+    # written down from those that read it
+    "qwen3-vl-30b-a3b": Published(figure("30.5"), figure("3.3"), 8, 128),
     # cards, of the language models: 122B and 10B; 35B and 3B
     "qwen3.5-122b-a10b": Published(figure("122"), figure("10"), 8, 256),
     "qwen3.5-35b-a3b": Published(figure("35"), figure("3"), 8, 256),

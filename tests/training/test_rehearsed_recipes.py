@@ -14,6 +14,7 @@ from tests.test_configs import (
     config_of,
     forecast_in,
     gpus_of,
+    image_tokens,
     model_of,
     planned_recipe,
     published,
@@ -34,6 +35,8 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     if config.packing:
         # as the head states it: sequences are one sample each
         flags += ["--samples-per-row", "1"]
+    if config.images:
+        flags += ["--image-tokens", str(image_tokens(name))]
     if config.pp_size > 1:
         flags += ["--rank", str(planned_recipe(name, gpus)[0].account.rank)]
     assert main(["rehearse", *flags, "--json"]) == 0
@@ -45,7 +48,7 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
         check_adapters(text_of(name), account["memory"]["kinds"])
     else:
         assert account["parameters"] == counts.total
-    assert account["layers"][1] == model.config.num_hidden_layers
+    assert account["layers"][1] == model.config.get_text_config().num_hidden_layers
     tokens = config.per_device_train_batch_size * account["forwards"] * config.max_seq_length // config.pp_size
     assert account["forwards"] == (config.gradient_accumulation_steps or 1)
     # the embedding is looked up, not multiplied with
