@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..experts.forward import current_forward
 from ..experts.layout import expert_modules
@@ -117,7 +117,17 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
     )
     begin_change(model, "images")
     inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
+    inner.register_forward_hook(_without_graph)
     model.get_input_embeddings().register_forward_hook(_TakingGradients(model))
+
+
+def _without_graph(inner: nn.Module, args: Any, output: Any) -> None:
+    """Have image features that a model also gives beside its logits take no gradient. Else FSDP, on whose hooks they
+    come by, would gather the last layer's parameters once more where a backward comes to them, and ranks without images
+    would not."""
+    given = output.get("image_outputs") if isinstance(output, dict) else None
+    if given is not None:
+        output["image_outputs"] = tree_map_only(Tensor, Tensor.detach, given)
 
 
 class _TakingGradients:

@@ -25,6 +25,7 @@ from expertmesh.training.planning.rehearsal import world
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_facts
 from expertmesh.training.planning.rehearsal.world import rehearse
+from expertmesh.training.steps.micro_batch import StepCounts
 from tests.distributed.pool import RankPool
 from tests.distributed.test_pipeline_rehearsal import on_a_cpu
 from tests.images import BOTH_WAYS, FAMILIES, collated, image_config, image_model, picture, sample
@@ -169,6 +170,39 @@ def test_a_large_tower_is_gathered_by_block(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(sent[1]) == pytest.approx(sum(sent[0]), rel=0.01)
     of_blocks = sum(p.nbytes for p in blocks.parameters())
     assert largest[0] - largest[1] == pytest.approx(of_blocks / 2, rel=0.01)
+
+
+def collectives_of(
+    monkeypatch: pytest.MonkeyPatch, family: str, is_large: bool, has_image: bool, **flags: Any
+) -> list[tuple[Any, ...]]:
+    """What a rank with a GPU calls in a step in which another one has an image."""
+    with monkeypatch.context() as patched:
+        patched.setattr(tower, "LARGEST_IN_ROOT", 0 if is_large else tower.LARGEST_IN_ROOT)
+        over = StepCounts.over
+        patched.setattr(StepCounts, "over", lambda counts, number: replace(over(counts, number), has_images=True))
+        if not has_image:
+            patched.setattr(world, "_with_images", lambda batch, *others: batch)
+        given = asked(config_of(ep_size=2, use_cpu=False, **flags), trained=0.5, image_tokens=TOKENS)
+        step = rehearse(replace(given, world_size=4, device="cuda"), image_config(family))
+    return [(e.collective, e.ranks, e.sent, e.phase) for e in step.recorder.events if e.collective]
+
+
+FLAGS: list[dict[str, Any]] = [{}, {"train_vision": ["projector"]}, {"gradient_checkpointing": "full"}]
+CASES = [*(("qwen3_vl_moe", flags) for flags in FLAGS), *((family, FLAGS[0]) for family in FAMILIES[1:])]
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    tiered([CASES[0]], CASES[1:]),
+)
+def test_a_rank_without_images_calls_the_others_collectives(
+    family: str, flags: dict[str, Any], is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs too, where units are gathered ahead: in the same order, and of the same sizes."""
+    wanted, found = (collectives_of(monkeypatch, family, is_large, has_image, **flags) for has_image in (True, False))
+    assert found == wanted
+    assert len(wanted) > 20
 
 
 def figures(family: str, flags: dict[str, Any], is_large: bool, is_real: bool) -> tuple[list[Any], int]:
