@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.util import child
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.cluster.commands import main
@@ -155,6 +156,19 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     (_, held), _ = rank_memory._forecast(open_source(model), own, False, True, config)
     assert round(held.total) == plan["memory"]["total"]
     assert files(own_cache) == found_out
+
+
+def test_a_runs_forecast_in_a_new_process_is_that_of_a_fork(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a run whose process has a GPU."""
+    tiny_mixtral().save_pretrained(own_cache / "model")
+    source, pipeline = open_source(own_cache / "model"), asked(pp_size=2, global_batch_size=4)
+    found = []
+    for forks in (True, False):
+        monkeypatch.setattr(child, "forks_compute", lambda forks=forks: forks)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / str(forks)))
+        found.append(rank_memory._forecast(source, pipeline, True, True, pipeline.config))
+    assert found[0] == found[1]
+    assert found[0][1] is not None
 
 
 def test_two_forms_of_one_model_are_one() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ...moe.util.child import hide_gpus
 from ...moe.util.command import run_command
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import Parser
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv is None and given[:1] in (["plan"], ["rehearse"]):
+            hide_gpus()
         # what a command does is imported once its flags are read: `--help` does without
         if given[:1] == ["plan"]:
             from ..planning.plan_flags import read_flags as read_plan
@@ -109,4 +112,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_script() -> NoReturn:
     """`python -m expertmesh.sharding plan` as a process of its own."""
+    hide_gpus()
     run_command(lambda: main(["plan", *sys.argv[1:]]))

@@ -182,7 +182,7 @@ def _forecast(
     """The moment of the peak and what is held then, and how a pipeline is run."""
     # to which a dry run adds a layer for multi-token prediction by itself
     plain = replace(source, mtp=None)
-    forecasts = Forecasts(plain.said, lambda: plain.config, asked.device)
+    forecasts = Forecasts(plain.said, partial(getattr, plain, "config"), asked.device)
     if (known := forecasts.known(asked)) is not None and not is_open:
         return _held(known, asked), None
     # it has the process group of a run, and dry runs make one of their own

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
 from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
-from ....moe.util.child import cores
+from ....moe.util.child import cores, forks_compute
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
 from ...config.optimizers import OUR_OPTIMIZERS
@@ -96,11 +96,11 @@ class Forecasts:
         settled = [self.settled(asked) for asked in several]
         found = {number: self._known(Account, *_key(asked)) for number, asked in enumerate(settled)}
         missing = [number for number, known in found.items() if known is None]
-        if len(missing) == 1 or cores() == 1:
+        if len(missing) < 2 or cores() == 1 or not forks_compute():
             for number in missing:
                 found[number] = _account(self, several[number])
                 self.tell()
-        elif missing:
+        else:
             with side_by_side() as pool:
                 self.load(), self.facts(several[0].config)
                 futures = {pool.submit(_account, self, settled[number]): number for number in missing}
