@@ -165,7 +165,9 @@ def answer(of: Predicting, samples: Sequence[tuple[list[int], list[bool]]], weig
             h_1SD, after_SD, head_weight = h_1SD.detach(), after_SD.detach(), head.weight.detach()
         x_1SD = own["eh_proj"](torch.cat([own["enorm"](after_SD), own["hnorm"](h_1SD)], dim=-1))
         if isinstance(getattr(base, "rotary_emb", None), nn.Module):
-            rotary = base.rotary_emb(x_1SD, positions_1S)
+            # of text, the same in all three dimensions that images have
+            dimensions = (3,) if hasattr(base.rotary_emb, "mrope_section") else ()
+            rotary = base.rotary_emb(x_1SD, positions_1S.expand(*dimensions, *positions_1S.shape))
         mask_11SS = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
         x_1SD = base.layers[number](
             x_1SD, attention_mask=mask_11SS, position_embeddings=rotary, position_ids=positions_1S

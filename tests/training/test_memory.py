@@ -192,7 +192,8 @@ print(free_of_process())
 """
     said = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True).stdout.split()
     before, held, after = map(float, said)
-    assert 7 * GIB < before < 8 * GIB
+    # torch's libraries alone, where it is built for GPUs, take some of the addresses
+    assert 4 * GIB < before < 8 * GIB
     assert held == pytest.approx(GIB, rel=0.01)
     # the process's own code is no data
     assert 0.5 * GIB < after < GIB
