@@ -2,6 +2,7 @@
 with the family's own processor, whatever form the records have."""
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.distributed.whole_runs import Runs
+from expertmesh.sharding.torchrun import STOPPED
+from tests.distributed.whole_runs import Runs, assert_same_bits, tell_signalled
 from tests.pictures import Plain, save_seeing, theirs, written
 from tests.rounding import near
 from tests.tiers import tiered
@@ -73,3 +75,44 @@ def test_losses_are_those_of_transformers(layout: str, runs: Runs, tmp_path: Pat
     ended = Runs(runs.ranks, tmp_path / "model", data, tmp_path)(world_size, f"{FLAGS} {flags}")
     assert ended.values("loss") == [near(loss) for loss in wanted]
     assert json.loads((ended.out / "hf" / "preprocessor_config.json").read_text())["patch_size"] == 16
+
+
+PARTS = {
+    "tower": "--train-vision tower projector",
+    "LoRA": "--adapter lora --lora-rank 2 --lora-targets all-linear",
+}
+SAVING = "--images --max-steps 6 --save-steps 2 --learning-rate 1e-2 --logging-steps 1 --max-seq-length 64"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "layout"),
+    [("tower", "2 ep 2 packed"), ("tower", "4 ep 2 pp 2"), ("LoRA", "2 ep 2"), ("LoRA", "2 cp 2")],
+)
+def test_resumed_it_is_the_run_that_was_never_stopped(parts: str, layout: str, runs: Runs, tmp_path: Path) -> None:
+    """To the last bit: after a signal, and from the checkpoint that a kill leaves; elsewhere, within rounding."""
+    save_seeing(tmp_path / "model")
+    data, _ = written(tmp_path / "data")
+    runs = Runs(runs.ranks, tmp_path / "model", data, tmp_path)
+    world_size, of_layout = LAYOUTS[layout]
+    flags = f"{SAVING} {PARTS[parts]} {of_layout}"
+    whole = runs(world_size, flags, "whole")
+    assert len(set(whole.values("loss"))) == 6
+    assert sum(whole.values("images")) > 0
+
+    stopped = runs(
+        world_size, flags, code=STOPPED, call=tell_signalled, given=[tmp_path / "run/metrics.jsonl", signal.SIGTERM]
+    )
+    assert 2 <= max(stopped.saved) < 6
+    resumed = runs(world_size, f"{flags} --resume auto")
+    killed = runs(world_size, f"{flags} --resume {whole.checkpoint(2)}", "killed")
+    assert resumed.values("loss") == whole.values("loss")
+    assert killed.values("loss") == whole.values("loss")[2:]
+    for ended in (resumed, killed):
+        assert any("visual" in name for name in ended.weights)
+        assert_same_bits(ended.weights, whole.weights)
+
+    elsewhere = f"{SAVING} {PARTS[parts]} --global-batch-size {ROWS} --per-device-train-batch-size 2 --elastic"
+    if "packing" not in flags:
+        other = runs(1, f"{elsewhere} --resume {whole.checkpoint(2)}", "other")
+        assert other.values("loss") == [near(loss) for loss in whole.values("loss")[2:]]
