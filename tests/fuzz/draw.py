@@ -4,19 +4,23 @@ Values of a config are drawn by kind of field, so that every mechanism acts at t
 the positions before RoPE scaling are shorter than samples, experts are few and often odd, groups are limited.
 """
 
+import inspect
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from expertmesh.moe.hf_model.families import causal_families
 from expertmesh.moe.hf_model.family_exceptions import UNSUPPORTED
 from expertmesh.training.data.samples import Sample
 from tests.families.configs import TEXT_IDS, UNSHRINKABLE, persistent_buffers, random_model, tiny_config
+from tests.images import FAMILIES as WITH_IMAGES
+from tests.images import image_config, image_inputs, image_model, is_vision, picture
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 MOST_TOKENS = 30
@@ -43,7 +47,8 @@ class Draw:
     """
     Attributes:
         changes: to the family's tiny config.
-        rows: of samples, all of one step. micro_batches: of the step; the first one has each so-manieth row.
+        rows: of samples, all of one step; of images, height and width in tokens, and a seed. micro_batches: of the
+            step; the first one has each so-manieth row.
         flags: of what is computed: the same for both layouts.
     """
 
@@ -61,7 +66,12 @@ class Draw:
 
     def model(self) -> Any:
         """The family's own class, random."""
-        model: Any = random_model(tiny_config(self.family, **self.changes), self.seed)
+        if "images" in self.flags:
+            model = image_model(self.family, self.seed, **self.changes)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not is_vision(name) or "train_vision" in self.flags)
+        else:
+            model = random_model(tiny_config(self.family, **self.changes), self.seed)
         experts = {len(module.down_proj) for module in model.modules() if hasattr(module, "is_concatenated")}
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
@@ -69,6 +79,23 @@ class Draw:
                 if tensor.is_floating_point() and tensor.numel() in experts:
                     tensor.copy_(BIAS * torch.randn(tensor.shape, generator=generator))
         return model
+
+    def image_inputs(self, samples: Sequence[Sample], tokens_BS: Tensor) -> dict[str, Tensor]:
+        """As a processor makes them of the samples' images; nothing where there are none in the step."""
+        if "images" not in self.flags:
+            return {}
+        config = image_config(self.family, **self.changes)
+        like = SimpleNamespace(config=config)
+        sizes: list[Any] = [size for sample in samples for size in sample.images]
+        pictures = [picture(like, *size) for size in sizes]
+        return image_inputs(config.model_type, pictures, tokens_BS, config.image_token_id)
+
+    def inputs(self, model: Any, sample: Sample) -> dict[str, Any]:
+        """What transformers' own model takes for a sample."""
+        tokens_1S, takes = torch.tensor([sample.tokens]), inspect.signature(model.forward).parameters
+        seen = self.image_inputs([sample], tokens_1S) if sample.images else {}
+        seen = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in seen.items() if name in takes}
+        return {"input_ids": tokens_1S, "use_cache": False, **seen}
 
 
 def correction_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -83,6 +110,12 @@ def draw(seed: int) -> Draw:
     rng = random.Random(f"data {seed}")
     rows, packing = draw_rows(rng, is_by_length(changes))
     flags = draw_flags(random.Random(f"flags {seed}")) | ({"packing": True} if packing else {})
+    of_images = random.Random(f"images {seed}")
+    if family in WITH_IMAGES and of_images.random() < 0.5:
+        rows = with_images(of_images, rows, image_config(family))
+        # adapters, and losses of routers, are drawn without images
+        flags = {name: value for name, value in flags.items() if not re.match("router|adapter|lora|use_rslora", name)}
+        flags |= {"images": True} | ({"train_vision": ["tower", "projector"]} if of_images.random() < 0.6 else {})
     micro_batches = min(rng.choice((1, 1, 2, 3)), len(rows))
     num_experts = next(
         value for name, value in {**settings_of(family), **changes}.items() if re.fullmatch(EXPERTS, name)
@@ -276,6 +309,25 @@ def _sample(rng: random.Random, length: int) -> Sample:
         "none": [False] * length,
     }
     return Sample(tokens, rng.choice([*trained.values()]))
+
+
+def with_images(rng: random.Random, rows: list[list[Sample]], config: Any) -> list[list[Sample]]:
+    """The same samples, some of which have images: the first one has."""
+
+    def seeing(sample: Sample, number: int) -> Sample:
+        tokens, is_trained = list(sample.tokens), list(sample.is_trained)
+        sizes: list[Any] = []
+        # the last one first; with text between any two
+        for place in sorted(rng.sample(range(len(tokens) + 1), min(number, len(tokens))), reverse=True):
+            size = rng.randint(1, 3), rng.randint(1, 3), rng.randrange(1000)
+            taken = picture(SimpleNamespace(config=config), *size).tokens
+            tokens[place:place], is_trained[place:place] = [config.image_token_id] * taken, [False] * taken
+            sizes.insert(0, size)
+        return replace(sample, tokens=tokens, is_trained=is_trained, images=sizes)
+
+    numbers = [[rng.choice((0, 0, 1, 1, 2)) for _ in row] for row in rows]
+    numbers[0][0] = max(1, numbers[0][0])
+    return [[seeing(*each) for each in zip(row, n, strict=True)] for row, n in zip(rows, numbers, strict=True)]
 
 
 # ---- flags ----

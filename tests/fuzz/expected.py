@@ -101,7 +101,7 @@ def run(model: Any, weights: Mapping[str, Tensor], drawn: Draw) -> tuple[Tensor,
         for row in drawn.rows[number :: drawn.micro_batches]:
             for sample in row:
                 chosen.clear()
-                inputs: dict[str, Any] = {"input_ids": torch.tensor([sample.tokens]), "use_cache": False}
+                inputs = drawn.inputs(model, sample)
                 out = functional_call(
                     model, dict(weights), kwargs=inputs | ({"output_router_logits": True} if is_asked else {})
                 )

@@ -60,7 +60,9 @@ class Outcome:
             return
         lengths = [[len(sample.tokens) for sample in row] for row in self.drawn.rows]
         yield f"  family {self.drawn.family}, changes {self.drawn.changes}"
-        yield f"  samples {lengths}, micro-batches {self.drawn.micro_batches}, flags {self.drawn.flags}"
+        images = [[len(sample.images) for sample in row] for row in self.drawn.rows]
+        yield f"  samples {lengths}, images {images}"
+        yield f"  micro-batches {self.drawn.micro_batches}, flags {self.drawn.flags}"
         for layout in self.layouts:
             yield f"  on {layout.world_size}: {layout.flags}"
         for reason in self.refused:
@@ -156,8 +158,7 @@ def _refusal_of_transformers(drawn: Draw, path: Path) -> str | None:
     """Why it cannot be run; or None, and it is saved."""
     try:
         model = drawn.model()
-        sample = drawn.rows[0][0]
-        logits = model.train()(input_ids=torch.tensor([sample.tokens]), use_cache=False).logits
+        logits = model.train()(**drawn.inputs(model, drawn.rows[0][0])).logits
         logits.sum().backward()
         model.save_pretrained(path)
     except Exception as error:
@@ -187,7 +188,7 @@ def _on_ranks(outcome: Outcome, ranks: RankPool, directory: Path) -> list[Any] |
         named = [name.replace("-", "_") for name in re.findall(r"--(?:no-)?([a-z][a-z-]+)", first)]
         if name := next((name for name in named if name in layout.flags), None):
             layouts[number] = layout.without(name)
-        elif name := next((name for name in named if name in drawn.flags), None):
+        elif (name := next((name for name in named if name in drawn.flags), None)) and name != "images":
             drawn, found = without(drawn, name), []
         elif name := next((name for name in drawn.changes if re.search(rf"\b{name}\b", first)), None):
             changes = {key: value for key, value in drawn.changes.items() if key != name}

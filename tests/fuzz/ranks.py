@@ -38,7 +38,7 @@ def trained(path: Path, drawn: Draw, flags: Mapping[str, Any], out: Path) -> str
     if not drawn.has_adapters:
         engine.export(out / "loaded")
     micro_batches = [drawn.rows[number :: drawn.micro_batches] for number in range(drawn.micro_batches)]
-    batches = [batch_of(rows[engine.data_rank :: engine.data_size], "packing" in drawn.flags) for rows in micro_batches]
+    batches = [batch_of(rows[engine.data_rank :: engine.data_size], drawn) for rows in micro_batches]
     steps = []
     for number in range(STEPS):
         found = engine.step(batches)
@@ -49,7 +49,7 @@ def trained(path: Path, drawn: Draw, flags: Mapping[str, Any], out: Path) -> str
     return steps, in_full(adapters)
 
 
-def batch_of(rows: Sequence[Sequence[Sample]], packing: bool) -> dict[str, torch.Tensor] | None:
+def batch_of(rows: Sequence[Sequence[Sample]], drawn: Draw) -> dict[str, torch.Tensor] | None:
     """Rows as a data collator of transformers makes them."""
     if not rows:
         return None
@@ -65,6 +65,7 @@ def batch_of(rows: Sequence[Sequence[Sample]], packing: bool) -> dict[str, torch
         )
         batch["attention_mask"].append([1] * len(tokens) + [0] * padding)
         batch["position_ids"].append(positions + [0] * padding)
-    if not packing:
+    if "packing" not in drawn.flags:
         del batch["position_ids"]
-    return {name: torch.tensor(values) for name, values in batch.items()}
+    found = {name: torch.tensor(values) for name, values in batch.items()}
+    return found | drawn.image_inputs([sample for row in rows for sample in row], found["input_ids"])
