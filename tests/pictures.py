@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from transformers import AutoTokenizer, Qwen3VLProcessor
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from expertmesh.moe.hf_model.images import image_token
 from tests.families.configs import skip_if_older
 from tests.images import image_model
 from tests.tiny import save_tokenizer
@@ -43,6 +48,39 @@ def save_processor(path: Path) -> None:
         patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=32 * 32, max_pixels=128 * 128
     )
     images.save_pretrained(path)
+
+
+def pil_class_of(config: Any) -> Any:
+    """Of a family's image processors that which does without torchvision; None: it has none."""
+    kinds: Any = IMAGE_PROCESSOR_MAPPING.get(type(config), None)
+    if kinds is not None:
+        return kinds.get("pil")
+    return {"qwen3_vl_moe": Qwen2VLImageProcessorPil, "glm4v_moe": Glm4vImageProcessorPil}[config.model_type]
+
+
+def save_processor_of(path: Path, config: Any) -> Any:
+    """The parts of a family's processor, with the tiny tokenizer; returns the processor that transformers makes of
+    them."""
+    save_tokenizer(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), 330)], special_tokens=True)
+    names = {"image": image_token(config), "boi": 290, "eoi": 291, "audio": 292, "boa": 293, "eoa": 294}
+    token = f"<{names['image']}>"
+    tokenizer.chat_template = re.sub(r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>", f" {token} ", TEMPLATE)
+    tokenizer.save_pretrained(path)
+    file = path / "tokenizer_config.json"
+    named = {f"{name}_token": f"<{number}>" for name, number in names.items()}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": named, "pad_token": "<289>"}))
+    tower, kind = config.vision_config, pil_class_of(config)
+    said = {"merge_size": getattr(tower, "spatial_merge_size", None) or getattr(tower, "merge_size", None)}
+    said |= {name: getattr(tower, name, None) for name in ("patch_size", "temporal_patch_size", "pooling_kernel_size")}
+    images = kind(**{name: value for name, value in said.items() if value is not None and hasattr(kind, name)})
+    images.save_pretrained(path)
+    whole: Any = PROCESSOR_MAPPING[type(config)]
+    own: Any = type(whole.__name__, (whole,), {"check_argument_for_proper_class": lambda *of: None})
+    parts = {"tokenizer": AutoTokenizer.from_pretrained(path), "image_processor": images}
+    template = parts["tokenizer"].chat_template
+    return own(**{name: parts.get(name) for name in whole.get_attributes()}, chat_template=template)
 
 
 class Processor(Qwen3VLProcessor):

@@ -1,7 +1,6 @@
 """Data files with images through train_ep.py: the losses of five steps are those of a loop of transformers' own class,
 with the family's own processor, whatever form the records have."""
 
-import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from transformers import AutoConfig
 
 from expertmesh.sharding.torchrun import STOPPED
+from expertmesh.training.data.pictures import ImageProcessor
 from tests.distributed.whole_runs import Runs, assert_same_bits, tell_signalled
 from tests.pictures import Plain, save_seeing, theirs, written
 from tests.rounding import near
@@ -74,7 +75,14 @@ def test_losses_are_those_of_transformers(layout: str, runs: Runs, tmp_path: Pat
     world_size, flags = LAYOUTS[layout]
     ended = Runs(runs.ranks, tmp_path / "model", data, tmp_path)(world_size, f"{FLAGS} {flags}")
     assert ended.values("loss") == [near(loss) for loss in wanted]
-    assert json.loads((ended.out / "hf" / "preprocessor_config.json").read_text())["patch_size"] == 16
+    # what a server loads reads the same from the export as from the model
+    own, exported = (
+        ImageProcessor(str(path), AutoConfig.from_pretrained(path)) for path in (tmp_path / "model", ended.out / "hf")
+    )
+    assert exported.facts == own.facts
+    assert exported.processor.chat_template == own.processor.chat_template is not None
+    image = str(tmp_path / "data" / "photos" / "0.png")
+    assert exported.tokens(image) == own.tokens(image)
 
 
 PARTS = {

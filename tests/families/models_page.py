@@ -152,7 +152,7 @@ def refused_images(family: str) -> str | None:
     try:
         build_model(config, images=True)
     except ExpertMeshError as error:
-        return str(error).removeprefix("--images: ").partition(": its images")[0]
+        return str(error).removeprefix("--images: ").partition(": its images")[0].partition(", not pixel_values")[0]
     return ""
 
 
@@ -167,7 +167,8 @@ def images_part() -> str:
     if others:
         told += f" Built with their towers, too, but never tested: {', '.join(others)}."
     refused = "".join(f"- `{family}`: {why}.\n" for family, why in found.items() if why)
-    return f"\n{IMAGES}\n\n{textwrap.fill(told, 120)}\n\nRefused with `--images`, trained on text:\n\n{refused}"
+    taken = "taken are `pixel_values` with `image_grid_thw` or `image_position_ids`"
+    return f"\n{IMAGES}\n\n{textwrap.fill(told, 120)}\n\nRefused with `--images` ({taken}):\n\n{refused}"
 
 
 OTHERS = "Families without a row are supported with every method: "

@@ -1,6 +1,8 @@
 """Images of data files: their tokens are the family's own processor's, the cache names them and holds no pixels, and
 what is wrong with one is said in a line with the record's number."""
 
+import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,9 +23,23 @@ from expertmesh.training.data.preview import print_preview, warnings_of
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.samples import DataOptions, Samples, load_samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from tests.images import image_config
-from tests.pictures import asked, content_of, data_url, drawn, save_processor, theirs, write_lines, written
+from tests.families.configs import tiny_config
+from tests.images import FAMILIES, image_config
+from tests.pictures import (
+    asked,
+    content_of,
+    data_url,
+    drawn,
+    pil_class_of,
+    save_processor,
+    save_processor_of,
+    theirs,
+    write_lines,
+    written,
+)
+from tests.tiers import tiered
 
+QUICK = ("glm4v_moe", "gemma4")
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "say what"}
 
 
@@ -76,6 +92,74 @@ def test_tokens_are_the_processors_and_pixels_too(
     packed = collate([list(samples)], padding=Padding(images=reader)).images
     assert packed is not None
     assert len(packed.inputs["image_grid_thw"]) == sum(len(images) for _, images in records)
+
+
+@pytest.mark.parametrize("family", tiered(QUICK, [f for f in FAMILIES if f not in QUICK]))
+def test_every_familys_processor(family: str, tmp_path: Path) -> None:
+    """Its tokens, whatever it writes around an image's, and what it makes of pixels; image tokens are never targets."""
+    config = image_config(family)
+    if pil_class_of(config) is None:
+        pytest.skip(f"the processor of {family} needs torchvision")
+    own = save_processor_of(tmp_path / "model", config)
+    processor = ImageProcessor(str(tmp_path / "model"), config)
+    reader = ImageReader(build_model(config, images=True))
+    reader.processor = processor
+    data, records = written(tmp_path)
+    options = DataOptions(2048, images=processor, train_on="all")
+    samples = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(tmp_path / "model"), options, 0)
+    for sample, (messages, images) in zip(samples, records, strict=True):
+        text = own.apply_chat_template(messages, tokenize=False)
+        wanted = own(text=[text], images=images or None, return_tensors="pt")
+        assert sample.tokens == wanted["input_ids"][0].tolist()
+        trained = {token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained}
+        assert processor.token not in trained
+        batch = collate([[sample]], padding=Padding(images=reader))
+        assert (batch.images is None) == (not images)
+        for name, value in {} if batch.images is None else batch.images.inputs.items():
+            assert torch.equal(value, wanted[name]), name
+    packed = collate([list(samples)], padding=Padding(images=reader)).images
+    assert packed is not None
+    assert packed.counts[0] == sum(len(images) for _, images in records)
+
+
+def without_processor(directory: Path) -> None:
+    (directory / "preprocessor_config.json").unlink()
+
+
+def with_damaged_processor(directory: Path) -> None:
+    (directory / "preprocessor_config.json").write_text("{")
+
+
+def with_another_token(directory: Path) -> None:
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": {"image_token": "<290>"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "family", "said"),
+    [
+        (without_processor, "qwen3_vl_moe", "its processor cannot be loaded: .*preprocessor_config.json"),
+        (with_damaged_processor, "qwen3_vl_moe", "its processor cannot be loaded: .*preprocessor_config.json"),
+        (
+            with_another_token,
+            "qwen3_vl_moe",
+            "its processor writes <290> for an image, token 290, and its config has 300;",
+        ),
+        (Path.exists, "mixtral", "its processor cannot be loaded: transformers has no processor for mixtral"),
+    ],
+)
+def test_processors_that_cannot_be_used(change: Any, family: str, said: str, directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "model")
+    change(tmp_path / "model")
+    config = tiny_config(family) if family == "mixtral" else image_config(family)
+    with pytest.raises(ExpertMeshError, match=f"--images: {tmp_path / 'model'}: {said}"):
+        ImageProcessor(str(tmp_path / "model"), config)
+
+
+def test_without_pillow(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertmesh.training.data.pictures.installed_version", lambda name: None)
+    with pytest.raises(ExpertMeshError, match=r"Pillow, which is missing: pip install 'expertmesh\[images\]'"):
+        ImageProcessor(str(directory), image_config("qwen3_vl_moe"))
 
 
 def test_the_cache_names_images_and_changed_ones_are_refused(
