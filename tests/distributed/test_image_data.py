@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+import expertmesh
 from expertmesh.sharding.torchrun import STOPPED
 from expertmesh.training.data.pictures import ImageProcessor
+from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, assert_same_bits, tell_signalled
 from tests.pictures import Plain, save_seeing, theirs, written
 from tests.rounding import near
@@ -63,6 +66,7 @@ LAYOUTS = {
     "2 ep 2": (2, "--ep-size 2 --per-device-train-batch-size 4"),
     "2 ep 2 packed": (2, "--ep-size 2 --packing --per-device-train-batch-size 8 --max-seq-length 64"),
     "4 ep 2 pp 2": (4, "--ep-size 2 --pp-size 2 --per-device-train-batch-size 2 --gradient-accumulation-steps 2"),
+    "2 ep 2 streamed": (2, "--ep-size 2 --per-device-train-batch-size 4 --streaming"),
     "2 cp 2": (2, "--cp-size 2 --per-device-train-batch-size 8"),
 }
 
@@ -124,3 +128,65 @@ def test_resumed_it_is_the_run_that_was_never_stopped(parts: str, layout: str, r
     if "packing" not in flags:
         other = runs(1, f"{elsewhere} --resume {whole.checkpoint(2)}", "other")
         assert other.values("loss") == [near(loss) for loss in whole.values("loss")[2:]]
+
+
+def losses_of_trl(path: Path, records: Sequence[Plain], out: Path, size: int, ours: bool) -> list[float]:
+    """By trl's own way from messages and a column of images to a loss; image tokens are no targets."""
+    trl: Any = pytest.importorskip("trl")
+
+    def row(messages: list[dict[str, Any]], images: list[Image.Image]) -> dict[str, Any]:
+        texts = [x if isinstance(x["content"], list) else {**x, "content": text_part(x["content"])} for x in messages]
+        return {"messages": texts, "images": images}
+
+    def text_part(text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text}]
+
+    data = datasets.Dataset.from_list([row(*each) for each in records])
+    data = data.cast_column("images", datasets.List(datasets.Image()))
+    args = trl.SFTConfig(
+        str(out), per_device_train_batch_size=size, max_steps=3, learning_rate=1e-3, logging_steps=1, report_to=[],
+        use_cpu=True, save_strategy="no", max_length=None, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+        dataloader_pin_memory=False, lr_scheduler_type="constant",
+    )  # fmt: skip
+
+    class InOrder:
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(data)
+
+    class Ours(InOrder, expertmesh.TrainerMixin, trl.SFTTrainer):
+        pass
+
+    class Theirs(InOrder, trl.SFTTrainer):
+        pass
+
+    vision = ["tower", "projector"]
+    model: Any = (
+        expertmesh.load(str(path), images=True, train_vision=vision, use_cpu=True, ep_size=2)
+        if ours
+        else AutoModelForImageTextToText.from_pretrained(path)
+    )
+    kind: Any = Ours if ours else Theirs
+    trainer = kind(model=model, args=args, train_dataset=data, processing_class=theirs(path))
+    if not ours:
+        collate, token = trainer.data_collator, model.config.image_token_id
+
+        def without_image_targets(rows: Any) -> Any:
+            batch = collate(rows)
+            return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == token, -100)}
+
+        trainer.data_collator = without_image_targets
+        # which trl adds to the loss
+        trainer.aux_loss_enabled = model.config.text_config.output_router_logits = False
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.slow
+def test_trls_trainer(ranks: RankPool, tmp_path: Path) -> None:
+    """With its own collator of images, which `TrainerMixin` leaves as it is."""
+    save_seeing(tmp_path / "model")
+    _, records = written(tmp_path / "data")
+    arguments = tmp_path / "model", records, tmp_path / "out"
+    wanted = losses_of_trl(*arguments, ROWS, False)
+    for found in ranks.run(losses_of_trl, 2, *arguments, ROWS // 2, True):
+        assert found == near(wanted)
