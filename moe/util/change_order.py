@@ -25,6 +25,7 @@ ORDER = {
     "new tokens": "the embedding's forward, and rows that the head reads",
     "divided parameters": "the embedding's forward, which knows of new tokens",
     "checkpointing": "layers are recomputed, with all of the above in them, by their own code",
+    "large tower": "hooks by which all ranks run it, or none; on the embedding, as FSDP's",
     "offloaded inputs": "around checkpointing",
     "sharding": "FSDP's hooks, outside of what is recomputed",
     "stages": "layers' classes and the model's forward, outside of FSDP's hooks",

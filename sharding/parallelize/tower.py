@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.hf_model.image_costs import small_image
 from ...moe.hf_model.images import PIXELS, image_features, image_parameters, image_prefixes
+from ...moe.util.change_order import begin_change
 from ...moe.util.gpu import computing_values
 
 LARGEST_IN_ROOT = 600_000_000
@@ -38,6 +39,7 @@ def run_tower_together(model: Any) -> None:
     Args:
         model: on the meta device, not sharded yet.
     """
+    begin_change(model, "large tower")
     idly = _Idly(model)
     model.register_forward_pre_hook(idly.before_model, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(idly.after_embedding)
