@@ -4,7 +4,7 @@ what is wrong with one is said in a line with the record's number."""
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +26,7 @@ from expertmesh.training.data.sequences import DataOrder, make_rows
 from tests.families.configs import tiny_config
 from tests.images import FAMILIES, image_config
 from tests.pictures import (
+    Plain,
     asked,
     content_of,
     data_url,
@@ -70,6 +71,26 @@ def load(processor: ImageProcessor, tokenizer: Any) -> Callable[..., Samples]:
     return read
 
 
+def check_samples(samples: Samples, records: Sequence[Plain], own: Any, reader: ImageReader) -> None:
+    """Tokens and pixels are those of transformers' own processor, each by itself and packed; image tokens are no
+    targets."""
+    assert reader.processor is not None
+    for sample, (messages, images) in zip(samples, records, strict=True):
+        text = own.apply_chat_template(messages, tokenize=False)
+        wanted = own(text=[text], images=images or None, return_tensors="pt")
+        assert sample.tokens == wanted["input_ids"][0].tolist()
+        trained = {token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained}
+        assert reader.processor.token not in trained
+        batch = collate([[sample]], padding=Padding(images=reader))
+        assert (batch.images is None) == (not images)
+        for name, value in {} if batch.images is None else batch.images.inputs.items():
+            assert torch.equal(value, wanted[name]), name
+    packed = collate([list(samples)], padding=Padding(images=reader)).images
+    assert packed is not None
+    number = len(packed.inputs[reader.facts.inputs[1]])
+    assert packed.counts[0] == number == sum(len(images) for _, images in records)
+
+
 def test_tokens_are_the_processors_and_pixels_too(
     directory: Path, processor: ImageProcessor, load: Any, tmp_path: Path
 ) -> None:
@@ -78,20 +99,8 @@ def test_tokens_are_the_processors_and_pixels_too(
     reader = ImageReader(model)
     reader.processor = processor
     samples = load(data, train_on="all")
-    for sample, (messages, images) in zip(samples, records, strict=True):
-        text = own.apply_chat_template(messages, tokenize=False)
-        wanted = own(text=[text], images=images or None, return_tensors="pt")
-        assert sample.tokens == wanted["input_ids"][0].tolist()
-        trained = {token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained}
-        assert processor.token not in trained
-        batch = collate([[sample]], padding=Padding(images=reader))
-        assert (batch.images is None) == (not images)
-        for name, value in {} if batch.images is None else batch.images.inputs.items():
-            assert torch.equal(value, wanted[name]), name
+    check_samples(samples, records, own, reader)
     assert samples.lengths.tolist() == [len(sample.tokens) for sample in samples]
-    packed = collate([list(samples)], padding=Padding(images=reader)).images
-    assert packed is not None
-    assert len(packed.inputs["image_grid_thw"]) == sum(len(images) for _, images in records)
 
 
 @pytest.mark.parametrize("family", tiered(QUICK, [f for f in FAMILIES if f not in QUICK]))
@@ -107,19 +116,7 @@ def test_every_familys_processor(family: str, tmp_path: Path) -> None:
     data, records = written(tmp_path)
     options = DataOptions(2048, images=processor, train_on="all")
     samples = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(tmp_path / "model"), options, 0)
-    for sample, (messages, images) in zip(samples, records, strict=True):
-        text = own.apply_chat_template(messages, tokenize=False)
-        wanted = own(text=[text], images=images or None, return_tensors="pt")
-        assert sample.tokens == wanted["input_ids"][0].tolist()
-        trained = {token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained}
-        assert processor.token not in trained
-        batch = collate([[sample]], padding=Padding(images=reader))
-        assert (batch.images is None) == (not images)
-        for name, value in {} if batch.images is None else batch.images.inputs.items():
-            assert torch.equal(value, wanted[name]), name
-    packed = collate([list(samples)], padding=Padding(images=reader)).images
-    assert packed is not None
-    assert packed.counts[0] == sum(len(images) for _, images in records)
+    check_samples(samples, records, own, reader)
 
 
 def without_processor(directory: Path) -> None:
