@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from expertmesh.moe.util.command import run_command
-from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError, as_printed
+from expertmesh.moe.util.process_place import process_place
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.preemption import StopRequest, end_before_start
-from expertmesh.sharding.torchrun import spans_nodes, tell_mistake
+from expertmesh.sharding.torchrun import tell_mistake
 
 if TYPE_CHECKING:
     from expertmesh.training.config.train_config import TrainConfig
@@ -44,7 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
         return run(config)
     except ExpertMeshError as error:
-        return tell_mistake(f"train_ep.py: error: {' '.join(str(error).split())}")
+        return tell_mistake(f"train_ep.py: error: {as_printed(error)}")
 
 
 def read_flags(argv: Sequence[str] | None) -> "TrainConfig":
@@ -66,7 +67,7 @@ def read_flags(argv: Sequence[str] | None) -> "TrainConfig":
             settle_malloc()
         return config
     except ExpertMeshError as error:
-        if spans_nodes():
+        if process_place().spans_nodes:
             from expertmesh.sharding.runtime.process import refuse_at_start
 
             refuse_at_start(str(error))

@@ -5,6 +5,11 @@ it to EP shards, and exports these again. Prints the median throughput of each, 
 each command's peak resident memory, and how many bytes each rank reads of the shards at start-up against what its own
 rows weigh there. Warm: every file is in the page cache. Cold: the cache is dropped before
 each command (needs root; else left out).
+
+With --tensors instead, what each tensor costs: a model with the names and numbers of Qwen3-30B-A3B's tensors (18,432
+matrices of experts), each a thousandth as large, with a training checkpoint and an adapter of it (36,864 tensors).
+Merges, exports and converts these, interleaved with `cp -r` of the training checkpoint; prints medians of seconds, CPU
+seconds and bytes read. --wider 4 has each matrix 16 times as large: what bytes cost, beside what tensors do.
 """
 
 import argparse
@@ -19,14 +24,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import expertmesh.checkpoints.ep_shards.manifest as manifest_module
 import expertmesh.checkpoints.hf.headers as headers_module
 from benchmarks.load_memory import make_checkpoint
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.files.dtype_names import DTYPE_BYTES
-from expertmesh.checkpoints.hf.reader import SafetensorsReader
+from expertmesh.checkpoints.files.open_files import OpenFiles
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
 from expertmesh.moe.util.atomic_write import whole
@@ -53,12 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--caches", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--tensors", action="store_true", help="measure what each of very many small tensors costs")
+    parser.add_argument("--layers", type=int, default=48, help="with --tensors: of the model")
+    parser.add_argument("--experts", type=int, default=128, help="with --tensors: of each layer")
+    parser.add_argument("--wider", type=int, default=1, help="with --tensors: times as wide, in both directions")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker is not None:
         return count_reads(arguments.worker, arguments.ep_size)
+    figures: dict[str, Any]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
+        if arguments.tensors:
+            sizes = arguments.layers, arguments.experts, arguments.wider
+            figures = measure_many(directory, sizes, arguments.workers, arguments.rounds)
+            if arguments.json is not None:
+                with whole(arguments.json) as partial:
+                    partial.write_text(json.dumps(figures, indent=2))
+            return 0
         # in a process of its own: a child's peak memory, as the kernel counts it, begins with its parent's
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             size = pool.apply(make_checkpoint, (directory / "model", arguments.gigabytes, arguments.dtype))
@@ -66,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, ep {arguments.ep_size}, {arguments.workers} workers, "
             f"{os.cpu_count()} cores; {arguments.rounds} rounds, variants interleaved, medians"
         )
-        figures: dict[str, Any] = {}
+        figures = {}
         for cache in arguments.caches:
             if cache == "cold" and os.geteuid() != 0:
                 print("cold: left out, dropping the page cache needs root")
@@ -83,8 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[str, tuple[float, float]]:
-    """(seconds, peak MB) of each variant, one after the other, each into a directory that is not there."""
+class Took(NamedTuple):
+    """seconds: of the clock; cpu: of all threads. peak_mb: resident. read: bytes, by the kernel's count."""
+
+    seconds: float
+    peak_mb: float
+    cpu: float
+    read: int
+
+
+def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[str, Took]:
+    """What each variant takes, one after the other, each into a directory that is not there."""
     model, copy, shards, back = (directory / name for name in ("model", "copy", "shards", "back"))
     command = [sys.executable, "-m", "checkpoints"]
     commands = {
@@ -106,7 +132,7 @@ def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[s
     return times
 
 
-def timed(command: list[str], cache: str) -> tuple[float, float]:
+def timed(command: list[str], cache: str) -> Took:
     # What earlier commands wrote must not be written back, or throttled, on this one's time. And a virtual machine
     # gives freed memory back to its host within seconds, and pays to get it again: let every variant pay alike.
     os.sync()
@@ -115,14 +141,16 @@ def timed(command: list[str], cache: str) -> tuple[float, float]:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     seconds = time.perf_counter() - begin
+    read = Path(f"/proc/{process.pid}/io").read_text().splitlines()[0].removeprefix("rchar:")
+    _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError(f"{' '.join(command)} failed")
-    return seconds, usage.ru_maxrss * 1024 / 1e6
+    return Took(seconds, usage.ru_maxrss * 1024 / 1e6, usage.ru_utime + usage.ru_stime, int(read))
 
 
-def summarize(rounds: list[dict[str, tuple[float, float]]], size: int) -> dict[str, Any]:
+def summarize(rounds: list[dict[str, Took]], size: int) -> dict[str, Any]:
     return {
         variant: {
             "gb_per_second": size / 1e9 / statistics.median(r[variant][0] for r in rounds),
@@ -146,6 +174,121 @@ def print_table(cache: str, figures: dict[str, Any]) -> None:
     print(f"seconds for the interpreter's start, imports and file headers: {figures['start_seconds']}")
 
 
+# ---- very many tensors ----
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, RANK = 64, 24, 4, 2, 16, 4748, 2
+"""Of the small model: Qwen3-30B-A3B's are 2,048, 768, 32, 4, 128 and 151,936."""
+
+
+def measure_many(directory: Path, sizes: tuple[int, int, int], workers: int, rounds: int) -> dict[str, Any]:
+    """Make the model, its training checkpoint and its adapter, measure, and print a table; the figures.
+
+    Args:
+        sizes: layers, experts of each, and how many times as wide.
+    """
+    layers, experts, wider = sizes
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(make_many, (directory, *sizes))
+    model, saved, adapter = directory / "model", directory / "run" / "step-00000000", directory / "adapter"
+    commands = {
+        "cp -r": ["cp", "-r", str(saved)],
+        "export": ["export", str(saved)],
+        "merge": ["merge", str(model), str(adapter)],
+        "convert": ["convert", "--ep-size", "8", str(model)],
+        "start": ["inspect", str(model)],
+    }
+    python = [sys.executable, "-m", "checkpoints"]
+    took: list[dict[str, Took]] = []
+    written: dict[str, int] = {}
+    for _ in range(rounds):
+        took.append({})
+        for variant, words in commands.items():
+            out = [] if variant == "start" else [str(directory / "out")]
+            with_workers = ["--workers", str(workers)] * (variant not in ("cp -r", "start"))
+            took[-1][variant] = timed([*([] if variant == "cp -r" else python), *words, *out, *with_workers], "warm")
+            written[variant] = size_of(directory / "out")
+            shutil.rmtree(directory / "out", ignore_errors=True)
+    figures = {
+        variant: {
+            "seconds": statistics.median(r[variant].seconds for r in took),
+            "cpu": statistics.median(r[variant].cpu for r in took),
+            "ratio_to_cp": statistics.median(r[variant].seconds / r["cp -r"].seconds for r in took),
+            "read": statistics.median(r[variant].read for r in took),
+            "written": written[variant],
+            "peak_mb": max(r[variant].peak_mb for r in took),
+        }
+        for variant in commands
+    }
+    print(
+        f"{layers} layers of {experts} experts, width {HIDDEN * wider}: model {size_of(model) / 1e6:,.0f} MB, "
+        f"training checkpoint {size_of(saved) / 1e6:,.0f} MB, adapter {size_of(adapter) / 1e6:,.0f} MB; {workers} "
+        f"workers, {os.cpu_count()} cores; {rounds} rounds, variants interleaved, medians"
+    )
+    print(f"{'':8}{'seconds':>9}{'CPU s':>9}{'x cp -r':>9}{'MB read':>9}{'MB out':>9}{'peak MB':>9}")
+    for variant, f in figures.items():
+        of_bytes = f"{f['read'] / 1e6:9.0f}{f['written'] / 1e6:9.0f}{f['peak_mb']:9.0f}"
+        print(f"{variant:8}{f['seconds']:9.2f}{f['cpu']:9.2f}{f['ratio_to_cp']:9.2f}{of_bytes}")
+    return figures
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def make_many(directory: Path, layers: int, experts: int, wider: int) -> None:
+    """In bf16, the tensors as they are published: attention's beside those of each expert."""
+    import torch
+    from safetensors.torch import save_file
+
+    import expertmesh
+
+    hidden, width, head = HIDDEN * wider, WIDTH * wider, HEAD * wider
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
+        "hidden_size": hidden, "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "head_dim": head,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": layers,
+        "num_experts": experts, "num_experts_per_tok": min(8, experts), "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "vocab_size": VOCABULARY, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "max_position_embeddings": 4096, "rope_theta": 1e6, "hidden_act": "silu", "eos_token_id": 2,
+    }  # fmt: skip
+    up, down = (width, hidden), (hidden, width)
+    of_expert = {"gate_proj": up, "up_proj": up, "down_proj": down}
+    of_layer = {
+        "self_attn.q_proj": (HEADS * head, hidden), "self_attn.k_proj": (KV_HEADS * head, hidden),
+        "self_attn.v_proj": (KV_HEADS * head, hidden), "self_attn.o_proj": (hidden, HEADS * head),
+        "self_attn.q_norm": (head,), "self_attn.k_norm": (head,), "mlp.gate": (experts, hidden),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        **{f"mlp.experts.{n}.{name}": shape for n in range(experts) for name, shape in of_expert.items()},
+    }  # fmt: skip
+    shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden), "model.norm": (hidden,)}
+    shapes |= {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in of_layer.items()}
+    model, adapter, run = (directory / name for name in ("model", "adapter", "run"))
+    for path in (model, adapter, run):
+        path.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = {f"{name}.weight": (0.02 * torch.randn(shape)).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    pairs = {}
+    for name, shape in shapes.items():
+        if ".experts." in name:
+            pairs[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, shape[1])
+            pairs[f"base_model.model.{name}.lora_B.weight"] = torch.randn(shape[0], RANK)
+    save_file(pairs, adapter / "adapter_model.safetensors", {"format": "pt"})
+    fused = "experts.gate_up_proj"
+    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": []}
+    said |= {"target_parameters": [fused, "experts.down_proj"], "peft_version": "0.21.2"}
+    said |= {"rank_pattern": {fused: 2 * RANK}, "alpha_pattern": {fused: 4 * RANK}}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    engine = expertmesh.load(str(model), use_cpu=True)
+    for parameter in (each for group in engine.optimizer.param_groups for each in group["params"]):
+        # as after a step of AdamW
+        engine.optimizer.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    engine.saves_to(run, None)
+    assert engine.saver is not None
+    engine.saver.save(engine.model, engine.optimizer, engine.progress({}, {}), copies=False)
+    assert engine.saver.wait() is None
+
+
 def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
     """Start `ep_size` ranks on the shards; what each read of them, against what its rows weigh on disk."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ep_size)]
@@ -162,12 +305,12 @@ def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
 def count_reads(directory: Path, ep_size: int) -> int:
     """On each rank: load the shards as train_ep.py does, counting all rows, heads and manifests that are read."""
     read = 0
-    fill, read_header = SafetensorsReader._fill, headers_module.read_header
+    fill, read_header = OpenFiles.fill, headers_module.read_header
 
-    def counting_fill(self: SafetensorsReader, file: Path, buffer: memoryview, offset: int) -> None:
+    def counting_fill(self: OpenFiles, path: Path, buffer: memoryview, offset: int) -> None:
         nonlocal read
         read += len(buffer)
-        fill(self, file, buffer, offset)
+        fill(self, path, buffer, offset)
 
     def counting_header(file: Path) -> Any:
         nonlocal read
@@ -175,7 +318,7 @@ def count_reads(directory: Path, ep_size: int) -> int:
             read += 8 + int.from_bytes(stream.read(8), "little")
         return read_header(file)
 
-    SafetensorsReader._fill = counting_fill  # type: ignore[method-assign]
+    OpenFiles.fill = counting_fill  # type: ignore[method-assign]
     headers_module.read_header = manifest_module.read_header = counting_header
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     topology = Topology(ranks.world_size, ep_size)

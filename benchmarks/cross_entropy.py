@@ -9,7 +9,6 @@ and the ratios to `full` in the same round.
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -23,8 +22,7 @@ from benchmarks.load_memory import MB, resident
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import IGNORED
-from expertmesh.training.fused.liger import is_installed
-from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of, liger_failure
+from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of
 
 
 @ends_with_reader
@@ -44,9 +42,7 @@ def main() -> int:
     if arguments.worker is not None:
         print(json.dumps(measure(arguments.worker, arguments)))
         return 0
-    kinds = ["full", "chunked"]
-    if arguments.device == "cuda" and is_installed() and not liger_failure():
-        kinds.append("liger")
+    kinds = list(LOSS_SUMS)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, vocabulary "
@@ -65,20 +61,15 @@ def main() -> int:
 
 def print_chunks(arguments: argparse.Namespace) -> None:
     """Chunks, and the bytes of the weight and its gradient that they read and write, by formula: each reads the weight
-    for the logits and for the rows' gradient, and adds to the weight's in fp32 (ours writes a single one, or the first,
-    at once). liger-kernel's number of chunks is that of its `fused_linear_cross_entropy_forward`."""
+    for the logits and for the rows' gradient, and adds to the weight's in fp32 (a single one, or the first, is
+    written at once)."""
     rows, vocabulary, width = round(arguments.tokens * arguments.share), arguments.vocabulary, arguments.width
     size, elements = getattr(torch, arguments.dtype).itemsize, vocabulary * width
     ours = chunks_of(rows, vocabulary, CHUNK_BYTES[arguments.device])
-    liger_rows = 1 << (math.ceil(rows / math.ceil(vocabulary / width)) - 1).bit_length()
-    ligers = math.ceil(rows / liger_rows)
     # a product in half precision is written, read again and added
     adding = 2 * 4 + (2 * size if size < 4 else 0)
     own = elements * (ours * 2 * size + (ours * adding if ours > 1 or size == 4 else size))
-    print(
-        f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient; liger {ligers} chunks of "
-        f"{liger_rows} positions, {ligers * elements * (2 * size + 2 * 4) / 1e9:.1f} GB"
-    )
+    print(f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient")
 
 
 def start_worker(kind: str) -> dict[str, float]:

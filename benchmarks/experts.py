@@ -53,6 +53,7 @@ from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel, KernelNeeds
 from expertmesh.moe.util.atomic_write import whole
@@ -402,7 +403,8 @@ def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]
             return ours(inputs.x_TD.unsqueeze(0)).squeeze(0)
 
     def run_experts(inputs: Inputs) -> Tensor:
-        return compute(inputs.rows_RD, inputs.counts_E, *weights)
+        rows = ExpertRows(inputs.counts_E, len(inputs.rows_RD))
+        return compute(inputs.rows_RD, rows, *weights)
 
     return [Variant(name, LAYER, run_layer, (ours.gate.weight, *weights)), Variant(name, EXPERTS, run_experts, weights)]
 

@@ -378,7 +378,10 @@ def cuts_the_link(bench: Bench) -> Outcome:
         bench.wait_for_step(out, bench.rng.randint(3, bench.steps - 2), nodes[0])
         cut = time.time()
         network.cut()
-        runs = [expect(bench.finish(node), None, "has made no progress") for node in nodes]
+        runs = [expect(bench.finish(node), None) for node in nodes]
+    for run in runs:
+        if not re.search(r"has made no progress|waiting for the checkpoint, lost rank \d+: no ", run.text):
+            raise Unexpected(f"a rank does not tell where it hangs:\n{run.text[-6000:]}")
     return Outcome(
         f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}",
         max(run.ended for run in runs) - cut,

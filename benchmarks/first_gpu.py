@@ -1,6 +1,6 @@
 """All that no CPU can show, on one GPU, in calls of nine minutes: `python -m benchmarks.first_gpu`.
 
-    python -m benchmarks.first_gpu --prepare WHEELS           # beforehand, where there is a network
+    python -m benchmarks.first_gpu --prepare WHEELS --has LIST    # beforehand, where there is a network
     python -m pip install --no-index --no-deps --target site WHEELS/*.whl    # on a machine that has none
     PYTHONPATH=.package:site python -m benchmarks.first_gpu   # from the checkout, until it ends with 0 or 1
 
@@ -12,11 +12,12 @@ ends no other.
 
 After each part --out/first_gpu.md, a page to be kept, first_gpu.json and first_gpu.tar, with both, all logs and all
 figures, are written anew: commit, card, driver, versions and date, and of each step what was expected beside what was
-found. These three are all that need be copied from a machine that is given back. Where there is no .git, the commit is
-taken from the environment's COMMIT.
+found. These three are all that need be copied from a machine that is given back; --results DIR puts them there, alone.
+Where there is no .git, the commit is taken from the environment's COMMIT.
 
 Exit code 0: every step met its expectation; 1: one did not; 75: parts are left, for the same command again. With
---use-cpu the same steps run at tiny size on a CPU over gloo: to know before a card is at hand that they do.
+--use-cpu the same steps run at tiny size on a CPU over gloo, to know before a card is at hand that they do; with --as
+nvidia-h200 besides, steps of full width are forecast for that card and judged as its own would be.
 """
 
 import argparse
@@ -28,14 +29,16 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import kept_tests
 from benchmarks.ended import BEGUN, GRACE, in_time, seconds_until
 from benchmarks.first_gpu_verdicts import (
+    MOST_MEMORY_ERROR,
     OF_ALL_EXPERTS,
+    OF_FORECAST_SPEED,
     Read,
     Verdict,
     is_not_slower,
@@ -47,25 +50,21 @@ from benchmarks.first_gpu_verdicts import (
     printed,
     steps_found,
 )
+from benchmarks.needed import asked, carried, listed, with_transformers
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
 from expertmesh.sharding.runtime.allocator import VARIABLES
 from expertmesh.training.environment import CHECKOUT, commit_of, cpu_model
 
-CARRIED = (
-    "datasets", "dill", "multiprocess", "xxhash", "filelock", "accelerate", "psutil", "rich",
-    "markdown-it-py", "mdurl", "liger-kernel",
-    "pytest", "iniconfig", "pluggy", "pygments", "pytest-xdist", "execnet", "hypothesis", "sortedcontainers",
-)  # fmt: skip
-"""Packages that a machine with torch and transformers may lack, and what these need: they are installed without
-dependencies, as another torch would come with these. MegaBlocks and stanford-stk are built from their sources
-besides."""
-PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64"]
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+MOST_CARRIED = 64 * 2**20
+"""Bytes of wheels, where a machine is lent with a limit of what may be brought there."""
 NAMED = ("torch", "triton", "transformers", "megablocks", "stanford-stk", "liger-kernel", "accelerate", "datasets")
 """Packages whose versions the page states."""
 MAY_DIFFER = ("date", "driver")
 """What of a machine may be another in the next call: machines that are lent have the drivers that they have."""
+RESULTS = ("first_gpu.md", "first_gpu.json", "first_gpu.tar")
 CALL_AGAIN = 75
 LEAST_SECONDS = 20.0
 """With less left of a call, no part is begun."""
@@ -153,26 +152,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
     parser.add_argument(
+        "--as",
+        dest="gpu",
+        default="",
+        metavar="GPU",
+        help="with --use-cpu: forecasts of a card such as nvidia-h200 in the place of its steps at full width",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="also put the three files here after each part, where few files come back from a machine",
+    )
+    parser.add_argument(
         "--prepare", type=Path, metavar="DIR", help="download wheels that a bare machine lacks, and end"
     )
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --prepare (default: 3.12)")
+    parser.add_argument(
+        "--has",
+        type=Path,
+        metavar="FILE",
+        help="what `pip list` prints on that machine, for --prepare (default: transformers, and what it needs)",
+    )
     arguments = parser.parse_args(argv)
     if arguments.prepare is not None:
-        return prepare(arguments.prepare, arguments.python_version)
-    call = Call(BEGUN + 60 * arguments.minutes)
+        try:
+            has = with_transformers(arguments.python_version) if arguments.has is None else listed(arguments.has)
+            return prepare(arguments.prepare, arguments.python_version, has)
+        except (OSError, ValueError) as error:
+            parser.error(f"--has: {error}")
+    if arguments.gpu and not arguments.use_cpu:
+        parser.error("--as needs --use-cpu: nothing is measured of that card")
+    call = Call(BEGUN + 60 * arguments.minutes, arguments.results)
     out = arguments.out.absolute()
-    steps = cpu_steps(out) if arguments.use_cpu else gpu_steps(out)
+    steps = cpu_steps(out, arguments.gpu) if arguments.use_cpu else gpu_steps(out)
     try:
         chosen = chosen_of(steps, arguments.steps)
-        state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu))
+        state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu, arguments.gpu))
     except ValueError as error:
         parser.error(str(error))
     state.calls += 1
     for number, step in enumerate(steps, 1):
         if step in chosen:
             go_on(number, step, state, out, call, arguments.use_cpu, steps)
-    verdicts = dict(zip((step.name for step in steps), state.write(out, steps), strict=True))
-    print(f"written: {out / 'first_gpu.md'}, {out / 'first_gpu.json'}, {out / 'first_gpu.tar'}")
+    verdicts = dict(zip((step.name for step in steps), call.write(state, out, steps), strict=True))
+    print(f"written: {', '.join(str((arguments.results or out) / name) for name in RESULTS)}")
     of_chosen = [verdicts[step.name] for step in chosen]
     if "not finished" in of_chosen:
         print(f"parts are left after {state.calls} calls: give the same command again")
@@ -223,10 +247,22 @@ def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> Stat
 
 @dataclass
 class Call:
-    """ends: by `time.monotonic`. has_begun: whether a part has run in it."""
+    """ends: by `time.monotonic`. results: a directory that also gets what is written. has_begun: whether a part has
+    run in it."""
 
     ends: float
+    results: Path | None = None
     has_begun: bool = False
+
+    def write(self, state: State, out: Path, steps: Sequence[Step]) -> list[Verdict]:
+        """As `State.write`."""
+        verdicts = state.write(out, steps)
+        if self.results is not None:
+            self.results.mkdir(parents=True, exist_ok=True)
+            for name in RESULTS:
+                with whole(self.results / name) as partial:
+                    shutil.copyfile(out / name, partial)
+        return verdicts
 
 
 def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu: bool, steps: Sequence[Step]) -> None:
@@ -254,7 +290,7 @@ def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu:
         ran.stopped = ran.code is None and (own <= left or (has_all and not part.keeps_tests))
         became = "goes on in the next call" if not ran.is_over else "stopped at its limit" if ran.stopped else "ended"
         print(f"   {became} after {seconds:.0f} s", flush=True)
-        state.write(out, steps)
+        call.write(state, out, steps)
     verdict, found = verdict_of(step, state.parts, out)
     print(f"{number}. {step.title}: {verdict}: {found}", flush=True)
 
@@ -307,10 +343,14 @@ def tests(name: str, minutes: float, *arguments: str) -> Part:
 
 
 def gpu_steps(out: Path) -> list[Step]:
-    """On a card: what it lacks, what matters most, and then what is likeliest to fail."""
-    step, experts = ("-m", "benchmarks.gpu_step"), ("-m", "benchmarks.experts", "--rounds", "3", "--repetitions", "2")
-    models = {"mixtral": "mixtral-8x7b", "qwen3": "qwen3-30b-a3b"}
-    settings = [(model, routing) for model in models.values() for routing in ("balanced", "natural")]
+    """On a card: what it lacks, then what is likeliest to be wrong; all but the tables within a quarter of an hour."""
+
+    def experts(model: str, routing: str, tokens: str) -> list[str]:
+        setting = ["--model", model, "--routing", routing, "--tokens", tokens, "--rounds", "3", "--repetitions", "2"]
+        variants = ["torch-grouped", "megablocks-sparse", "HF grouped_mm"]
+        return ["-m", "benchmarks.experts", *setting, "--variants", *variants]
+
+    settings = [(model, routing) for _, model in RECIPES.values() for routing in ("balanced", "natural")]
     kernels = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
     one = {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
     spread = ("-n", "8", "--dist", "worksteal")
@@ -322,68 +362,41 @@ def gpu_steps(out: Path) -> list[Step]:
         *("1e-4", "--json", str(out / "throughput.json")),
     )
     return [
-        Step("preflight", "What this machine lacks", "nothing", [preflight(out, 1.75)], nothing_missing),
+        Step("preflight", "What this machine lacks", "nothing", [preflight(out, 1.5)], nothing_missing),
+        full_width("mixtral", "Mixtral 8x7B", out),
         Step(
-            "step",
-            "Steps of full width: as many of Mixtral 8x7B's layers as fit, then of Qwen3 30B-A3B's",
-            "MFU 33 % or more (Mixtral), 20 % or more (Qwen3); peak memory within 3 % of the forecast; the host waits "
-            "once a step and once a MoE layer",
-            [
-                Part(name, python(*step, "--model", model, "--json", str(out / f"{name}.json")), 3.5)
-                for name, model in models.items()
-            ],
-            steps_found({"mixtral": 0.33, "qwen3": 0.20}),
-        ),
-        Step(
-            "experts",
-            "Expert kernels against transformers'; one expert of Mixtral, as of ep 8; rates for forecasts",
-            "what auto takes: 0.66 of the dense ceiling or more, and 0.8 of one expert; 1.1 x transformers' "
-            "grouped_mm or more",
-            [
-                Part(
-                    name,
-                    python(
-                        *experts,
-                        "--model",
-                        model,
-                        "--routing",
-                        routing,
-                        "--tokens",
-                        tokens,
-                        "--variants",
-                        "torch-grouped",
-                        "megablocks-sparse",
-                        "HF grouped_mm",
-                        "--json",
-                        str(out / f"{name}.json"),
-                    ),
-                    1.5,
-                )
-                for name, (model, routing, tokens) in (kernels | one).items()
-            ]
-            + [Part("rates", python(*RATES, "--write", str(out / "card.json")), 2)],
-            kernels_found(dict.fromkeys(kernels, OF_ALL_EXPERTS) | {"experts-one": (0.8, 1.1)}),
+            "kernels",
+            "Kernels, attention and streams against fp64",
+            ALL_PASS,
+            [tests("kernels", 2, *spread, *files)],
+            passed("kernels"),
         ),
         Step(
             "runs",
             "train_ep.py on the card against the CPU: features, tasks, families, memory, the same bits twice",
             ALL_PASS,
-            [tests("runs", 8, *spread, "tests/gpu/test_runs.py")],
+            [tests("runs", 3, *spread, "tests/gpu/test_runs.py")],
             passed("runs"),
         ),
         Step(
             "ranks",
             "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed",
             ALL_PASS,
-            [replace(tests("ranks", 8, "-n", "1", "tests/gpu/test_ranks.py"), needs="two ranks")],
+            [replace(tests("ranks", 2, "-n", "1", "tests/gpu/test_ranks.py"), needs="two ranks")],
             passed("ranks"),
         ),
+        full_width("qwen3", "Qwen3 30B-A3B", out),
         Step(
-            "kernels",
-            "Kernels, attention and streams against fp64",
-            ALL_PASS,
-            [tests("kernels", 8, *spread, *files)],
-            passed("kernels"),
+            "experts",
+            "Expert kernels against transformers'; one expert of Mixtral, as of ep 8; rates for forecasts",
+            "what auto takes: 0.66 of the dense ceiling or more, and 0.8 of one expert; 1.1 x transformers' "
+            "grouped_mm or more",
+            [Part("rates", python(*RATES, "--write", str(out / "card.json")), 1.5)]
+            + [
+                Part(name, python(*experts(*setting), "--json", str(out / f"{name}.json")), 1)
+                for name, setting in (kernels | one).items()
+            ],
+            kernels_found(dict.fromkeys(kernels, OF_ALL_EXPERTS) | {"experts-one": (0.8, 1.1)}),
         ),
         Step(
             "throughput",
@@ -405,8 +418,38 @@ def gpu_steps(out: Path) -> list[Step]:
     ]
 
 
-def cpu_steps(out: Path) -> list[Step]:
-    """The same, tiny."""
+def full_width(name: str, model: str, out: Path, *more: str, minutes: float = 2.0) -> Step:
+    """Steps of a published model's layers by its recipe, judged by the forecast of the same step on that card.
+
+    Args:
+        more: further flags of `benchmarks.gpu_step`.
+    """
+    recipe, published = RECIPES[name]
+    command = ("-m", "benchmarks.gpu_step", "--model", published, "--recipe", str(CHECKOUT / "configs" / recipe))
+    least, most = OF_FORECAST_SPEED
+    return Step(
+        name,
+        f"Steps of full width: as many of {model}'s layers as fit, 8 micro-batches, its recipe's optimizer",
+        f"{least} to {most} of the forecast speed; peak memory within {MOST_MEMORY_ERROR:.0%} of the forecast; the "
+        "host waits once a step, and at most once a micro-batch and MoE layer",
+        [Part(name, python(*command, "--steps", "3", "--json", str(out / f"{name}.json"), *more), minutes)],
+        steps_found(name),
+    )
+
+
+RECIPES = {
+    "mixtral": ("mixtral_8x7b.yaml", "mixtral-8x7b"),
+    "qwen3": ("qwen3_30b_a3b.yaml", "qwen3-30b-a3b"),
+}
+"""In configs/, and the published config.json."""
+
+
+def cpu_steps(out: Path, gpu: str = "") -> list[Step]:
+    """The same, tiny.
+
+    Args:
+        gpu: on which steps of full width are forecast, in the place of tiny ones.
+    """
     step = ("-m", "benchmarks.gpu_step", "--use-cpu", "--tiny", "--rows", "1", "--seq-length", "32", "--steps", "2")
     experts = (
         *("-m", "benchmarks.experts", "--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu"),
@@ -419,25 +462,25 @@ def cpu_steps(out: Path) -> list[Step]:
         *("--variants", "hf-fsdp", "ours-ep=1", "--json", str(out / "throughput.json")),
     )
     files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")
-    mixtral = python(*step, "--model", "mixtral-8x7b", "--layers", "2", "--json", str(out / "mixtral.json"))
+
+    def width(name: str, model: str) -> Step:
+        if gpu:
+            # the forecasts are made here for that card, not there
+            return full_width(name, model, out, "--use-cpu", "--as", gpu, minutes=2 * ON_CPU)
+        tiny = python(*step, "--model", RECIPES[name][1], "--layers", "2", "--json", str(out / f"{name}.json"))
+        return Step(
+            name, f"Steps of {model}'s layers, tiny", "finite losses", [Part(name, tiny, ON_CPU)], steps_found(name)
+        )
+
     return [
         Step("preflight", "What this machine lacks", "nothing", [preflight(out, ON_CPU, "--use-cpu")], nothing_missing),
+        width("mixtral", "Mixtral 8x7B"),
         Step(
-            "step",
-            "Steps of Mixtral's layers, tiny",
-            "finite losses",
-            [Part("mixtral", mixtral, ON_CPU)],
-            steps_found({"mixtral": 0.0}),
-        ),
-        Step(
-            "experts",
-            "Expert kernels, small; rates",
-            "outputs agree",
-            [
-                Part("experts", python(*experts, "--json", str(out / "experts.json")), ON_CPU),
-                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), ON_CPU),
-            ],
-            kernels_found({"experts": (0.0, 0.0)}),
+            "kernels",
+            "Kernels against fp64: the first case of each",
+            ALL_PASS,
+            [tests("kernels", ON_CPU, "-n", "2", "--dist", "worksteal", *files)],
+            passed("kernels"),
         ),
         Step(
             "runs",
@@ -453,12 +496,16 @@ def cpu_steps(out: Path) -> list[Step]:
             [tests("ranks", ON_CPU, "-n", "1", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
             passed("ranks"),
         ),
+        width("qwen3", "Qwen3 30B-A3B"),
         Step(
-            "kernels",
-            "Kernels against fp64: the first case of each",
-            ALL_PASS,
-            [tests("kernels", ON_CPU, "-n", "2", "--dist", "worksteal", *files)],
-            passed("kernels"),
+            "experts",
+            "Expert kernels, small; rates",
+            "outputs agree",
+            [
+                Part("experts", python(*experts, "--json", str(out / "experts.json")), ON_CPU),
+                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), ON_CPU),
+            ],
+            kernels_found({"experts": (0.0, 0.0)}),
         ),
         Step(
             "throughput",
@@ -500,8 +547,8 @@ def sanitized(test: str) -> list[str]:
 # ---- what is written ----
 
 
-def describe_machine(use_cpu: bool) -> dict[str, str]:
-    """Commit, card, driver and versions."""
+def describe_machine(use_cpu: bool, forecast_of: str = "") -> dict[str, str]:
+    """Commit, card, driver and versions; which card's steps are forecast, not run."""
 
     def said(*command: str) -> str:
         try:
@@ -519,6 +566,8 @@ def describe_machine(use_cpu: bool) -> dict[str, str]:
         "driver": asked("driver_version") or "none",
         "Python": platform.python_version(),
     }
+    if forecast_of:
+        found["device"] += f" (steps of full width are forecasts of {forecast_of})"
     return found | {name: installed_version(name) or "not installed" for name in NAMED}
 
 
@@ -549,14 +598,24 @@ def pack(out: Path, file: Path) -> None:
                 archive.add(path, path.name)
 
 
-def prepare(directory: Path, python_version: str) -> int:
-    """Download wheels for a machine without a network, and build stanford-stk's and MegaBlocks' Python part."""
+def prepare(directory: Path, python_version: str, has: Mapping[str, str]) -> int:
+    """Download wheels that a machine without a network lacks, in the versions that are installed here, and build
+    stanford-stk's and MegaBlocks' Python part. They are to be installed without what they need, which is among them:
+    another torch would come with it.
+
+    Args:
+        has: the packages of that machine, with their versions.
+
+    Raises:
+        ValueError: a package that is to be carried is not installed here.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     target = [f"--platform={name}" for name in PLATFORMS] + [f"--python-version={python_version}"]
     codes = []
-    for package in CARRIED:
+    for name, version in carried(asked(), has, python_version).items():
         options = ["--no-deps", "--only-binary=:all:", "--implementation=cp", *target, "--dest", str(directory)]
-        codes.append(subprocess.run(python("-m", "pip", "download", "--quiet", *options, package)).returncode)
+        download = python("-m", "pip", "download", "--quiet", *options, f"{name}=={version}")
+        codes.append(subprocess.run(download).returncode)
     built = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(directory))
     codes.append(subprocess.run([*built, "stanford-stk"]).returncode)
     source = CHECKOUT / ".venv" / "megablocks"
@@ -566,8 +625,16 @@ def prepare(directory: Path, python_version: str) -> int:
         print(
             f"{source} is not here: without MegaBlocks' wheel its kernels are skipped (make install)", file=sys.stderr
         )
-    size = sum(file.stat().st_size for file in directory.iterdir())
-    print(f"{len(list(directory.glob('*.whl')))} wheels, {size / 2**20:.1f} MiB, in {directory}")
+    sizes = {file.name: file.stat().st_size for file in directory.glob("*.whl")}
+    print(f"{len(sizes)} wheels, {sum(sizes.values()) / 2**20:.1f} MiB, in {directory}")
+    if sum(sizes.values()) > MOST_CARRIED:
+        largest = max(sizes, key=sizes.__getitem__)
+        print(
+            f"more than {MOST_CARRIED / 2**20:.0f} MiB, the largest is {largest}: give --has FILE with what `pip list` "
+            "prints on that machine, which may have it",
+            file=sys.stderr,
+        )
+        return 1
     return int(any(codes))
 
 

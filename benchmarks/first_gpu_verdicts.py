@@ -19,6 +19,9 @@ Verdict = Literal["as expected", "not as expected", "failed", "stopped at its li
 OF_ALL_EXPERTS = (0.66, 1.1)
 """The least of all experts of a model: share of the dense ceiling, and speed over transformers' grouped_mm."""
 MOST_MEMORY_ERROR = 0.03
+OF_FORECAST_SPEED = (0.85, 1.15)
+"""The least and the most of the speed that was forecast for the very same step: a step that is faster shows, too, that
+the forecast is wrong."""
 
 
 def judged(read: Read, directory: Path, output: str, codes: Sequence[int | None]) -> tuple[Verdict, str]:
@@ -52,23 +55,31 @@ def passed(name: str) -> Read:
     return read
 
 
-def steps_found(least_mfu: Mapping[str, float]) -> Read:
-    """Of `benchmarks.gpu_step`, by the names of its files."""
+def steps_found(*names: str) -> Read:
+    """Of `benchmarks.gpu_step`, by the names of its files: speed and memory against its forecasts, on that GPU; and
+    that the losses are finite. A CPU's speed is not judged."""
 
     def read(directory: Path, output: str) -> tuple[bool, str]:
         is_right, lines = True, []
-        for name, least in least_mfu.items():
+        for name in names:
             found = _figures(directory, name)
             memory = found["peak_bytes"] / found["forecast_bytes"]
             line = f"{found['setting']}: {found['tokens_per_second']:,.0f} tokens/s"
-            if found["mfu"] is not None:
+            if found["forecast_seconds"] is not None:
+                least, most = OF_FORECAST_SPEED
+                speed = found["forecast_seconds"] / statistics.median(found["seconds"])
                 waits = sum(found["waits"].values())
-                is_right &= found["mfu"] >= least and abs(memory - 1) <= MOST_MEMORY_ERROR
-                is_right &= waits <= 1 + found["moe_layers"]
-                line += f", MFU {found['mfu']:.1%}, idle {found['idle_share']:.1%}, {waits} waits"
+                is_right &= least <= speed <= most and abs(memory - 1) <= MOST_MEMORY_ERROR
+                is_right &= waits <= 1 + found["micro_batches"] * found["moe_layers"]
+                line += f", {speed:.2f} of the forecast speed"
+                if found["mfu"] is not None:
+                    line += f", MFU {found['mfu']:.1%} (forecast {found['forecast_mfu']:.1%})"
+                idle = found["idle_share"]
+                line += f", {waits} waits" if idle is None else f", idle {idle:.1%}, {waits} waits"
             if found["too_large"]:
                 is_right, line = False, f"{line}; {found['too_large']} layers did not fit, against the forecast"
-            is_right &= bool(found["losses"]) and all(map(math.isfinite, found["losses"]))
+            # a dry run has none
+            is_right &= all(map(math.isfinite, found["losses"])) and bool(found["losses"] or found["is_dry"])
             lines.append(f"{line}, peak memory {memory:.3f} of the forecast")
         return is_right, "; ".join(lines)
 

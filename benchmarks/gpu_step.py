@@ -2,12 +2,14 @@
 
 A model of published sizes, cut to `--layers` layers, by default to as many as fit the free memory by forecast, with
 random weights that are never on a disk, assembled and sharded as `train_ep.py` does it, in a process group of one.
-`--free 78 94 139` prints what would fit so many GiB, and ends. Printed: seconds a step (median), tokens/s, MFU, the
-loss, peak memory beside the planner's forecast, seconds beside its forecast, how often the host waited for the device
-in a step, and from a profile of one more step the share of the others in which no kernel ran, the longest times between
-two kernels, and which attention ran.
+`--recipe configs/mixtral_8x7b.yaml` takes optimizer and checkpointing from there. `--free 78 94 139` prints what would
+fit so many GiB, and ends. Printed: seconds a step (median), tokens/s, MFU, the loss, peak memory beside the planner's
+forecast, seconds beside its forecast, how often the host waited for the device in a step, and from a profile of one
+more step the share of the others in which no kernel ran, the longest times between two kernels, and which attention
+ran.
 
-On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out, and said to be.
+On a CPU (`--use-cpu`) the same code runs; what only a GPU can tell is left out, and said to be. With `--as H200` there,
+no step is computed: the figures are those of the forecast for that GPU.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from heapq import nlargest
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertmesh.sharding.runtime.allocator import let_segments_grow
 
@@ -33,6 +35,7 @@ if __name__ == "__main__":
     let_segments_grow(os.environ)
 
 import torch
+import yaml
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from benchmarks.load_memory import resident, restart_peak
@@ -53,9 +56,9 @@ from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
-from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.hardware import DEVICES, preset
 from expertmesh.training.planning.rehearsal.building import ConfigAlone, DeviceType
-from expertmesh.training.planning.this_machine import CPU, NETWORK, known_gpu
+from expertmesh.training.planning.this_machine import CPU, NETWORK, UNKNOWN_GPU, known_gpu
 from expertmesh.training.steps.step import StepResult, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
@@ -63,14 +66,17 @@ ATTENTION = ("flash", "cudnn", "fmha", "efficient", "attention")
 """Parts of the names of kernels that attend."""
 WAIT = "called a synchronizing CUDA operation"
 """What torch warns of then."""
+NOT_OF_A_LONE_RANK = ("ep_size", "overlap_chunks", "packing")
+"""Settings of a recipe that a step on one rank, of sequences that are all full, does without."""
 LONGEST = 3
 """Times between kernels that are told."""
 
 
 @dataclass
 class Found:
-    """What one setting took. too_large: layers that did not fit, against the forecast; 0: those that were to. Of a GPU
-    alone: `waits` (by line of source), `idle_share`, `gaps`, `attention`, `busiest`."""
+    """What one setting took. forecast_seconds, forecast_mfu: of the very same step on this GPU, by a dry run; None on a
+    CPU. too_large: layers that did not fit, against the forecast; 0: those that were to. Of a GPU alone: `waits` (by
+    line of source), `idle_share`, `gaps`, `attention`, `busiest`."""
 
     setting: str
     seconds: list[float]
@@ -80,8 +86,11 @@ class Found:
     peak_bytes: float
     forecast_bytes: float
     forecast_seconds: float | None
+    forecast_mfu: float | None
     moe_layers: int
+    micro_batches: int
     too_large: int = 0
+    is_dry: bool = False
     waits: dict[str, int] | None = None
     idle_share: float | None = None
     gaps: list[str] = field(default_factory=list)
@@ -92,7 +101,7 @@ class Found:
         """For people."""
         seconds = statistics.median(self.seconds)
         forecast = "" if self.forecast_seconds is None else f", forecast {self.forecast_seconds * 1e3:,.1f} ms"
-        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%} (forecast {self.forecast_mfu:.1%})"
         least, most = min(self.seconds) * 1e3, max(self.seconds) * 1e3
         of_forecast = self.peak_bytes / self.forecast_bytes
         found = [
@@ -106,9 +115,12 @@ class Found:
         if self.waits is None:
             return [*found, "no GPU: waits of the host and idle times are not measured"]
         waits = "; ".join(f"{times} at {where}" for where, times in self.waits.items())
+        layers = f"{self.micro_batches} micro-batches and {self.moe_layers} MoE layers"
+        found.append(f"host waits: {sum(self.waits.values())} in a step with {layers} ({waits})")
+        if self.is_dry:
+            return [*found, "no step was computed: all figures are the forecast's"]
         return [
             *found,
-            f"host waits: {sum(self.waits.values())} in a step with {self.moe_layers} MoE layers ({waits})",
             f"no kernel runs for {self.idle_share:.1%} of a step; longest: {'; '.join(self.gaps)}",
             f"attention: {', '.join(self.attention) or 'no kernel with such a name'}",
             f"most time in: {'; '.join(self.busiest)}",
@@ -123,22 +135,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--free", type=float, nargs="+", metavar="GIB", help="print how many layers fit so much memory, and end"
     )
-    parser.add_argument("--rows", type=int, default=2, help="sequences")
+    parser.add_argument("--recipe", type=Path, help="a file of configs/, for optimizer and checkpointing")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: 8)")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
-    parser.add_argument("--gradient-checkpointing", choices=("none", "selective", "full"), default="selective")
-    parser.add_argument("--optim", default="adamw_torch_fused")
+    parser.add_argument("--gradient-checkpointing", choices=("none", "selective", "full"))
+    parser.add_argument("--optim")
     parser.add_argument("--tiny", action="store_true", help="the same family at widths that a CPU computes in seconds")
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
+    parser.add_argument(
+        "--as", dest="gpu", metavar="GPU", help="with --use-cpu: the forecast of a step there, such as H200"
+    )
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--too-large", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     try:
+        if arguments.gpu is not None and not arguments.use_cpu:
+            raise ExpertMeshError("--as needs --use-cpu: no step is computed")
         if arguments.free:
             for free in arguments.free:
-                print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30)[1]}")
+                print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30).words}")
             return 0
-        found = measure(arguments)
+        found = measure(arguments) if arguments.gpu is None else dry_run(arguments)
     except torch.OutOfMemoryError as error:
         print(f"{arguments.layers} layers do not fit, against the forecast: {error}"[:500], flush=True)
         if arguments.layers < 2:
@@ -159,47 +178,122 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def settings_of(arguments: argparse.Namespace, is_gpu: bool) -> TrainConfig:
-    return TrainConfig(
-        model="-",
-        dataset=["-"],
-        bf16=is_gpu,
-        per_device_train_batch_size=arguments.rows,
-        max_seq_length=arguments.seq_length,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        optim=arguments.optim,
-    )
+def settings_of(arguments: argparse.Namespace, is_gpu: bool, layers: int) -> TrainConfig:
+    """Those of a step of a model with so many layers.
+
+    Raises:
+        ExpertMeshError: there is no such recipe.
+    """
+    recipe = {"gradient_checkpointing": "selective", "optim": "adamw_torch_fused"}
+    if arguments.recipe is not None:
+        if not arguments.recipe.is_file():
+            raise ExpertMeshError(f"--recipe {arguments.recipe}: no such file")
+        recipe |= yaml.safe_load(arguments.recipe.read_text(encoding="utf-8"))
+    given = {"gradient_checkpointing": arguments.gradient_checkpointing, "optim": arguments.optim}
+    settings: dict[str, Any] = {name: value for name, value in recipe.items() if name not in NOT_OF_A_LONE_RANK}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if kept := settings.get("keep_expert_products", 0):  # in as large a share of the layers
+        settings["keep_expert_products"] = kept * layers // sized(arguments, 0).num_hidden_layers
+    settings |= dict(model="-", dataset=["-"], bf16=is_gpu, per_device_train_batch_size=arguments.rows)
+    settings |= dict(max_seq_length=arguments.seq_length, gradient_accumulation_steps=arguments.micro_batches)
+    return TrainConfig(**settings)
 
 
-def layers_that_fit(arguments: argparse.Namespace, free_bytes: float) -> tuple[int, str]:
-    """As many decoder layers as fit on a GPU by forecast, with what the driver and the allocator take, and that in
-    words.
+class Fit(NamedTuple):
+    """As many decoder layers as fit on a GPU by forecast, that in words, and the forecast."""
+
+    layers: int
+    words: str
+    account: Account
+
+
+def layers_that_fit(arguments: argparse.Namespace, free_bytes: float, gpu: str = UNKNOWN_GPU) -> Fit:
+    """As many decoder layers as fit, with what the driver and the allocator take.
+
+    Each forecast takes seconds, of a card that may be lent for minutes: as layers mostly take alike, the next number
+    tried is where a line through the last two meets what is free.
 
     Raises:
         ExpertMeshError: not one does.
     """
-    config = settings_of(arguments, is_gpu=True)
+    accounts: dict[int, Account] = {}
+    needed: dict[int, float] = {}
 
-    def needed(layers: int) -> float:
-        return forecast(config, sized(arguments, layers)).fit(free_bytes).total
+    def fits(layers: int) -> bool:
+        config = settings_of(arguments, is_gpu=True, layers=layers)
+        accounts[layers] = forecast(config, sized(arguments, layers), gpu)
+        needed[layers] = accounts[layers].fit(free_bytes).total
+        return needed[layers] <= free_bytes
 
-    fit, most = 0, sized(arguments, arguments.layers).num_hidden_layers
-    found: dict[int, float] = {}
-    above = most + 1
-    while above - fit > 1:
-        tried = (fit + above) // 2
-        found[tried] = needed(tried)
-        fit, above = (tried, above) if found[tried] <= free_bytes else (fit, tried)
-    if fit == 0:
+    most = sized(arguments, arguments.layers).num_hidden_layers
+    if not fits(1):
         raise ExpertMeshError(
-            f"--model {arguments.model}: one layer needs {found[1] / 2**30:.1f} GiB by forecast, and "
+            f"--model {arguments.model}: one layer needs {needed[1] / 2**30:.1f} GiB by forecast, and "
             f"{free_bytes / 2**30:.1f} are free; give --optim adamw_bf16, or fewer --rows"
         )
-    more = f", {above} would need {found[above] / 2**30:.1f}" if above in found else ", all that there are"
-    return fit, f"{fit} layers need {found[fit] / 2**30:.1f} GiB by forecast{more}"
+    fit, above, a_layer = 1, most + 1, 0.0
+    while above - fit > 1:
+        expected = fit + int((free_bytes - needed[fit]) / a_layer) if a_layer > 0 else 2
+        if expected == fit:
+            break
+        tried = min(expected, above - 1)
+        before, last = needed[fit], fit
+        if fits(tried):
+            fit = tried
+        else:
+            above = tried
+        a_layer = (needed[tried] - before) / (tried - last)
+    next_one = needed.get(fit + 1, needed[fit] + a_layer)
+    more = ", all that there are" if fit == most else f", {fit + 1} would need {next_one / 2**30:.1f}"
+    words = f"{fit} layers need {needed[fit] / 2**30:.1f} GiB by forecast{more}"
+    return Fit(fit, words, accounts[fit])
 
 
-def forecast(config: TrainConfig, model_config: Any, gpu: str | None = known_gpu("")) -> Account:
+def setting_in_words(arguments: argparse.Namespace, config: TrainConfig, model_config: Any) -> str:
+    batch = f"{config.gradient_accumulation_steps} x {config.per_device_train_batch_size} x {config.max_seq_length}"
+    return (
+        f"{arguments.model}{' (tiny)' * arguments.tiny}, {model_config.num_hidden_layers} layers, {batch} tokens, "
+        f"{'bf16' if config.bf16 else 'fp32'}, checkpointing {config.gradient_checkpointing}, {config.optim}"
+    )
+
+
+def dry_run(arguments: argparse.Namespace) -> Found:
+    """What a step takes on a GPU that is not here, by its forecast alone.
+
+    Raises:
+        ExpertMeshError: of this GPU no rates are known.
+    """
+    gpu = known_gpu(arguments.gpu.upper())
+    if gpu not in arguments.gpu.upper():
+        raise ExpertMeshError(f"--as {arguments.gpu}: there are forecasts of {', '.join(DEVICES)}")
+    account: Account | None = None
+    if not arguments.layers:
+        arguments.layers, said, account = layers_that_fit(arguments, DEVICES[gpu].memory, gpu)
+        print(f"{DEVICES[gpu].memory / 2**30:.1f} GiB: {said}", flush=True)
+    model_config = sized(arguments, arguments.layers)
+    config = settings_of(arguments, is_gpu=True, layers=model_config.num_hidden_layers)
+    account = account or forecast(config, model_config, gpu)
+    seconds, best = account.time.total, peak_tflops(gpu)
+    mfu = None if best is None else account.needed / seconds / 1e12 / best
+    tokens = arguments.micro_batches * arguments.rows * arguments.seq_length
+    return Found(
+        f"forecast of {setting_in_words(arguments, config, model_config)}; {gpu}",
+        [seconds],
+        tokens / seconds,
+        mfu,
+        [],
+        account.memory.peak,
+        account.memory.peak,
+        seconds,
+        mfu,
+        model_config.num_hidden_layers,
+        arguments.micro_batches,
+        is_dry=True,
+        waits={"the dry run": account.host_waits},
+    )
+
+
+def forecast(config: TrainConfig, model_config: Any, gpu: str | None) -> Account:
     """What a lone rank takes; on a CPU where no GPU is named."""
     device: DeviceType = "cpu" if gpu is None else "cuda"
     forecasts = Forecasts(model_config.to_dict(), lambda: model_config, device, is_kept=False)
@@ -224,15 +318,17 @@ def sized(arguments: argparse.Namespace, layers: int) -> Any:
 def measure(arguments: argparse.Namespace) -> Found:
     """Run the steps and take all figures."""
     is_gpu, layers = device_type(arguments.use_cpu) == "cuda", arguments.layers
+    name = torch.cuda.get_device_name() if is_gpu else "CPU"
+    account: Account | None = None
     if is_gpu and not layers:
         free, of_card = torch.cuda.mem_get_info()
-        layers, said = layers_that_fit(arguments, free)
+        layers, said, account = layers_that_fit(arguments, free, known_gpu(name))
         print(f"{free / 2**30:.1f} of {of_card / 2**30:.1f} GiB are free: {said}", flush=True)
         arguments.layers = layers
-    model_config, config = sized(arguments, layers), settings_of(arguments, is_gpu)
-    name = torch.cuda.get_device_name() if is_gpu else "CPU"
+    model_config = sized(arguments, layers)
+    config = settings_of(arguments, is_gpu, model_config.num_hidden_layers)
     # a dry run makes a process group of its own
-    account = forecast(config, model_config, known_gpu(name) if is_gpu else None)
+    account = account or forecast(config, model_config, known_gpu(name) if is_gpu else None)
     ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
     device = ranks.device
     if not is_gpu:
@@ -246,7 +342,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     figures: list[StepResult] = []
 
     def step() -> None:
-        figures.append(train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0))
+        figures.append(train_step(model, optimizer, [batch] * arguments.micro_batches, mesh, NO_LOSSES, 1.0))
         if is_gpu:
             torch.cuda.synchronize()
 
@@ -262,11 +358,10 @@ def measure(arguments: argparse.Namespace) -> Found:
     last = figures[-1]
     flops = training_flops(counts, model_config.get_text_config(), last.tokens, last.targets, last.pairs)
     best = peak_tflops(name) if is_gpu else None
+    forecast_seconds = account.time.total if is_gpu else None
     found = Found(
-        f"{arguments.model}{' (tiny)' * arguments.tiny}, {model_config.num_hidden_layers} layers, "
-        f"{counts.total / 1e9:.2f} B parameters, {arguments.rows} x {arguments.seq_length} tokens, "
-        f"{'bf16' if is_gpu else 'fp32'}, checkpointing {arguments.gradient_checkpointing}, {arguments.optim}, experts "
-        f"by {assembled.kernel.kernel.entry.name}; {name}, torch {torch.__version__}",
+        f"{setting_in_words(arguments, config, model_config)}, {counts.total / 1e9:.2f} B parameters, experts by "
+        f"{assembled.kernel.kernel.entry.name}; {name}, torch {torch.__version__}",
         seconds,
         last.tokens / median,
         None if best is None else flops / median / 1e12 / best,
@@ -274,8 +369,10 @@ def measure(arguments: argparse.Namespace) -> Found:
         peak_bytes,
         # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
         account.memory.peak,
-        account.time.total if is_gpu else None,
+        forecast_seconds,
+        None if best is None or forecast_seconds is None else flops / forecast_seconds / 1e12 / best,
         len(moe_layers(model)),
+        arguments.micro_batches,
         arguments.too_large,
     )
     if is_gpu:

@@ -100,11 +100,13 @@ def _divided_cross_entropy(dtype: torch.dtype) -> None:
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
+    from expertmesh.moe.kernels.expert_rows import ExpertRows
     from expertmesh.moe.kernels.megablocks import megablocks_sparse
 
     rows_RD = torch.zeros(2 * 128, D, dtype=dtype, requires_grad=True)
     weights = [torch.empty(F, D, dtype=dtype, requires_grad=True) for _ in range(3)]
-    out_RD = megablocks_sparse(rows_RD, torch.tensor([len(rows_RD)]), *weights)
+    experts = ExpertRows(torch.tensor([len(rows_RD)]), len(rows_RD))
+    out_RD = megablocks_sparse(rows_RD, experts, *weights)
     torch.autograd.grad(out_RD, (rows_RD, *weights), torch.zeros_like(out_RD))
 
 

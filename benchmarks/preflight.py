@@ -7,7 +7,6 @@ this a CPU has.
 """
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -20,13 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.ended import MARK, kill_all
+from benchmarks.needed import EXTRAS, asked, fault_of
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
-
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "psutil", "pytest", "xdist", "hypothesis")
-"""What runs, benchmarks and tests import."""
-ON_GPUS = ("liger_kernel",)
-"""What forecasts assume of a GPU's machine."""
 
 
 class Missing(Exception):
@@ -90,7 +85,8 @@ def check(name: str, device: str) -> int:
 
 
 def _packages(device: str) -> None:
-    missing = [said for name in PACKAGES + ON_GPUS * (device == "cuda") if (said := _fault_of(name))]
+    extras = EXTRAS if device == "cuda" else [extra for extra in EXTRAS if extra != "gpu"]
+    missing = [said for requirement in asked(extras) if (said := fault_of(requirement))]
     compilers = () if device == "cpu" else ("gcc", "cc", "clang")
     if compilers and not any(map(shutil.which, compilers)):
         missing.append("a C compiler (Triton needs one)")
@@ -102,15 +98,6 @@ def _packages(device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise Missing(f"torch {torch.__version__} sees no GPU")
-
-
-def _fault_of(package: str) -> str:
-    """Why it cannot be imported, in words: a package may be there and what it needs not."""
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        return package if getattr(error, "name", None) == package else f"{package} ({error})"
-    return ""
 
 
 def _grouped_mm(device: str) -> None:

@@ -49,10 +49,11 @@ from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.process_place import process_place
 from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.moe.util.threads import on_one_thread
 from expertmesh.sharding.runtime.allocator import let_segments_grow
 from expertmesh.sharding.runtime.process import Ranks, end_process_group, start_process_group
-from expertmesh.sharding.torchrun import read_environment
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.environment import cpu_model
@@ -96,7 +97,7 @@ def main() -> int:
         end_process_group()
         return int(failed)
     except ExpertMeshError as error:
-        if read_environment()[2] == 0:
+        if process_place().local_rank == 0:
             print(f"benchmarks.throughput: error: {error}", file=sys.stderr, flush=True)
         return 2
 
@@ -177,7 +178,7 @@ def scratch_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        if read_environment()[2] == 0:
+        if process_place().local_rank == 0:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -193,16 +194,13 @@ def measure_peak(arguments: argparse.Namespace, ranks: Ranks) -> float | None:
 
 def _peak_of_matmuls() -> float:
     """On one thread: of the fastest of a few calls."""
-    n, threads = 1024, torch.get_num_threads()
+    n = 1024
     a_MK, b_KN, best = torch.randn(n, n), torch.randn(n, n), math.inf
-    torch.set_num_threads(1)
-    try:
+    with on_one_thread():
         for _ in range(6):
             begin = time.thread_time()
             torch.mm(a_MK, b_KN)
             best = min(best, time.thread_time() - begin)
-    finally:
-        torch.set_num_threads(threads)
     return 2 * n**3 / best
 
 
@@ -222,7 +220,7 @@ def make_setting(
     model = Path(arguments.model)
     if not (arguments.model and model.is_dir()):
         model = scratch / f"model-{value}"
-        if read_environment()[2] == 0:
+        if process_place().local_rank == 0:
             in_own_process(save_random_model, model, arguments)
         dist.barrier()
     source = open_source(model)

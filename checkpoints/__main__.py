@@ -1,8 +1,7 @@
-"""Convert, export, merge, verify and inspect checkpoints: `python -m expertmesh.checkpoints ...`."""
+"""Convert, export, merge, upcycle, verify and inspect checkpoints: `python -m expertmesh.checkpoints ...`."""
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ EXPORT_ENCODINGS = ("plain", "source")
 def build_parser() -> Parser:
     parser = Parser(
         prog="python -m expertmesh.checkpoints",
-        description="Convert, export, merge, verify and inspect checkpoints.",
+        description="Convert, export, merge, upcycle, verify and inspect checkpoints.",
         epilog=_EXAMPLE,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -37,7 +36,8 @@ def build_parser() -> Parser:
         help="files written in parallel (default: one per CPU core)",
     )
     how.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    how.add_argument(
+    untrained = Parser(add_help=False)
+    untrained.add_argument(
         "--drop-untrained",
         action="store_true",
         help="leave out untrained tensors (vision tower, multi-token prediction), instead of copying them",
@@ -51,7 +51,9 @@ def build_parser() -> Parser:
         help="tensors that are quantized in the source: write bfloat16 (plain), or quantize them again the same way",
     )
 
-    to_shards = _add(commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how)
+    to_shards = _add(
+        commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how, untrained
+    )
     to_shards.add_argument("source", metavar="SOURCE", help="directory, or hub id")
     to_shards.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
@@ -62,7 +64,13 @@ def build_parser() -> Parser:
     )
 
     to_hf = _add(
-        commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, encoding
+        commands,
+        "export",
+        "SOURCE OUT",
+        "EP shards or training checkpoint to Hugging Face form",
+        how,
+        untrained,
+        encoding,
     )
     to_hf.add_argument("source", metavar="SOURCE", help="directory, or hub id")
     to_hf.add_argument("out", metavar="OUT", type=Path, help="directory to write")
@@ -73,11 +81,75 @@ def build_parser() -> Parser:
     )
 
     merged = _add(
-        commands, "merge", "BASE ADAPTER OUT", "merge an adapter into a model, in Hugging Face form", how, encoding
+        commands,
+        "merge",
+        "BASE ADAPTER OUT",
+        "merge an adapter into a model, in Hugging Face form",
+        how,
+        untrained,
+        encoding,
     )
     merged.add_argument("base", metavar="BASE", help="model: directory in any form, or hub id")
     merged.add_argument("adapter", metavar="ADAPTER", type=Path, help="PEFT's directory")
     merged.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    merged.add_argument(
+        "--dtype",
+        choices=list(FLOATS.values()),
+        help="dtype of all parameters (default: as in the base); float32 keeps small LoRA deltas, which bfloat16 "
+        "rounds away",
+    )
+
+    upcycled = _add(
+        commands,
+        "upcycle",
+        "DENSE OUT\n       --experts N --top-k K",
+        "make an MoE model of a dense one, whose MLPs become its experts",
+        how,
+    )
+    upcycled.add_argument("dense", metavar="DENSE", help="dense model: directory, or hub id")
+    upcycled.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    upcycled.add_argument("--experts", type=int, required=True, help="experts per layer")
+    upcycled.add_argument("--top-k", type=int, required=True, help="experts per token")
+    upcycled.add_argument("--like", metavar="TYPE", help="model type to make (default: the one of the dense family)")
+    upcycled.add_argument(
+        "--granularity",
+        type=int,
+        default=1,
+        metavar="G",
+        help="cut each copy of the MLP into G narrower experts (default: 1)",
+    )
+    upcycled.add_argument(
+        "--drop",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of each expert's neurons to draw anew (default: 0)",
+    )
+    upcycled.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="noise on the experts' weights, relative to each (default: 0)",
+    )
+    upcycled.add_argument(
+        "--expert",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="dense models whose MLPs become the experts, in turn (default: DENSE)",
+    )
+    upcycled.add_argument(
+        "--average", action="store_true", help="of all other weights, take the mean of the --expert models"
+    )
+    upcycled.add_argument(
+        "--router-prompts",
+        type=Path,
+        metavar="FILE",
+        help="draw no router, but make it of prompts: a line of JSON per expert, "
+        '{"prompts": [...], "negative_prompts": [...]}',
+    )
+    upcycled.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
 
     verify = _add(commands, "verify", "A B", "compare two checkpoints of any form")
     verify.add_argument("a", metavar="A", help="directory, or hub id")
@@ -111,8 +183,6 @@ def _add(commands: Any, name: str, usage: str, help: str, *parents: Parser) -> P
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
-    # torch warns thus wherever a training checkpoint is read outside a process group, as here is meant
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         words = sys.argv[1:] if argv is None else argv
         refuse_gone(words, GONE)

@@ -15,7 +15,7 @@ from .files.paths import read_ahead
 from .hf.hub import resolve_model
 from .inspection import describe, describe_model, read_heads, with_claims_checked
 from .opening import is_training, open_any, with_parts_of
-from .training_state.marker import MARKER, check_file, read_marker
+from .training_state.marker import MARKER, check_files, read_marker
 from .verify import compare
 
 READ_AHEAD = 4 * 10**9
@@ -34,11 +34,15 @@ def _how(arguments: argparse.Namespace) -> HowToWrite:
     return HowToWrite(
         *(size, arguments.workers, arguments.overwrite),
         show_progress=True,
-        drop_untrained=arguments.drop_untrained,
+        drop_untrained=getattr(arguments, "drop_untrained", False),
         tell=_tell,
         tell_errors=_tell,
         as_source=getattr(arguments, "export_encoding", "plain") == "source",
     )
+
+
+def _dtype(arguments: argparse.Namespace) -> str | None:
+    return None if arguments.dtype is None else _CODES[arguments.dtype]
 
 
 def _tell(line: str) -> None:
@@ -46,7 +50,7 @@ def _tell(line: str) -> None:
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
-    dtype = None if arguments.dtype is None else _CODES[arguments.dtype]
+    dtype = _dtype(arguments)
     source, how = _resolve(arguments.source, "convert"), _how(arguments)
     read_ahead(source, READ_AHEAD)
     dequantized = convert(source, arguments.out, arguments.ep_size, dtype, how)
@@ -78,9 +82,26 @@ def merge_command(arguments: argparse.Namespace) -> int:
     from .adapters.merge import merge_adapter  # needs torch, which mistakes do without
 
     base, adapter, how = _resolve(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
+    if arguments.dtype is not None and how.as_source:
+        raise ExpertMeshError(
+            "--dtype: --export-encoding source quantizes as the source does; leave out one of the two"
+        )
     read_ahead(base, READ_AHEAD)
-    changed = merge_adapter(base, adapter, arguments.out, how)
+    changed = merge_adapter(base, adapter, arguments.out, how, _dtype(arguments))
     _tell(f"wrote a Hugging Face directory, {changed} parameters changed: {_written(arguments.out)}")
+    return 0
+
+
+def upcycle_command(arguments: argparse.Namespace) -> int:
+    from .upcycle import Recipe, upcycle  # needs torch, which mistakes do without
+
+    given = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
+    recipe, how = Recipe(**given), _how(arguments)
+    dense = _resolve(arguments.dense, "upcycle")
+    experts = [_resolve(path, "--expert") for path in arguments.expert]
+    read_ahead(dense, READ_AHEAD)
+    upcycle(dense, arguments.out, recipe, how, arguments.like, experts, arguments.router_prompts)
+    _tell(f"wrote a Hugging Face directory: {_written(arguments.out)}")
     return 0
 
 
@@ -130,8 +151,7 @@ def inspect_command(arguments: argparse.Namespace) -> int:
     if not arguments.check:
         return 0
     if is_training(path) and (marker := read_marker(path)).get("base") is not None:
-        for file, described in marker["files"].items():
-            check_file(path, file, described)
+        check_files(path, marker["files"])
         print("checksums   match; no model to compare the adapters with")
         return 0
     checkpoint, without_tensors = with_claims_checked(open_any(path, strict=False))
@@ -164,6 +184,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": convert_command,
     "export": export_command,
     "merge": merge_command,
+    "upcycle": upcycle_command,
     "verify": verify_command,
     "inspect": inspect_command,
 }

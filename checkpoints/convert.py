@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
-from tqdm import tqdm
 
 from ..moe.util.atomic_write import PARTIAL, sync, sync_tree, whole
 from ..moe.util.errors import ExpertMeshError
+from ..moe.util.progress import CountedProgress
+from ..moe.util.threads import on_one_thread
 from ..sharding.topology import divisors, either
 from .ep_shards.manifest import MANIFEST, carried_files, check_all_bytes, make_manifest, shard_files
 from .files.checksums import add_sums, file_checksum
@@ -33,11 +34,11 @@ from .files.directories import (
 )
 from .files.dtypes import as_bytes, cast
 from .files.encodings import Errors, error_lines
-from .files.file_layout import INDEX_NAME, SINGLE_NAME, FileRecord, OutputFile, hf_index, plan_hf_files
+from .files.file_layout import INDEX_NAME, FileRecord, OutputFile
 from .hf.checkpoint import Checkpoint
+from .hf.export_plan import ExportPlan, plan_export
 from .hf.reader import ParameterReader, check_tied_copies, kept_encodings
-from .hf.requantized import hf_outputs
-from .hf.side_files import copy_side_files, export_side_files, side_files
+from .hf.side_files import plan_side_files
 from .model_card import read_card, write_card
 from .opening import is_training, open_any, open_origin
 
@@ -99,17 +100,19 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         exported = [replace(t, dtype=dtypes[t.regions[0].parameter], parts=(), encoding=None) for t in made.exported]
         made = replace(checkpoint, exported=exported)
 
-    place = _prepare(checkpoint, out, MANIFEST, how.overwrite)
-    records = _write(files, place, checkpoint, how)
+    # beside codes the config goes on to say how they are read
+    origin = source.path if made.encodings else None
+    drops = checkpoint.drops_untrained
+    beside = plan_side_files(source, drop_parts=drops, drop_predictors=drops, quantized_as=origin)
+    _check_out(checkpoint, out)
+    place = _prepare(out, MANIFEST, how.overwrite)
+    records = _write(files, place, out, checkpoint, how)
     with write_errors(out):
-        # beside codes the config goes on to say how they are read
-        origin = source.path if made.encodings else None
-        drops = checkpoint.drops_untrained
-        copy_side_files(source, place, drop_parts=drops, drop_predictors=drops, quantized_as=origin)
+        beside.write(place)
         written = {record.name for record in records}
         # a process that was ended here may have left the manifest, or what was to become it
-        beside = {path for path in place.rglob("*") if path.is_file() and path.suffix != PARTIAL}
-        for file in sorted(beside - {*traces(place), place / MANIFEST}):
+        there = {path for path in place.rglob("*") if path.is_file() and path.suffix != PARTIAL}
+        for file in sorted(there - {*traces(place), place / MANIFEST}):
             name = file.relative_to(place).as_posix()
             if name not in written:
                 records.append(FileRecord(name, file.stat().st_size, file_checksum(file)))
@@ -147,19 +150,31 @@ def write_hf(checkpoint: Checkpoint, out: Path, how: HowToWrite, origin: Checkpo
         ExpertMeshError: `out` is not to be had, or tied tensors differ.
     """
     check_tied_copies(checkpoint)
+    _check_out(checkpoint, out)
+    with write_errors(out):
+        checkpoint, plan = plan_hf(checkpoint, how, origin)
+    _check_out(checkpoint, out)  # also for what an origin reads
+    place = _prepare(out, plan.last, how.overwrite)
+    records = _write(plan.files, place, out, checkpoint, how)
+    with write_errors(out):
+        for line in [*plan.write_beside(place), *write_card(how.card, place, out)]:
+            how.tell(line)
+        _finish(place, out, plan.last, plan.index)
+    for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
+        how.tell_errors(line)
+
+
+def plan_hf(checkpoint: Checkpoint, how: HowToWrite, origin: Checkpoint | None = None) -> tuple[Checkpoint, ExportPlan]:
+    """What `write_hf` writes, known from names alone: of which checkpoint, and what files.
+
+    Raises:
+        ExpertMeshError: it cannot be encoded as its origin is, or a file cannot be taken along, or not be read.
+        OSError: the tokenizer's files cannot be made.
+    """
     checkpoint = _to_be_written(checkpoint, how)
     if how.as_source:
         checkpoint = encoded_as_source(checkpoint, origin or checkpoint, how.tell)
-    files = plan_hf_files(hf_outputs(checkpoint), how.max_shard_size)
-    last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
-    place = _prepare(checkpoint, out, last, how.overwrite)
-    records = _write(files, place, checkpoint, how)
-    with write_errors(out):
-        for line in [*export_side_files(checkpoint, place, how.tokenizer), *write_card(how.card, place, out)]:
-            how.tell(line)
-        _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
-    for line in error_lines(Errors(**errors) for record in records for errors in record.errors):
-        how.tell_errors(line)
+    return checkpoint, plan_export(checkpoint, how.max_shard_size, how.tokenizer)
 
 
 def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable[[str], None]) -> Checkpoint:
@@ -187,14 +202,20 @@ def _to_be_written(checkpoint: Checkpoint, how: HowToWrite) -> Checkpoint:
     return checkpoint
 
 
-def _prepare(checkpoint: Checkpoint, out: Path, last: str, overwrite: bool) -> Path:
-    """Make the directory to write into: `out`, or, where that is to be replaced once the new one is complete, one
-    beside it. A complete `out`, which has the file `last`, is replaced only if told so; an unfinished one is
-    continued, and so is what is beside it."""
+def _check_out(checkpoint: Checkpoint, out: Path) -> None:
+    """
+    Raises:
+        ExpertMeshError: `out` has, or lies in, something that is read.
+    """
     read = [checkpoint.path, checkpoint.source.path, *(tensor.file.parent for tensor in checkpoint.carried)]
     read += [] if checkpoint.origin is None else [checkpoint.origin.source.path]
     check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
-    side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
+
+
+def _prepare(out: Path, last: str, overwrite: bool) -> Path:
+    """Make the directory to write into: `out`, or, where that is to be replaced once the new one is complete, one
+    beside it. A complete `out`, which has the file `last`, is replaced only if told so; an unfinished one is
+    continued, and so is what is beside it."""
     with write_errors(out):
         finish_replacement_of_missing(out)
     if out.exists() and not out.is_dir():
@@ -229,20 +250,28 @@ def _continued(place: Path) -> Path:
     return place
 
 
-def _write(files: Sequence[OutputFile], out: Path, checkpoint: Checkpoint, how: HowToWrite) -> list[FileRecord]:
+def _write(
+    files: Sequence[OutputFile], place: Path, out: Path, checkpoint: Checkpoint, how: HowToWrite
+) -> list[FileRecord]:
+    """
+    Args:
+        place: where `out` is written until it is complete.
+    """
+    progress = CountedProgress(f"writing {out}", sum(file.num_bytes for file in files), is_shown=how.show_progress)
     try:
         fingerprint = _fingerprint(files, checkpoint)
-        return write_files(files, out, checkpoint.reader, fingerprint, how.workers, how.show_progress)
+        with progress:
+            return write_files(files, place, checkpoint.reader, fingerprint, how.workers, progress.add)
     except OSError as error:
         raise ExpertMeshError(
-            f"{error.filename or out}: cannot be written: {error.strerror}; finished files are kept: "
+            f"{error.filename or place}: cannot be written: {error.strerror}; finished files are kept: "
             "the same command resumes from there"
         ) from error
 
 
 def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
     """A fingerprint of the source's files, by name, size and time, and of the plan."""
-    state = hashlib.sha256()
+    state = hashlib.sha256(checkpoint.made_by.encode())
     origin = [] if checkpoint.origin is None else checkpoint.origin.all_files
     for file in sorted({*checkpoint.all_files, *origin}):
         status = file.stat()
@@ -271,7 +300,7 @@ def write_files(
     make_reader: Callable[[], ParameterReader],
     fingerprint: str,
     workers: int,
-    show_progress: bool,
+    tell: Callable[[int], None],
 ) -> list[FileRecord]:
     """Write `files` into `out`, several at a time, skipping those that an earlier, interrupted call has finished, and
     deleting those that it has finished and this one does not write: it may have cut the tensors otherwise.
@@ -279,22 +308,18 @@ def write_files(
     Args:
         make_reader: called once per worker and file.
         fingerprint: of everything the content depends on. A file counts as finished only with the same fingerprint.
+        tell: is told how many bytes more are written.
     """
     planned = {file.name for file in files}
     for note in out.glob(f"*.safetensors{DONE}"):
         if (name := note.name.removesuffix(DONE)) not in planned and _noted(note) is not None:
             (out / name).unlink(missing_ok=True)
-    total = sum(file.num_bytes for file in files)
     lock = threading.Lock()
-    disable = None if show_progress else True
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=disable) as bar,
-        ThreadPoolExecutor(max_workers=workers) as pool,
-    ):
+    with on_one_thread(), ThreadPoolExecutor(max_workers=workers) as pool:
 
         def advance(num_bytes: int) -> None:
             with lock:
-                bar.update(num_bytes)
+                tell(num_bytes)
 
         jobs = [pool.submit(_write_or_skip, file, out, make_reader, fingerprint, advance) for file in files]
         try:

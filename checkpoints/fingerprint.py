@@ -35,7 +35,7 @@ def model_facts(path: Path) -> dict[str, str]:
     Raises:
         ExpertMeshError: config.json or a table of files cannot be read.
     """
-    facts = {f"{CONFIG}: {name}:": value for name, value in _flat(read_json(path / CONFIG)).items()}
+    facts = {f"{CONFIG}: {name}:": value for name, value in flat(read_json(path / CONFIG)).items()}
     # of EP shards the manifest has checksums, and is compared with them
     files = sorted(path.glob("*.safetensors")) + [path / MANIFEST] if is_shards(path) else weight_files(path)
     return facts | file_facts(files)
@@ -48,7 +48,7 @@ def adapter_facts(path: Path) -> dict[str, str]:
         ExpertMeshError: adapter_config.json cannot be read.
     """
     config, weights = path / "adapter_config.json", sorted(path.glob("adapter_model*.safetensors"))
-    said = _flat(read_json(config)) if config.exists() else {}
+    said = flat(read_json(config)) if config.exists() else {}
     facts = {f"{config.name}: {name}:": value for name, value in said.items() if name not in _OF_PEFT}
     return facts | file_facts(weights)
 
@@ -95,12 +95,12 @@ def _offsets(header: bytes, size: int) -> list[int]:
     return sorted(offsets)
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Entries of nested tables by dotted names, as JSON."""
-    flat: dict[str, str] = {}
+    found: dict[str, str] = {}
     for name, value in sorted(config.items()):
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+            found |= flat(value, f"{prefix}{name}.")
         elif name not in _SAYS_NOTHING:
-            flat[prefix + name] = json.dumps(value, sort_keys=True)
-    return flat
+            found[prefix + name] = json.dumps(value, sort_keys=True)
+    return found

@@ -1,6 +1,7 @@
 """Reads each rank's own rows of a checkpoint into its shards; no rank ever holds the full model."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from ..moe.linear.quantized import MX_BLOCK
 from ..moe.util.errors import ExpertMeshError
+from ..moe.util.progress import CountedProgress
 from ..sharding.mesh import Mesh
 from ..sharding.parallelize.choices import Strategy
 from ..sharding.parallelize.parallelize import materialize, parallelize
@@ -34,6 +36,7 @@ def shard_and_load(
     compute_dtype: torch.dtype = torch.float32,
     strategy: Strategy | None = None,
     read_weights: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> Checkpoint:
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
@@ -42,9 +45,28 @@ def shard_and_load(
         source: the directory it is read from.
         strategy: what is kept, freed and recomputed; by default nothing is.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
+        checkpoint: from `open_for`, of the model as it is now.
 
     Returns:
         The checkpoint it came from, which an export needs.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the checkpoint is damaged or does not fit (see `open_checkpoint`).
+    """
+    if checkpoint is None:
+        checkpoint = open_for(model, source)
+    if not adapters_of(model):
+        hold_exactly(model, checkpoint)
+    strategy = strategy or Strategy()
+    parallelize(model, mesh, compute_dtype, strategy)
+    materialize(model, device, strategy.offload, strategy.offload_experts)
+    if read_weights:
+        load_model(model, checkpoint, mesh.topology)
+    return checkpoint
+
+
+def open_for(model: nn.Module, source: ModelSource) -> Checkpoint:
+    """Read names, shapes and dtypes of a model's weights, before it is sharded. All ranks call it together.
 
     Raises:
         ExpertMeshError: on all ranks, when the checkpoint is damaged or does not fit (see `open_checkpoint`).
@@ -53,13 +75,6 @@ def shard_and_load(
         check_form(model, source)
         checkpoint = open_checkpoint(source, Names(model))
         check_mxfp4(model, checkpoint)
-    if not adapters_of(model):
-        hold_exactly(model, checkpoint)
-    strategy = strategy or Strategy()
-    parallelize(model, mesh, compute_dtype, strategy)
-    materialize(model, device, strategy.offload, strategy.offload_experts)
-    if read_weights:
-        load_model(model, checkpoint, mesh.topology)
     return checkpoint
 
 
@@ -129,8 +144,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> 
     if checkpoint.row_sums is not None:
         _check_row_sums(sums, checkpoint)
     with raise_together():
-        for tensor in checkpoint.carried[dist.get_rank() :: dist.get_world_size()]:
-            check_carried_bytes(tensor)
+        check_carried_bytes(checkpoint.carried[dist.get_rank() :: dist.get_world_size()])
 
 
 @torch.no_grad()
@@ -138,10 +152,18 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
     """The row sums of what this rank has read and owns."""
     reader = checkpoint.file_reader()
     sums: dict[str, int] = {}
-    for parameter, shard in shards.items():
-        for tensor, region in reader.places.get(parameter, ()):
-            if not (mine := overlap(region.rows, shard.rows)):
-                continue
+    pieces = [
+        (shard, *place, mine)
+        for parameter, shard in shards.items()
+        if parameter in reader.places
+        for place, mine in reader.places[parameter].sharing(shard.rows)
+    ]
+    sizes = [
+        tensor.num_bytes * len(mine) * shard.row_shape.numel() // max(prod(tensor.shape), 1)
+        for shard, tensor, _, mine in pieces
+    ]
+    with CountedProgress(f"loading {checkpoint.path}", sum(sizes), is_shown=dist.get_rank() == 0) as progress:
+        for (shard, tensor, region, mine), size in zip(pieces, sizes, strict=True):
             # sums are of whole granules: of the last one all rows are read
             rows = mine if checkpoint.row_sums is None else to_granule_end(mine, region.rows)
             if shard.storage is not None and shard.storage.kind == "mxfp4":
@@ -155,6 +177,7 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
                 sums[tensor.name] = add_sums(sums.get(tensor.name, 0), own)
             if not _all_finite(written):
                 raise ExpertMeshError(f"{tensor.file}: tensor {tensor.name} has values that are not finite")
+            progress.add(size)
     if checkpoint.row_sums is not None:
         sums |= _sums_of_transposed(checkpoint.tensors, reader)
     for copy in checkpoint.tied_copies:

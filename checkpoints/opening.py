@@ -22,6 +22,7 @@ def open_any(
     base: Path | None = None,
     drop_untrained: bool = False,
     vocab_size: int | None = None,
+    images: bool = False,
 ) -> Checkpoint:
     """Open what lies at `path`, a training checkpoint included, outside of any process group.
 
@@ -30,6 +31,7 @@ def open_any(
         base: the model's directory from which a training checkpoint's tensors that are not trained are to be taken.
         drop_untrained: whether the latter may be gone.
         vocab_size: of the model, where it is to have more tokens than there; not of a training checkpoint.
+        images: whether the parts that images pass are to be in the model; a training checkpoint knows that itself.
 
     Raises:
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
@@ -39,6 +41,8 @@ def open_any(
 
         return open_training(path, strict and not drop_untrained, base)
     source = replace(open_source(path), vocab_size=vocab_size)
+    if images:
+        source = source.seeing_images()
     return open_checkpoint(source, source.names, strict)
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from ..moe.util.progress import CountedProgress
 from ..sharding.topology import rows_of
-from .files.dtype_names import ALL_NAMES
+from .files.dtype_names import ALL_NAMES, DTYPE_BYTES
 from .files.dtypes import Array, as_double, cast, same_bits
+from .files.open_files import OpenFiles
 from .files.tensors import DiskTensor, Region, overlap
 from .hf.checkpoint import Checkpoint
 from .hf.reader import tied_copies_that_differ
@@ -48,8 +51,11 @@ def compare(a: Checkpoint, b: Checkpoint, rtol: float | None, ignore_config: boo
         differences += _config_differences(a, b)
     of_a, of_b = _Side(a, is_second=False), _Side(b, is_second=True)
     names = set(of_a.tensors)
-    for tensor in a.exported:
-        differences += _tensor_differences(tensor, tensor.regions, of_a, of_b, rtol)
+    sizes = [prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in a.exported]
+    with CountedProgress(f"comparing {a.path} with {b.path}", sum(sizes)) as progress:
+        for tensor, size in zip(a.exported, sizes, strict=True):
+            differences += _tensor_differences(tensor, tensor.regions, of_a, of_b, rtol)
+            progress.add(size)
     for tensor in b.exported:
         namesake = of_a.tensors.get(tensor.name)
         if namesake is None or namesake.shape == tensor.shape:
@@ -59,9 +65,10 @@ def compare(a: Checkpoint, b: Checkpoint, rtol: float | None, ignore_config: boo
     of_a.reader.close()
     of_b.reader.close()
     carried_a, carried_b = ({tensor.name: tensor for tensor in side.carried} for side in (a, b))
+    files = OpenFiles()
     for name in sorted(carried_a.keys() | carried_b.keys()):
         if name in carried_a and name in carried_b:
-            problem = whole_difference(carried_a[name], carried_b[name], rtol)
+            problem = whole_difference(carried_a[name], carried_b[name], rtol, files)
         else:
             here, there = (of_a, of_b) if name in carried_a else (of_b, of_a)
             problem = f"is trained only in {there.path}" if name in there.tensors else f"only in {here.path}"
@@ -177,16 +184,19 @@ def _row_shape(side: _Side, parameter: str) -> tuple[int, ...]:
     return (side.experts[parameter], *shape[1:]) if parameter in side.experts else shape
 
 
-def whole_difference(a: DiskTensor, b: DiskTensor, rtol: float | None, by_row: bool = False) -> str | None:
+def whole_difference(
+    a: DiskTensor, b: DiskTensor, rtol: float | None, files: OpenFiles, by_row: bool = False
+) -> str | None:
     """The first difference between two tensors, none of whose rows are looked for elsewhere; None if there is none.
 
     Args:
+        files: what they are read with; stays open.
         by_row: whether `rtol` is relative to a row's largest value, as it is of encoded ones.
     """
     if a.shape != b.shape:
         return f"shape {list(a.shape)} against {list(b.shape)}"
     by_row = by_row or a.encoding is not None or b.encoding is not None
-    for part_a, part_b in _in_step(carried_values(a), carried_values(b)):
+    for part_a, part_b in _in_step(carried_values(a, files), carried_values(b, files)):
         if by_row and a.shape:
             part_a, part_b = (part.reshape(-1, a.shape[-1]) for part in (part_a, part_b))
         problem = _difference(part_a, a.dtype, part_b, b.dtype, rtol, by_row)

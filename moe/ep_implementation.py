@@ -22,6 +22,7 @@ from .dispatch.permute import count_experts
 from .experts.layout import read_layout
 from .kernels.expert_kernels import choose_kernel
 from .kernels.expert_products import AddBias, Product
+from .kernels.expert_rows import ExpertRows
 from .kernels.kernel_registry import KernelNeeds
 from .util.errors import ExpertMeshError
 
@@ -83,24 +84,24 @@ class ExpertMeshEP(EPImplementation):
         weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         sent = self.dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, has_padding=False)
         (part,), (sent_RD,) = sent.parts, sent.rows
-        out_RD = self._compute(*part.arrive(sent_RD))
+        out_RD = self._compute(part.arrive(sent_RD), part.experts)
         return sent.combine([part.give_back(out_RD)])
 
-    def _compute(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+    def _compute(self, rows_RD: Tensor, mine: ExpertRows) -> Tensor:
         """Compute this rank's experts on their rows; runs without rows too, as other ranks wait for its collectives."""
         experts = self.experts
         # gate and up in one matmul, as they are in one tensor
-        first = self._linear(self.first, rows_RD, counts_e)
+        first = self._linear(self.first, rows_RD, mine)
         hidden_RF = experts._apply_gate(first) if self.shape.has_gate else experts.act_fn(first)
-        out_RD = self._linear("down_proj", hidden_RF, counts_e)
+        out_RD = self._linear("down_proj", hidden_RF, mine)
         return experts.post_expert_norm(out_RD) if getattr(experts, "has_post_expert_norm", False) else out_RD
 
-    def _linear(self, name: str, x_RI: Tensor, counts_e: Tensor) -> Tensor:
+    def _linear(self, name: str, x_RI: Tensor, mine: ExpertRows) -> Tensor:
         weight = getattr(self.experts, name)
         weight_eOI = weight.transpose(1, 2) if self.experts.is_transposed else weight
-        out_RO = self._product(x_RI)(x_RI, counts_e, weight_eOI)
+        out_RO = self._product(x_RI)(x_RI, mine, weight_eOI)
         if self.shape.has_bias:
-            out_RO = AddBias.apply(out_RO, counts_e, getattr(self.experts, f"{name}_bias"))
+            out_RO = AddBias.apply(out_RO, mine.counts_e, getattr(self.experts, f"{name}_bias"))
         return out_RO
 
     def _product(self, rows: Tensor) -> Product:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
     from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_process_group
     from torch.distributed.distributed_c10d import _set_pg_timeout as _set_pg_timeout
+    from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler as _terminate_process_handler
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -78,6 +79,7 @@ _MODULES = {
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "enable_symm_mem_for_group": "torch.distributed._symmetric_memory",
+    "_terminate_process_handler": "torch.distributed.elastic.multiprocessing.api",
     "_get_default_store": "torch.distributed.distributed_c10d",
     "_resolve_process_group": "torch.distributed.distributed_c10d",
     "_set_pg_timeout": "torch.distributed.distributed_c10d",
@@ -225,6 +227,20 @@ def sharing_empty_chunks() -> Iterator[None]:
 
 
 @contextmanager
+def before_torchrun_ends(first: Callable[[], object]) -> Iterator[None]:
+    """Within it torchrun calls `first` in the handler of a signal, before it has its ranks end."""
+    handle = __getattr__("_terminate_process_handler")
+
+    def handled(number: int, frame: Any) -> None:
+        first()
+        handle(number, frame)
+
+    module = import_module(_MODULES["_terminate_process_handler"])
+    with mock.patch.object(module, "_terminate_process_handler", handled):
+        yield
+
+
+@contextmanager
 def around_shapes_found_out(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Within it DTensor finds out the shapes of an operator's results, by trying it once, `around` that."""
     kind = __getattr__("ShardingPropagator")
@@ -236,3 +252,12 @@ def around_shapes_found_out(around: Callable[[], AbstractContextManager[Any]]) -
 
     with mock.patch.object(kind, "_propagate_tensor_meta_non_cached", found_out):
         yield
+
+
+class CalledDirectly:
+    """Of a dispatch mode, named before torch's class: each of its calls is not wrapped against compilers, of which
+    there is none within it; a call takes as long as what wraps it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

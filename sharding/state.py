@@ -221,6 +221,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory of this rank's part."""
+    # with gradients `to_local` calls operators
+    with torch.no_grad():
+        return local_tensor(tensor).untyped_storage()
+
+
 class ShardedParameter:
     """One parameter of a sharded model, or a buffer that checkpoints hold.
 

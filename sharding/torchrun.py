@@ -1,4 +1,4 @@
-"""What torchrun tells a process and is told by it, and what the nodes of a run are called."""
+"""What torchrun is told by a process, and what the nodes of a run are called."""
 
 import fcntl
 import json
@@ -11,6 +11,8 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+from ..moe.util.process_place import process_place
+
 MISTAKE = 2
 """Exit code after a mistake of the user's."""
 STOPPED = 75
@@ -21,19 +23,6 @@ _TEARDOWN = 10.0
 """Seconds for which that one then waits for their processes to end."""
 _ENDING = "ending.lock"
 """Beside a rank's error file: locked by a process that is about to end, until it has ended."""
-
-
-def read_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from torchrun's variables; a lone process when they are not set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, world_size, local_rank = (int(os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")) for name in names)
-    return rank, world_size, local_rank
-
-
-def spans_nodes() -> bool:
-    """Whether the run has ranks on more than one node."""
-    _, world_size, _ = read_environment()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
 
 
 def started_by_torchrun() -> bool:
@@ -49,7 +38,7 @@ def tell_mistake(message: str) -> int:
     own; it fails once their processes are gone, or torchrun would end those that are not, and list them. The reason
     that torchrun repeats, in its last line but one, is the message.
     """
-    _, _, local_rank = read_environment()
+    local_rank = process_place().local_rank
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if local_rank == 0:
         print(message, file=sys.stderr, flush=True)
@@ -71,7 +60,7 @@ def tell_mistake(message: str) -> int:
     with suppress(OSError):
         error_file.write_text(json.dumps({"message": report}), encoding="utf-8")
     deadline = time.monotonic() + _TEARDOWN
-    others = range(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    others = range(1, process_place().ranks_here)
     with suppress(OSError):
         while not all(_is_gone(of_ranks / str(rank) / _ENDING) for rank in others) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -98,8 +87,8 @@ def _is_gone(path: Path) -> bool:
 
 
 def node_name() -> str:
-    """This rank's node, such as "node 1 (host-b)"; the host alone where torchrun does not number the nodes."""
-    number = os.environ.get("GROUP_RANK")
+    """This rank's node, such as "node 1 (host-b)"; the host alone where nothing numbers the nodes."""
+    number = process_place().node
     return socket.gethostname() if number is None else f"node {number} ({socket.gethostname()})"
 
 

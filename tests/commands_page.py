@@ -45,6 +45,7 @@ COMMANDS = {
     "convert": ("checkpoints.__main__", CONVERT),
     "export": ("checkpoints.__main__", CONVERT),
     "merge": ("checkpoints.__main__", CONVERT),
+    "upcycle": ("checkpoints.__main__", "[Upcycle](../how-to/upcycle.md)."),
     "verify": ("checkpoints.__main__", CONVERT),
     "inspect": ("checkpoints.__main__", CONVERT),
     "families": ("training.cluster.families_command", "[Models](models.md) has all of them."),

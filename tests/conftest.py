@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from tests.gpus import SetCapability
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
+BEGUN = time.monotonic()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_tiers(items)
@@ -51,32 +54,60 @@ def starts_processes(item: pytest.Item) -> bool:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin no more tests once the time is over that CI has, which would be stopped without a result."""
+    if time.time() > float(os.environ.get("TESTS_END_AT", "inf")):
+        pytest.skip("no time was left for it (TESTS_END_AT, in seconds since 1970)")
+
+
 def pytest_collection_finish() -> None:
     # torch, transformers and the tests themselves stay; a collection that walks through them takes half a second
     gc.collect()
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()  # packages complain of objects that outlive the process
+    if "PYTEST_XDIST_WORKER" not in os.environ and not config.option.collectonly:
+        print(f"\n{seconds_used(time.monotonic() - BEGUN, os.times())}")
+
+
+def seconds_used(wall: float, times: os.times_result) -> str:
+    """Of this process and of all that it, and what it started, waited for: workers, ranks, forks."""
+    cpu = sum(times[:4])
+    return f"{wall:.0f} s, and {cpu:.0f} CPU seconds, those of ranks and forks too; {os.cpu_count()} cores"
+
+
+@pytest.fixture(scope="session")
+def in_common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all processes of one run of the tests, which pytest-xdist starts, have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, in_common: Path) -> None:
     """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests.
 
     What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
     """
     directory = tmp_path_factory.mktemp("datasets-cache")
     os.environ["HF_DATASETS_CACHE"] = str(directory)
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # what runs say is compared
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"  # what runs say is compared
     if "datasets" in sys.modules:
         # it read the variables when it was imported
         sys.modules["datasets"].config.HF_DATASETS_CACHE = directory
         sys.modules["datasets"].disable_progress_bars()
-    base = tmp_path_factory.getbasetemp()
-    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
-    os.environ["XDG_CACHE_HOME"] = str(cache)
+    os.environ["XDG_CACHE_HOME"] = str(in_common / "cache")
+
+
+@pytest.fixture
+def leaving_group() -> Iterator[None]:
+    """For tests that load an engine in their own process, which stays in a process group of its own."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -74,10 +74,13 @@ def image_config(family: str, **changes: Any) -> Any:
 def image_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """transformers' class that takes images, with random values."""
     config = image_config(family, **changes)
+    return random_model(config, seed, image_class(config))
+
+
+def image_class(config: Any) -> Any:
+    """What makes transformers' class that takes images of a config."""
     autos = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    model: Any = random_model(config, seed, next(auto for auto in autos if type(config) in auto._model_mapping))
-    # as a processor's tokens are, which are many more than the tiny vocabulary has
-    return model
+    return next(auto for auto in autos if type(config) in auto._model_mapping)
 
 
 @dataclass(frozen=True)

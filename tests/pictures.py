@@ -108,10 +108,10 @@ def drawn(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def content_of(image: Image.Image) -> bytes:
-    """As a PNG file."""
+def content_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    """As a file."""
     file = io.BytesIO()
-    image.save(file, "PNG")
+    image.save(file, kind)
     return file.getvalue()
 
 

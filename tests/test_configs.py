@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -402,13 +402,20 @@ def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
 
 
 FAKE_SRUN = """#!/usr/bin/env bash
-# Stands in for Slurm's: two tasks; as with --kill-on-bad-exit, the first that fails ends the other.
+# Stands in for Slurm's: two tasks; as with --kill-on-bad-exit, the first that fails ends the other, and the highest
+# code is srun's own.
 shift
-export SLURM_NTASKS=2
-SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
-SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & second=$!
-wait -n || { code=$?; kill $first $second 2>/dev/null; wait; exit $code; }
-wait -n
+export SLURM_NTASKS=2 SLURM_NODEID=0
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & tasks=$!
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & tasks="$tasks $!"
+worst=0
+for _ in 1 2; do
+    wait -n
+    code=$?
+    if [ $code -gt $worst ]; then worst=$code; fi
+    if [ $code -ne 0 ]; then kill $tasks 2>/dev/null; fi
+done
+exit $worst
 """
 FAKE_SCONTROL = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS"
@@ -416,34 +423,82 @@ if [ "$1" = show ]; then echo localhost; fi
 """
 
 
-@pytest.mark.release
-def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
-    """With stand-ins for srun and scontrol: it trains, and a run that ends with 75 is put into the queue again."""
+@pytest.fixture
+def slurm(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], str]]:
+    """Runs slurm.sbatch of a checkout with flags, with stand-ins for srun and scontrol; and what scontrol was told."""
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(tmp_path / "calls")}
+    job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(tmp_path / "calls")}
 
-    def run(root: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        settings = environment(**slurm, **more, SLURM_SUBMIT_DIR=str(root))
+    def run(root: Path, flags: list[str], **more: str) -> tuple[subprocess.CompletedProcess[str], str]:
+        settings = environment(**job, **more, SLURM_SUBMIT_DIR=str(root), PYTHONPATH=str(ROOT / ".package"))
         settings["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{settings['PATH']}"
+        if not flags[0].endswith(".yaml"):
+            flags = [str(ROOT / "configs" / "tiny.yaml"), *flags]
         command = ["bash", str(ROOT / "configs/launch/slurm.sbatch"), *flags, "--output-dir", str(tmp_path / "out")]
-        return subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
+        return done, (tmp_path / "calls").read_text()
 
-    done = run(ROOT)
+    return run
+
+
+@pytest.mark.release
+def test_slurm_script(flags: list[str], slurm: Callable[..., Any], tmp_path: Path) -> None:
+    """With stand-ins for srun and scontrol, it trains."""
+    done, calls = slurm(ROOT, flags)
     assert done.returncode == 0, done.stderr
     assert " 2/2 " in done.stdout
-    assert (tmp_path / "calls").read_text() == "show hostnames n[1-2]\n"
+    assert calls == "show hostnames n[1-2]\n"
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if "loss" in line] == [1, 2]
 
-    # the second rank is done a second after the first
-    stub = "import os, time; time.sleep(int(os.environ['RANK'])); open(os.environ['RANK'], 'w'); raise SystemExit(75)"
-    (tmp_path / "train_ep.py").write_text(stub)
-    assert run(tmp_path).returncode == 75
-    assert (tmp_path / "1").exists(), "every rank comes to its end"
-    assert (tmp_path / "calls").read_text().endswith(f"requeue {slurm['SLURM_JOB_ID']}\n")
+
+STUB = """
+import os, sys, time
+from pathlib import Path
+
+out, how, rank = Path(sys.argv[sys.argv.index("--output-dir") + 1]), os.environ["HOW"], os.environ["RANK"]
+if how == "fails":  # the other is taken down
+    if rank == "1":
+        raise SystemExit(2)
+    time.sleep(3)
+time.sleep(int(rank))  # the second rank is done a second after the first
+if how == "saves":
+    step = out / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True, exist_ok=True)
+    (step / "checkpoint.json").write_text("")
+Path(f"done-{rank}").touch()
+raise SystemExit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "more", "code", "is_requeued", "said"),
+    [
+        ("saves", {}, 75, True, ""),
+        ("saves", {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}, 75, False, "requeued 3 times (MAX_REQUEUES)"),
+        ("saves nothing", {}, 75, False, "stopped with no checkpoint saved in this job, so it is not requeued"),
+        ("fails", {}, 2, False, ""),
+        ("a mistake", {}, 2, False, "train_ep.py: error: --weight-column w: --task dpo"),
+    ],
+)
+def test_how_a_slurm_job_ends(
+    slurm: Callable[..., Any], how: str, more: dict[str, str], code: int, is_requeued: bool, said: str, tmp_path: Path
+) -> None:
+    """It is requeued where that resumes something, and no more often than asked; else it ends with the first code."""
+    (tmp_path / "train_ep.py").write_text(STUB)
+    earlier = tmp_path / "out" / "checkpoints" / "step-00000001"
+    earlier.mkdir(parents=True)
+    (earlier / "checkpoint.json").touch()
+    mistake = ["--task", "dpo", "--weight-column", "w"] if how == "a mistake" else []
+    done, calls = slurm(tmp_path, ["--model", "m", "--dataset", "d", *mistake], HOW=how, **more)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert ("requeue " in calls) == is_requeued
+    if how.startswith("saves"):
+        assert (tmp_path / "done-1").exists(), "every rank comes to its end"
 
 
 TRAIN_JOB = {
@@ -512,3 +567,9 @@ def write_forecasts() -> None:
 
 if __name__ == "__main__":
     write_forecasts()
+
+
+def test_pages_count_the_models_with_recipes() -> None:
+    words = ("nine", "ten", "eleven", "twelve", "thirteen")
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "choose-a-method.md").read_text()
+    assert f"such settings for {words[len(FULL) - 9]} models" in " ".join(page.split())

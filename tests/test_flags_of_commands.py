@@ -21,6 +21,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.flags import FlagParser
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from tests.checkpoints.test_upcycle import dense_model
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 
@@ -42,6 +43,7 @@ LINES = {
     "export": "checkpoints export SHARDS OUT",
     "export a checkpoint": "checkpoints export TRAINED OUT",
     "merge": "checkpoints merge MODEL ADAPTER OUT",
+    "upcycle": "checkpoints upcycle DENSE OUT --experts 4 --top-k 2",
     "verify": "checkpoints verify MODEL SHARDS",
     "verify adapters": "checkpoints verify ADAPTER ADAPTER",
     "inspect": "checkpoints inspect MODEL",
@@ -112,10 +114,11 @@ def places(
         ((code, errors),) = ranks.run(run_main, 1, [*argv, "--output-dir", str(path / name)], join_group=False)
         assert code == 0, errors
     assert run(["checkpoints", "convert", str(tiny_model), str(path / "SHARDS"), "--ep-size", "2"])[0] == 0
+    dense_model("llama").save_pretrained(path / "DENSE")
     trained, of_adapters = (str(path / name / "checkpoints" / "step-00000001") for name in ("RUN", "LORA"))
     return {
         "MODEL": str(tiny_model), "SHARDS": str(path / "SHARDS"), "RUN": str(path / "RUN"), "TRAINED": trained,
-        "ADAPTER": str(path / "LORA" / "adapter"), "ADAPTERS": of_adapters,
+        "ADAPTER": str(path / "LORA" / "adapter"), "ADAPTERS": of_adapters, "DENSE": str(path / "DENSE"),
     }  # fmt: skip
 
 
@@ -181,7 +184,7 @@ def test_numbers_are_heeded_or_refused(name: str, places: dict[str, str], tmp_pa
             outcomes[value] = untimed(said)
             is_refused = code == 2 and said.count("\n") == 1 and any(word in said for word in action.option_strings)
             is_told = f"{flag} has no effect" in said
-            is_default = value in ("default", str(action.default))
+            is_default = value == "default" or action.default == float(value)
             # in place of zero no default is taken
             is_other = value == str(10**9) or (value == "0" and outcomes[value] != outcomes["default"])
             if not (is_refused or is_told or is_default or (is_other and code in (0, 1))):
@@ -243,8 +246,13 @@ def test_flags_of_benchmarks_are_read(file: Path) -> None:
     flags, words, imported = set(), set(), []
     for node in nodes(file):
         match node:
-            case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
-                flags.add(flag.lstrip("-").replace("-", "_"))
+            case ast.Call(
+                func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_], keywords=said
+            ):
+                named = [
+                    each.value.value for each in said if each.arg == "dest" and isinstance(each.value, ast.Constant)
+                ]
+                flags.add(str(named[0]) if named else flag.lstrip("-").replace("-", "_"))
             case ast.ImportFrom(module=str(module)) if module.startswith("benchmarks."):
                 imported += nodes(ROOT / f"{module.replace('.', '/')}.py")
     for node in [*nodes(file), *imported]:

@@ -227,7 +227,7 @@ def test_figures_of_a_step(engine: Any) -> None:
     [
         ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
-        ({"task": "kto"}, "task=.kto.: only train_ep.py trains on preferences"),
+        ({"task": "kto"}, "task=.kto.: only train_ep.py trains on it"),
         ({"teacher": "T"}, "teacher=.T.: only train_ep.py learns from a teacher"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),
@@ -342,6 +342,31 @@ def test_a_step_in_three_pieces_follows_the_schedule(engine: Any) -> None:
     assert engine.step_number == 4
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == 4
+
+
+def test_a_schedule_goes_on_where_a_checkpoint_stands(tiny_model: Path, tmp_path: Path) -> None:
+    """Also where it is asked for after the resume; one that is asked for after further steps begins then."""
+    warming = {"learning_rate": 1e-3, "warmup_steps": 3, "seed": 1}
+
+    def rates(engine: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            found.append(engine.scheduler.get_last_lr()[0])
+            engine.step(batch_of_text())
+        return found
+
+    first = load(tiny_model, **warming, max_steps=8)
+    rates(first, 4)
+    saved = first.save(tmp_path)
+    wanted = rates(first, 4)
+    assert wanted[0] == pytest.approx(8e-4)
+    for resumed in (load(tiny_model, **warming, resume=str(saved)), load(tiny_model, **warming)):
+        if resumed.step_number == 0:
+            resumed.resume(saved)
+        resumed.schedule(8)
+        assert rates(resumed, 4) == wanted
+    resumed.schedule(8)
+    assert rates(resumed, 1) == [0.0]
 
 
 def test_a_step_beyond_the_schedule_is_warned_of_once(engine: Any, recwarn: pytest.WarningsRecorder) -> None:

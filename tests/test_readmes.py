@@ -32,7 +32,15 @@ CODE_WIDTH = 85
 FOREIGN_FLAGS = {
     *("--numprocesses", "--extra-index-url", "--index-url", "--no-index", "--find-links", "--constraint"),
     *("--gpus", "--rm", "--shm-size", "--local-dir", "--target", "--outfile", "--outtype", "--override-kv", "--base"),
-    *("--port", "--enable-lora", "--lora-modules", "--lora-paths", "--max-lora-rank", "--model-path"),
+    *(
+        "--port",
+        "--enable-lora",
+        "--lora-modules",
+        "--lora-paths",
+        "--lora-target-modules",
+        "--max-lora-rank",
+        "--model-path",
+    ),
     *("--model", "--model_args", "--tasks", "--include_path", "--build"),
 }
 """Of tools that are not ours, but for torchrun's: pytest-xdist, pip, docker, hf, cmake, llama.cpp, vLLM, SGLang,

@@ -64,14 +64,14 @@ def save_multimodal(path: Path, max_shard_size: str = "100KB") -> dict[str, Tens
     return {name: t for name, t in read(path).items() if name.startswith((VISION, PREDICTOR))}
 
 
-def save_deepseek(path: Path) -> dict[str, Tensor]:
+def save_deepseek(path: Path, **changes: Any) -> dict[str, Tensor]:
     """Save a DeepSeek-V3 whose layer beyond the last is for multi-token prediction.
 
     Returns:
         The tensors that are not trained.
     """
     torch.manual_seed(0)
-    config: Any = tiny_config("deepseek_v3")
+    config: Any = tiny_config("deepseek_v3", **changes)
     model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(path)
     tensors, last = load_file(path / "model.safetensors"), config.num_hidden_layers

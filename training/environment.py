@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from ..checkpoints.files.directories import write_errors
 from ..moe.util.atomic_write import whole
+from ..moe.util.telling import telling
 from ..moe.util.versions import installed_version
 from ..sharding.runtime.process import Ranks
 
@@ -25,22 +28,28 @@ def environment(ranks: Ranks, global_batch_size: int, flash_attention_3: str | N
 
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
     """
-    facts: dict[str, str | int | None] = {
-        **{name: installed_version(name) or None for name in PACKAGES},
-        "torch": torch.__version__,  # also says which CUDA it is for
-        "commit": commit_of(CHECKOUT),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else None,
-        "ranks": ranks.world_size,
-        "global_batch_size": global_batch_size,
-        "devices": _devices(ranks),
-        "cpu": cpu_model(),
-        "flash_attention_3": flash_attention_3,
-        "cpu_cores": os.cpu_count(),
-        "os": _operating_system(),
+    devices = _devices(ranks)
+    asked: dict[str, Callable[[], str | int | None]] = {
+        **{name: partial(installed_version, name) for name in PACKAGES},
+        "torch": lambda: torch.__version__,  # also says which CUDA it is for
+        "commit": lambda: commit_of(CHECKOUT),
+        "python": platform.python_version,
+        "cuda": lambda: torch.version.cuda,
+        "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else None,
+        "ranks": lambda: ranks.world_size,
+        "global_batch_size": lambda: global_batch_size,
+        "devices": lambda: devices,
+        "cpu": cpu_model,
+        "flash_attention_3": lambda: flash_attention_3,
+        "cpu_cores": os.cpu_count,
+        "os": _operating_system,
     }
-    return {name: value for name, value in facts.items() if value is not None}
+    facts: dict[str, str | int] = {}
+    for name, ask in asked.items():
+        with telling():
+            if (found := ask()) not in (None, ""):
+                facts[name] = found
+    return facts
 
 
 def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..moe.util.entry_checks import check_fields
+from ..moe.util.telling import telling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -554,8 +555,10 @@ def told_of(line: Record, verbose: bool = False) -> list[str]:
     Args:
         verbose: whether it also says what few need.
     """
-    return [
-        metric.console(line)
-        for metric in metrics_of(line)
-        if metric.console and line.get(metric.name) is not None and (verbose or not metric.verbose)
-    ]
+    told = []
+    for metric in metrics_of(line):
+        if metric.console and line.get(metric.name) is not None and (verbose or not metric.verbose):
+            with telling() as failed:
+                told.append(metric.console(line))
+            told += [f"{metric.name}: {words}" for words in failed]
+    return told

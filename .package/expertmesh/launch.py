@@ -6,13 +6,14 @@ nothing to what that rank has told in one line.
 
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from subprocess import Popen
 from typing import NoReturn
 
 from expertmesh.moe.util.command import INTERRUPTED, run_command
-from expertmesh.sharding.runtime.preemption import StopRequest, end_before_start
+from expertmesh.sharding.runtime.preemption import SIGNALS, StopRequest, end_before_start
 from expertmesh.sharding.torchrun import MISTAKE, STOPPED
 
 TOLD = (MISTAKE, STOPPED, INTERRUPTED)
@@ -32,6 +33,8 @@ def _main(argv: Sequence[str] | None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from expertmesh.moe.torch_private import before_torchrun_ends
+
     # torch logs "failed (exitcode: 2) local_rank: 0 (pid: 1) of binary: ..." before it raises
     logged = tuple(f"failed (exitcode: {code})" for code in TOLD)
     logging.getLogger(SignalException.__module__).addFilter(lambda line: not line.getMessage().startswith(logged))
@@ -39,7 +42,8 @@ def _main(argv: Sequence[str] | None) -> int:
         arguments = run.parse_args(argv)
         if arguments.signals_to_handle == run.get_args_parser().get_default("signals_to_handle"):
             arguments.signals_to_handle += ",SIGUSR1"  # which else would end torchrun alone
-        run.run(arguments)
+        with before_torchrun_ends(_pass_over_repeated_signals):
+            run.run(arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in TOLD:
@@ -53,6 +57,13 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"launch: error: {error}", file=sys.stderr)
         return MISTAKE
     return 0
+
+
+def _pass_over_repeated_signals() -> None:
+    """What clusters repeat would cut torchrun's wait for ranks that save, and a third signal end it, and them. Ctrl-C
+    still does."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 def script() -> NoReturn:

@@ -9,21 +9,26 @@ rope_scaling.json                              where the base was trained with R
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.lora import A, B, Lora
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.util.errors import ExpertMeshError
+from ..files.dtypes import as_tensor
+from ..files.open_files import OpenFiles
+from ..files.tensors import overlap
 from ..hf.class_names import ClassNames
 from ..hf.headers import read_header
 from ..hf.json_files import read_json
@@ -82,12 +87,12 @@ class _Beside:
         ranks: that A and B may have, by the shapes in the file's header: two where their values alone tell whether gate
             and up share an A.
         scale: what B · A is multiplied by.
-        read: gives A and B, an expert's along dim 0 where the parameter is experts'.
+        found: the pairs in the file, one for each expert where the parameter is experts'. Empty where they are packed.
     """
 
     ranks: set[int]
     scale: float
-    read: Callable[[], LoraPair]
+    found: tuple[_Found, ...] = ()
 
 
 class Adapter:
@@ -101,7 +106,8 @@ class Adapter:
         beside: by the model's parameters that it changes; of tied ones, by the name that the adapter is beside.
         whole: by parameters and buffers that it has in their place: the tensor. ties: whether these stay tied.
         token_rows: by parameters of which it has some rows: the tensor, and the place in it of each token.
-        pair: (parameter) -> A and B beside it, None if it has none; the last few are kept.
+        pair: (parameter) -> A and B beside it, an expert's along dim 0 where it is experts'; None if it has none. The
+            last few are kept.
 
     Raises:
         ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
@@ -120,11 +126,20 @@ class Adapter:
         self.ties = bool(self.config.get("ensure_weight_tying"))
         # of layers whose pairs are packed, by transformers' tensor
         self.packed: dict[str, dict[str, _Found]] = {}
-        # an export goes expert by expert, and asks for a layer's matrices in alternation
-        beside = self.beside
-        self.pair = lru_cache(_PAIRS_KEPT)(lambda name: beside[name].read() if name in beside else None)
-        self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
+        self._start_reading()
         self._find()
+
+    def _start_reading(self) -> None:
+        self.files = OpenFiles()
+        # an export goes expert by expert, and asks for a layer's matrices in alternation
+        self.pair = lru_cache(_PAIRS_KEPT)(self._pair)
+        self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
+
+    def reader(self) -> "Adapter":
+        """The same, for another thread: what is read through it is read and kept by itself."""
+        another = copy(self)
+        another._start_reading()
+        return another
 
     def theirs(self, parameter: str) -> str:
         """What transformers calls the module or tensor that holds a parameter."""
@@ -192,21 +207,18 @@ class Adapter:
             self.packed[path], ranks = packed, {tensor: found.rank for tensor, found in packed.items()}
             for part in layout.parameters:
                 if part.row and (found := packed.get(part.place.tensor)) is not None:
-                    read = partial(lambda path, name: self._layer_pairs(path)[name], path, part.name)
                     possible = possible_ranks(ranks, layout, part.name)
-                    self.beside[f"{path}.mlp.{part.name}"] = _Beside(possible, found.scale, read)
+                    self.beside[f"{path}.mlp.{part.name}"] = _Beside(possible, found.scale)
         for parameter, numbers in self._find_linear(pairs).items():
-            all_found = [found for _, found in sorted(numbers.items())]
-            is_experts = parameter in self.names.experts
-            if is_experts and len(numbers) != self.names.shape.num_experts:
+            all_found = tuple(found for _, found in sorted(numbers.items()))
+            if parameter in self.names.experts and len(numbers) != self.names.shape.num_experts:
                 missing = min(set(range(self.names.shape.num_experts)) - set(numbers))
                 raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
             if len({(found.rank, found.scale) for found in all_found}) > 1:
                 raise ExpertMeshError(
                     f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales: not supported"
                 )
-            read = partial(self._read_all, all_found) if is_experts else partial(self._read, all_found[0])
-            self.beside[parameter] = _Beside({all_found[0].rank}, all_found[0].scale, read)
+            self.beside[parameter] = _Beside({all_found[0].rank}, all_found[0].scale, all_found)
         self._check_targets()
         self._check_whole()
 
@@ -407,11 +419,11 @@ class Adapter:
         Raises:
             ExpertMeshError: a value is not finite.
         """
-        return self._values(self.token_rows[parameter][0], None)
+        return self._values(self.token_rows[parameter][0])
 
-    def _values(self, tensor: str, rows: range | None) -> Tensor:
-        with safe_open(self.path / WEIGHTS, framework="pt") as file:
-            value: Tensor = file.get_tensor(tensor) if rows is None else file.get_slice(tensor)[rows.start : rows.stop]
+    def _values(self, tensor: str, rows: range | None = None) -> Tensor:
+        stored = self.infos[tensor]
+        value = as_tensor(self.files.array(stored, rows), stored.dtype)
         if not value.isfinite().all():
             raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {tensor} has values that are not finite")
         return value
@@ -446,27 +458,65 @@ class Adapter:
         name = self.whole[parameter]
         return self._values(name, rows if self.infos[name].shape else None)
 
+    def _pair(self, parameter: str) -> LoraPair | None:
+        if (beside := self.beside.get(parameter)) is None:
+            return None
+        if not beside.found:
+            path, _, own = parameter.rpartition(".mlp.")
+            return self._layer_pairs(path)[own]
+        a, b = (
+            [self._values(name).float() for name in names]
+            for names in zip(*((each.a, each.b) for each in beside.found), strict=True)
+        )
+        return LoraPair(torch.stack(a), torch.stack(b)) if parameter in self.names.experts else LoraPair(a[0], b[0])
+
+    def rank(self, parameter: str) -> int:
+        """The rank of the pair beside a parameter, for which one that is packed may have to be read."""
+        ranks = self.beside[parameter].ranks
+        if len(ranks) == 1:
+            return next(iter(ranks))
+        pair = self.pair(parameter)
+        assert pair is not None
+        return pair.a.shape[-2]
+
+    def rows(self, parameter: str, which: str, rows: range, rank: int) -> Tensor:
+        """Rows of A or B beside a parameter, in fp32, and of the file no more than they take: experts' lie one behind
+        another, padded with zeros to a rank. Of packed ones a layer is read, as each of its tensors is all experts'.
+
+        Args:
+            which: `A` or `B`.
+            rank: that is at least the pair's.
+
+        Raises:
+            ExpertMeshError: a value is not finite.
+        """
+        lacking = rank - self.rank(parameter)
+        if not (found := self.beside[parameter].found):
+            pair = self.pair(parameter)
+            assert pair is not None
+            all_rows = pad(pair.a, (0, 0, 0, lacking)) if which == A else pad(pair.b, (0, lacking))
+            return all_rows.flatten(0, 1)[rows.start : rows.stop]
+        stored = [self.infos[each.a if which == A else each.b] for each in found]
+        height, width = stored[0].shape
+        height, width = (height + lacking, width) if which == A else (height, width + lacking)
+        values = torch.zeros(len(rows), width)
+        for number in range(rows.start // height, ceil(rows.stop / height)):
+            first, own = number * height, stored[number]
+            held = overlap(rows, range(first, first + own.shape[0]))
+            part = self._values(own.name, range(held.start - first, held.stop - first))
+            values[held.start - rows.start : held.stop - rows.start, : own.shape[1]] = part
+        return values
+
     def _unpacked(self, path: str) -> dict[str, LoraPair]:
         """The pairs of a layer whose pairs are packed, by the layout's names."""
-        packed = {tensor: self._read(found) for tensor, found in self.packed[path].items()}
+        packed = {
+            tensor: LoraPair(self._values(found.a).float(), self._values(found.b).float())
+            for tensor, found in self.packed[path].items()
+        }
         try:
             return unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
         except ValueError as error:
             raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
-
-    def _read_all(self, found: Sequence[_Found]) -> LoraPair:
-        """The pairs of all experts, in their order."""
-        return LoraPair(*(torch.stack(values) for values in zip(*map(self._read, found), strict=True)))
-
-    def _read(self, found: _Found) -> LoraPair:
-        values = []
-        with safe_open(self.path / WEIGHTS, framework="pt") as file:
-            for name in (found.a, found.b):
-                value = file.get_tensor(name).float()
-                if not value.isfinite().all():
-                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
-                values.append(value)
-        return LoraPair(*values)
 
 
 def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int | None:
@@ -480,6 +530,14 @@ def rows_of_embedding(path: Path, names: Names, class_names: ClassNames) -> int 
     said = read_json(path / CONFIG).get("trainable_token_indices") or []
     tokens = [token for each in (said.values() if isinstance(said, dict) else [said]) for token in each]
     return max(tokens, default=-1) + 1 or None
+
+
+def adapted_modules(path: Path) -> set[str]:
+    """The modules of which an adapter's file has something, by the names of the class that its config names."""
+    names = (name.removeprefix(PREFIX) for name in read_header(path / WEIGHTS))
+    ends = (f".{A}.weight", f".{B}.weight", DELTA)
+    found = (next((name.removesuffix(end) for end in ends if name.endswith(end)), name) for name in names)
+    return {each for name in found for each in (adapted_module(name), name.rpartition(".")[0])}
 
 
 def adapted_module(base: str) -> str:

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.lora import TOKENS, A, B, Lora
-from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
 from ...sharding.state import adapters_of, new_tokens_of, sharded_parameters, token_rows_of, whole_beside_adapters
@@ -22,8 +23,9 @@ from ..files.file_layout import OutputFile, OutputTensor, Strip, at_once, plain_
 from ..files.tensors import DiskTensor, Region, StoredTensor
 from ..hf.checkpoint import Checkpoint
 from ..hf.class_names import class_names
-from ..hf.export import replacing, write_sharded
-from ..hf.side_files import write_beside_adapter, write_generation_config
+from ..hf.export import WRITER, replacing, write_sharded
+from ..hf.side_files import SideFiles, plan_beside_adapter
+from ..hf.tokenizer_files import Files
 from ..model_card import write_card
 from .adapter import CONFIG, DELTA, ROPE, WEIGHTS
 from .peft_format import (
@@ -58,7 +60,7 @@ def export_adapter(
         base_model: what PEFT is to load it onto: a name on the hub or a path.
         form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
             PEFT reads such adapters.
-        tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
+        tokenizer: whose files lie beside them, with its chat template; None: the base's own.
         card: as of `export_model`.
 
     Returns:
@@ -67,59 +69,114 @@ def export_adapter(
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
     """
-    with raise_together():
-        plan = _Plan(model, checkpoint, form)
-    linear = {path: isinstance(model.get_submodule(path), nn.Linear) for path in plan.modules}
-    there = plan.class_names.there
+    planned = model, checkpoint, lora, base_model, form, tokenizer
+    with raise_together(), write_errors(out):
+        plan = plan_adapter(*planned, is_writer=dist.get_rank() == WRITER)
+    shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
+    with replacing(out) as directory, raise_together(), write_errors(out):
+        write_sharded([plan.weights], shards, directory, out)
+        if directory is None:
+            return []
+        plan.beside.write(directory)
+        return [*write_card(card, directory, out), *plan.beside.lines]
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What an adapter's export is going to write. weights: the file of its tensors. beside: what lies beside it, with
+    what servers must be told; nothing where another rank writes it."""
+
+    weights: OutputFile
+    beside: SideFiles
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files, but for the header."""
+        return self.weights.num_bytes + self.beside.num_bytes
+
+    def write_names(self, directory: Path) -> None:
+        """Write the directory without values: where these will be, its files take no room on the disk.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self.beside.write(directory)
+        with (directory / WEIGHTS).open("wb") as file:
+            file.write(self.weights.header)
+            file.truncate(file.tell() + self.weights.num_bytes)
+
+
+def plan_adapter(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    lora: Lora,
+    base_model: str,
+    form: Form = "auto",
+    tokenizer: Any = None,
+    is_writer: bool = True,
+) -> AdapterPlan:
+    """What `export_adapter` writes, of a model that may still be on the meta device, known from names alone.
+
+    Args:
+        is_writer: whether this process writes what lies beside the weights.
+
+    Raises:
+        ExpertMeshError: the model has no such form, or a file cannot be taken along, or not be read.
+        OSError: the tokenizer's files cannot be made.
+    """
+    tensors = _Tensors(model, checkpoint, form)
+    linear = {path: isinstance(model.get_submodule(path), nn.Linear) for path in tensors.modules}
+    there = tensors.class_names.there
     config = adapter_config(
         base_model=base_model,
         rank=lora.rank,
         alpha=lora.alpha,
         use_rslora=lora.use_rslora,
-        modules=[there(path) for path in plan.modules if linear[path]],
-        weights=[there(path) for path in plan.modules if not linear[path]],
-        experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
-        others=_not_adapted(plan.class_names.model or model, plan),
-        modules_to_save=dict.fromkeys(there(name).rpartition(".")[0] for name in plan.whole),
-        token_indices={there(path): new_tokens_of(model, path) for path in plan.token_rows},
-        is_tied=not checkpoint.names.aliases.keys().isdisjoint(plan.whole),
-        model_class=None if plan.class_names.model is None else type(plan.class_names.model),
+        modules=[there(path) for path in tensors.modules if linear[path]],
+        weights=[there(path) for path in tensors.modules if not linear[path]],
+        experts={there(path): layer.mlp.layout for path, layer in tensors.experts.items()},
+        others=_not_adapted(tensors.class_names.model or model, tensors),
+        modules_to_save=dict.fromkeys(there(name).rpartition(".")[0] for name in tensors.whole),
+        token_indices={there(path): new_tokens_of(model, path) for path in tensors.token_rows},
+        is_tied=not checkpoint.names.aliases.keys().isdisjoint(tensors.whole),
+        model_class=None if tensors.class_names.model is None else type(tensors.class_names.model),
     )
-    shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
-    lines: list[str] = []
-    with replacing(out) as directory, raise_together(), write_errors(out):
-        write_sharded([OutputFile(WEIGHTS, list(plan.outputs(config)))], shards, directory)
-        if directory is not None:
-            with whole(directory / CONFIG) as file:
-                file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            if (scaling := checkpoint.source.rope_scaling) is not None:
-                (directory / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
-            write_generation_config(checkpoint.source, directory)
-            write_beside_adapter(checkpoint.source, tokenizer, directory)
-            lines = write_card(card, directory, out)
-            if Path(base_model).is_dir():
-                lines.append(
-                    f"adapter: {CONFIG} names the directory {base_model} as its base, as PEFT's would; before you "
-                    "publish the adapter, write the base's hub id there"
-                )
-    if not plan.is_packed or not (ranks := config["rank_pattern"].values()):
-        return lines
-    return [
-        *lines,
-        f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that much "
-        f"as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})",
-    ]
+    weights = OutputFile(WEIGHTS, list(tensors.outputs(config)))
+    if not is_writer:
+        return AdapterPlan(weights, SideFiles())
+    tables = {CONFIG: config}
+    if (scaling := checkpoint.source.rope_scaling) is not None:
+        tables[ROPE] = scaling.as_json()
+    written: Files = {name: (json.dumps(table, indent=2) + "\n").encode() for name, table in tables.items()}
+    beside = plan_beside_adapter(checkpoint.source, tokenizer).files | written
+    return AdapterPlan(weights, SideFiles(beside, _lines(config, lora, base_model, tensors.is_packed)))
 
 
-def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
-    adapted = set(map(plan.class_names.there, (*plan.modules, *plan.experts)))
+def _lines(config: Mapping[str, Any], lora: Lora, base_model: str, is_packed: bool) -> list[str]:
+    """What servers must be told, and who publishes it."""
+    lines = []
+    if Path(base_model).is_dir():
+        lines.append(
+            f"adapter: {CONFIG} names the directory {base_model} as its base, as PEFT's would; before you publish the "
+            "adapter, write the base's hub id there"
+        )
+    if is_packed and (ranks := config["rank_pattern"].values()):
+        lines.append(
+            f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that "
+            f"much as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})"
+        )
+    return lines
+
+
+def _not_adapted(model: nn.Module, tensors: "_Tensors") -> set[str]:
+    adapted = set(map(tensors.class_names.there, (*tensors.modules, *tensors.experts)))
     return {path for path, _ in model.named_modules() if path not in adapted} | {
         name for name, _ in model.named_parameters() if not name.endswith((A, B))
     }
 
 
-class _Plan:
-    """What is written.
+class _Tensors:
+    """The tensors that are written.
 
     Attributes:
         modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from torch.nn.functional import pad
 
 from ...moe.experts.lora import TOKENS, A, B, Lora
 from ...moe.hf_model.rope import RopeScaling
@@ -20,6 +18,9 @@ from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
 from ...sharding.state import adapters_of, new_tokens_of, sharded_parameters, token_rows_of, whole_beside_adapters
 from ...sharding.topology import Topology
+from ..files.dtypes import as_tensor
+from ..files.open_files import OpenFiles
+from ..files.tensors import StoredTensor
 from ..hf.class_names import class_names
 from ..hf.headers import read_header
 from ..hf.json_files import read_json
@@ -99,7 +100,7 @@ def read_adapter(
     least, most = (max(by(found.ranks) for found in adapter.beside.values()) for by in (min, max))
     if lora.rank not in (least, most) or not math.isclose(lora.low_rank.scale, adapter.scale, rel_tol=1e-6):
         raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, lora)}")
-    if lora.rank > least and not any(_rank(adapter, base) == most for base in sorted(adapter.beside)):
+    if lora.rank > least and not any(adapter.rank(base) == most for base in sorted(adapter.beside)):
         raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, lora)}")
     return adapter
 
@@ -125,19 +126,18 @@ def load_adapter(model: nn.Module, adapter: Adapter, lora: Lora, topology: Topol
         shards = sharded_parameters(model, topology, held)
         names = Names(model)
         for base in sorted({_beside(name) for name in shards}):
-            pair = adapter.pair(base)
             here = {which: shards[_adapter_of(base, which, names)] for which in (A, B)}
-            if pair is None:
+            if base not in adapter.beside:
                 for shard in here.values():
                     shard.local.zero_()
                 continue
-            if (lacking := lora.rank - pair.a.shape[-2]) < 0:
+            if adapter.rank(base) > lora.rank:
                 raise ExpertMeshError(f"--init-adapter {adapter.path}: {_why_not(adapter, lora)}")
             scale = adapter.beside[base].scale / lora.low_rank.scale
-            b = pair.b if math.isclose(scale, 1, rel_tol=1e-6) else pair.b * scale
-            padded = {A: pad(pair.a, (0, 0, 0, lacking)), B: pad(b, (0, lacking))}
             for which, shard in here.items():
-                shard.local.copy_(padded[which].flatten(0, -2)[shard.rows.start : shard.rows.stop])
+                values = adapter.rows(base, which, shard.rows, lora.rank)
+                is_scaled = which == B and not math.isclose(scale, 1, rel_tol=1e-6)
+                shard.local.copy_(values * scale if is_scaled else values)
 
 
 @torch.no_grad()
@@ -158,15 +158,9 @@ def load_whole(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
             shard.fill(shard.rows, values[shard.rows.start : shard.rows.stop])
 
 
-def _rank(adapter: Adapter, base: str) -> int:
-    pair = adapter.pair(base)
-    assert pair is not None
-    return pair.a.shape[-2]
-
-
 def _why_not(adapter: Adapter, lora: Lora) -> str:
     """Why a run of another rank or scale cannot start from an adapter, and what to give."""
-    rank, base = max((_rank(adapter, base), base) for base in sorted(adapter.beside))
+    rank, base = max((adapter.rank(base), base) for base in sorted(adapter.beside))
     there = Lora(rank, _alpha_at(adapter.config, rank), use_rslora=bool(adapter.config.get("use_rslora")))
     wanted, given = (
         f"--lora-rank {each.rank} --lora-alpha {each.alpha:g}" + " --use-rslora" * each.use_rslora
@@ -204,18 +198,17 @@ def rank_and_alpha(path: Path) -> tuple[int, float]:
             if 2 * min(packed) == max(packed):
                 if is_joined is None:
                     both = (lora_names(each)[1] for each in (module, f"{module}.base_layer"))
-                    is_joined = _looks_joined(path, max(both, key=lambda b: infos[b].shape[1]))
+                    is_joined = _looks_joined(max((infos[b] for b in both), key=lambda b: b.shape[1]))
                 ranks_here = {min(packed)} if is_joined else packed
         ranks |= ranks_here
     rank = max(ranks, default=int(config["r"]))
     return rank, _alpha_at(config, rank)
 
 
-def _looks_joined(path: Path, tensor: str) -> bool:
+def _looks_joined(stored: StoredTensor) -> bool:
     """Whether a packed B has gate and up in blocks beside zeros, as `pack_experts` makes it: each of its rows has zeros
     in one half."""
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        halves = [half.any(1) for half in file.get_tensor(tensor).chunk(2, 1)]
+    halves = [half.any(1) for half in as_tensor(OpenFiles().array(stored), stored.dtype).chunk(2, 1)]
     return not (halves[0] & halves[1]).any()
 
 

@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 
 from ..files.dtype_names import ALL_NAMES
+from ..files.open_files import OpenFiles
 from ..files.tensors import DiskTensor
 from ..hf.headers import read_header
 from ..hf.json_files import read_json
@@ -60,9 +61,10 @@ def compare_adapters(a: Path, b: Path, rtol: float | None, ignore_config: bool =
         {name: DiskTensor(name, part.shape, part.dtype, parts=(part,)) for name, part in parts.items()}
         for parts in map(read_header, (a / WEIGHTS, b / WEIGHTS))
     )
+    files = OpenFiles()
     for name in sorted(of_a.keys() | of_b.keys()):
         if name not in of_a or name not in of_b:
             differences.append(f"{name}: only in {a if name in of_a else b}")
-        elif (problem := whole_difference(of_a[name], of_b[name], rtol, by_row=True)) is not None:
+        elif (problem := whole_difference(of_a[name], of_b[name], rtol, files, by_row=True)) is not None:
             differences.append(f"{name}: {problem}")
     return Comparison(differences, len(of_a.keys() | of_b.keys()))

@@ -1,33 +1,45 @@
 """The command `merge`: a model with an adapter's LoRA deltas added to its weights, in Hugging Face form."""
 
+import math
+import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ...moe.util.errors import ExpertMeshError
 from ...sharding.topology import rows_of
-from ..convert import HowToWrite, write_hf
-from ..ep_shards.manifest import check_all_bytes
-from ..files.dtypes import Array, as_array, as_tensor
+from ..convert import HowToWrite, plan_hf, write_hf
+from ..ep_shards.manifest import check_all_bytes, is_shards
+from ..files.dtype_names import DTYPE_NAMES
+from ..files.dtypes import Array, as_array, as_tensor, torch_dtype
 from ..files.tensors import DiskTensor
 from ..hf.checkpoint import Checkpoint
 from ..hf.class_names import ClassNames, class_names
+from ..hf.export_plan import ExportPlan
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, read_ends
 from ..model_card import merged_card
 from ..opening import open_any
-from .adapter import CONFIG, WEIGHTS, Adapter, read_rope, rows_of_embedding
+from .adapter import CONFIG, WEIGHTS, Adapter, adapted_modules, read_rope, rows_of_embedding
+from .export import AdapterPlan
 from .peft_format import LoraPair
 
 _ROWS_AT_ONCE = 256
+_MUCH_LOST = 0.2
+"""Rounding errors' norm over that of the LoRA deltas, from which on a remedy is named."""
 
 
-def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
+def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite, dtype: str | None = None) -> int:
     """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W, and what was
-    trained whole in its own place. Sums are rounded once
-    to fp32, from fp64, and then to the dtype of the base. The config has the RoPE scaling that the adapter was trained
+    trained whole in its own place. Sums are rounded once to fp32, from fp64, and then to the dtype that is written;
+    `how.tell` is told what that leaves of the update. The config has the RoPE scaling that the adapter was trained
     with, and no longer ties what the adapter makes differ.
+
+    Args:
+        dtype: of every parameter that is written, by its code; None: as the base has each.
 
     Returns:
         How many parameters were changed.
@@ -35,12 +47,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     Raises:
         ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
     """
-    opened = open_any(base, drop_untrained=how.drop_untrained)
+    opened, there = _opened(base, adapter, how.drop_untrained)
     check_all_bytes(base)
-    there = class_names(opened.names.model, opened.source.config)
-    size = rows_of_embedding(adapter, opened.names, there)
-    if size is not None and size > opened.source.text_config.vocab_size:
-        opened = open_any(base, drop_untrained=how.drop_untrained, vocab_size=size)
     changed = Adapter(adapter, opened.names, there)
     if (line := changed.other_base(base)) is not None:
         how.tell(line)
@@ -51,12 +59,41 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     for parameter in changed.whole:
         changed.whole_rows(parameter, range(rows_of(changed.infos[changed.whole[parameter]].shape)))
 
-    def make_reader() -> ParameterReader:
-        return MergedReader(opened.reader(), Adapter(adapter, opened.names, there))
+    checkpoint = _merged(opened, there, changed, dtype)
+    rounding = Rounding({region.parameter: t.dtype for t in checkpoint.exported for region in t.regions})
+    checkpoint = replace(checkpoint, make_reader=lambda: MergedReader(opened.reader(), changed.reader(), rounding))
+    write_hf(checkpoint, out, replace(how, card=merged_card(adapter)))
+    if (line := rounding.line()) is not None:
+        how.tell(line)
+    return len(changed.beside) + len(changed.whole) + len(changed.token_rows)
 
+
+def planned_merge(base: Path, adapter: AdapterPlan, how: HowToWrite, dtype: str | None = None) -> ExportPlan:
+    """What `merge_adapter` will write of an adapter that is yet to be exported, known from names alone.
+
+    Raises:
+        ExpertMeshError: it cannot be merged.
+        OSError: a temporary file cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        adapter.write_names(Path(directory))
+        opened, there = _opened(base, Path(directory), how.drop_untrained)
+        checkpoint = _merged(opened, there, Adapter(Path(directory), opened.names, there), dtype)
+        return plan_hf(checkpoint, how)[1]
+
+
+def _merged(opened: Checkpoint, there: ClassNames, changed: Adapter, dtype: str | None) -> Checkpoint:
+    """The base as an export with an adapter merged has it, but for its values.
+
+    Args:
+        dtype: see `merge_adapter`.
+    """
+    adapter = changed.path
     # what is written depends on these files too
-    files = [*opened.files, adapter / CONFIG, adapter / WEIGHTS]
-    checkpoint = replace(opened, files=files, make_reader=make_reader)
+    checkpoint = replace(opened, files=[*opened.files, adapter / CONFIG, adapter / WEIGHTS])
+    if dtype is not None:
+        checkpoint = checkpoint.exporting(opened.names.parameters.keys() - opened.names.buffers, dtype)
+        checkpoint = replace(checkpoint, source=replace(checkpoint.source, dtype=dtype))
     if (scaling := read_rope(adapter)) is not None:
         checkpoint = checkpoint.stretched(scaling)
     if (adapter / GENERATION_CONFIG).exists():
@@ -64,8 +101,73 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     for alias, parameter in opened.names.aliases.items():
         if {alias, parameter} & (changed.beside.keys() | (set() if changed.ties else changed.whole.keys())):
             checkpoint = _untied(checkpoint, there, alias, parameter)
-    write_hf(checkpoint, out, replace(how, card=merged_card(adapter)))
-    return len(changed.beside) + len(changed.whole) + len(changed.token_rows)
+    return checkpoint
+
+
+def _opened(base: Path, adapter: Path, drop_untrained: bool) -> tuple[Checkpoint, ClassNames]:
+    """The model that an adapter is for, and the names of the class that its config names: with as many tokens, and with
+    the parts that images pass where the adapter has something beside theirs."""
+    opened = open_any(base, drop_untrained=drop_untrained)
+    there, images = class_names(opened.names.model, opened.source.config), False
+    size = rows_of_embedding(adapter, opened.names, there)
+    if size is not None and size <= opened.source.text_config.vocab_size:
+        size = None
+    if there.model is not None and not opened.source.images and not opened.source.mtp:
+        ours = {path for path, _ in opened.names.model.named_modules()}
+        others = {path for path, _ in there.model.named_modules() if there.here(path) == path} - ours
+        images = bool(others & adapted_modules(adapter))
+    if images and is_shards(base):
+        raise ExpertMeshError(
+            f"{adapter}: changes {min(others & adapted_modules(adapter))}, which EP shards only carry over; give "
+            f"the model that {base} was made of"
+        )
+    if size is not None or images:
+        opened = open_any(base, drop_untrained=drop_untrained, vocab_size=size, images=images)
+        there = class_names(opened.names.model, opened.source.config)
+    return opened, there
+
+
+class Rounding:
+    """What is left of LoRA deltas, once the sums are rounded to what is written; of what this process has written, not
+    of files that an interrupted one had finished. For several threads.
+
+    Args:
+        dtypes: that parameters are written in.
+    """
+
+    def __init__(self, dtypes: dict[str, str]):
+        self.dtypes = dtypes
+        self.elements = self.changed = 0
+        self.lost = self.update = 0.0
+        self.to: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, parameter: str, base: Tensor, update: Tensor, merged: Tensor) -> None:
+        """Count rows: the base's, what is added to them, and both, in fp32."""
+        dtype = self.dtypes[parameter]
+        written = merged.to(torch_dtype(dtype))
+        changed = int(torch.count_nonzero(written != base.to(written.dtype)))
+        off, whole = (written - merged).flatten(), update.flatten()
+        lost, size = float(off.dot(off)), float(whole.dot(whole))
+        with self._lock:
+            self.elements, self.changed = self.elements + merged.numel(), self.changed + changed
+            self.lost, self.update = self.lost + lost, self.update + size
+            self.to.add(DTYPE_NAMES[dtype])
+
+    def line(self) -> str | None:
+        """What has become of the deltas, in words; None where nothing was added to anything."""
+        if not self.elements or not self.update:
+            return None
+        share, lost = self.changed / self.elements, math.sqrt(self.lost / self.update)
+        said = f"merge: {share:.1%} of the {self.elements:,} elements of adapted matrices changed"
+        if self.lost:
+            said += f"; rounding to {', '.join(sorted(self.to - {'float32'}))} took {lost:.1%} from the LoRA deltas"
+        if lost > _MUCH_LOST:
+            said += (
+                ": they are small against the weights. To keep them, merge with --dtype float32 (in a run "
+                "--merge-dtype float32), or serve the adapter beside its base"
+            )
+        return said
 
 
 def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
@@ -94,8 +196,8 @@ class MergedReader:
     """A `ParameterReader` of another's parameters with an adapter's LoRA deltas added, to each of two tied ones its
     own. Not for several threads."""
 
-    def __init__(self, base: ParameterReader, adapter: Adapter):
-        self.base, self.adapter = base, adapter
+    def __init__(self, base: ParameterReader, adapter: Adapter, rounding: Rounding):
+        self.base, self.adapter, self.rounding = base, adapter, rounding
 
     def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
         found = self.base.rows(self.adapter.names.aliases.get(parameter, parameter), rows)
@@ -115,8 +217,9 @@ class MergedReader:
             end = rows.stop if width is None else (start // width + 1) * width
             run = range(start, min(end, rows.stop, start + _ROWS_AT_ONCE))
             here = slice(run.start - rows.start, run.stop - rows.start)
-            update = _update(pair, run, width, self._is_transposed(parameter))
-            merged[here] = (base[here].double() + scale * update).float()
+            update = scale * _update(pair, run, width, self._is_transposed(parameter))
+            merged[here] = (base[here].double() + update).float()
+            self.rounding.add(parameter, base[here], update, merged[here])
             start = run.stop
         return as_array(merged), "F32"
 
@@ -140,6 +243,7 @@ class MergedReader:
 
     def close(self) -> None:
         self.base.close()
+        self.adapter.files.close()
 
     def _is_transposed(self, parameter: str) -> bool:
         names = self.adapter.names

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.progress import CountedProgress
 from ...sharding.topology import rows_of
 from ..files.checksums import check_seal, file_checksum, seal
 from ..files.codes import CODES, SCALE_DTYPES
@@ -33,7 +34,7 @@ from ..hf.headers import read_header
 from ..hf.json_files import check_table, read_json, well_formed
 from ..hf.requantized import Originals, kept_outputs
 from ..hf.source import ModelSource
-from ..hf.untrained_tensors import carried_as_stored, carried_output
+from ..hf.untrained_tensors import carried_as_stored, carried_outputs
 
 if TYPE_CHECKING:
     from ..hf.names import Names
@@ -81,11 +82,7 @@ def shard_files(
 
 def carried_files(carried: Sequence[DiskTensor], as_stored: bool, max_shard_size: int) -> list[OutputFile]:
     """The files of what is carried over; encoded tensors `as_stored`, or dequantized."""
-    outputs = [
-        output
-        for tensor in carried
-        for output in (carried_as_stored(tensor, True) if as_stored else [carried_output(tensor, True)])
-    ]
+    outputs = list((carried_as_stored if as_stored else carried_outputs)(carried, summed=True))
     return plan_files(outputs, max_shard_size, "carried") if outputs else []
 
 
@@ -356,9 +353,12 @@ def check_all_bytes(path: Path) -> None:
     """
     if not (path / MANIFEST).exists():
         return
-    for name, entry in read_manifest(path)["files"].items():
-        if file_checksum(named_file(path, name, MANIFEST, depth=2)) != entry["xxh3_128"]:
-            raise ExpertMeshError(f"{path / name}: is damaged: its checksum is not the one in {MANIFEST}")
+    entries = read_manifest(path)["files"]
+    files = {name: named_file(path, name, MANIFEST, depth=2) for name in entries}
+    with CountedProgress(f"checking {path}", sum(file.stat().st_size for file in files.values())) as progress:
+        for name, file in files.items():
+            if file_checksum(file, progress.add) != entries[name]["xxh3_128"]:
+                raise ExpertMeshError(f"{path / name}: is damaged: its checksum is not the one in {MANIFEST}")
 
 
 def _header_checksum(file: Path) -> str:

@@ -9,6 +9,7 @@ hashes the granules that begin among its rows, and reads at most GRANULE - 1 row
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,19 @@ _MODULUS = 2**64
 _BLOCK = 2**20
 
 
-def file_checksum(path: Path) -> str:
-    """XXH3-128 of a file's bytes, in hex."""
+def file_checksum(path: Path, tell: Callable[[int], object] = int) -> str:
+    """XXH3-128 of a file's bytes, in hex.
+
+    Args:
+        tell: is told how many bytes more are read.
+    """
     state = xxhash.xxh3_128()
     # one buffer throughout: fresh ones of this size are mapped anew each time, and faulted in page by page
     buffer = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             state.update(buffer[:count])
+            tell(count)
     return state.hexdigest()
 
 

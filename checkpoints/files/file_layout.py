@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from math import lcm, prod
 from typing import Any, Literal
@@ -141,7 +142,7 @@ class OutputFile:
         """Of its tensors."""
         return sum(output.part.num_bytes for output in self.tensors)
 
-    @property
+    @cached_property
     def header(self) -> bytes:
         """The header of the file: its length as u64, then JSON, padded so that the data is aligned."""
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}

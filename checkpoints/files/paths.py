@@ -60,25 +60,6 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1, entry:
     return file
 
 
-def fill_from(file: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill a buffer with the bytes of an open file from `offset` on.
-
-    Args:
-        path: the file's, for the error.
-
-    Raises:
-        ExpertMeshError: it cannot be read, or ends before.
-    """
-    while len(buffer):
-        try:
-            count = os.preadv(file, [buffer], offset)
-        except OSError as error:
-            raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
-        if count == 0:
-            raise ExpertMeshError(f"{path}: became shorter after it was opened")
-        buffer, offset = buffer[count:], offset + count
-
-
 _READ_AHEAD_STEP = 128 * 2**10
 """The least that kernels read ahead at a time; of more they may take but the beginning."""
 

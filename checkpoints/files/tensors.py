@@ -8,10 +8,13 @@ Shape suffixes: F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from .codes import CODES, EXPONENTS, Codes
 from .dtype_names import DTYPE_BYTES
@@ -159,6 +162,26 @@ def overlap(a: range, b: range) -> range:
     """The rows that two runs share; empty when none."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+Holder = TypeVar("Holder")
+
+
+class ByRows(Generic[Holder]):
+    """What holds which rows, in their order: found without a look at what holds others. For several threads."""
+
+    def __init__(self, holders: Iterable[tuple[range, Holder]]):
+        self.holders = sorted(holders, key=lambda pair: pair[0].start)
+        self._ends = list(accumulate((rows.stop for rows, _ in self.holders), max))
+
+    def sharing(self, rows: range) -> Iterator[tuple[Holder, range]]:
+        """What holds some of these rows, each with those that it does."""
+        for place in range(bisect_right(self._ends, rows.start), len(self.holders)):
+            held, holder = self.holders[place]
+            if held.start >= rows.stop:
+                return
+            if shared := overlap(rows, held):
+                yield holder, shared
 
 
 def uncovered(runs: Iterable[range], num_rows: int) -> tuple[int | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ..files.dtypes import wider
 from ..files.encodings import decoded, encodings_in
 from ..files.tensors import DiskTensor
 from .headers import read_headers
-from .reader import ParameterReader, SafetensorsReader
+from .reader import ParameterReader, Places, SafetensorsReader, places_of
 from .source import ModelSource
 from .untrained_tensors import summarize
 
@@ -42,7 +43,8 @@ class Checkpoint:
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
         origin: the checkpoint in whose encoding an export is; None: nothing is encoded.
-        make_reader: of its parameters, where these are not what its tensors in safetensors files hold.
+        make_reader: of its parameters, where these are not what its tensors in safetensors files hold. made_by: what
+            else these depend on, beside the files.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class Checkpoint:
     problems: list[str] = field(default_factory=list)
     origin: Checkpoint | None = None
     make_reader: Callable[[], ParameterReader] | None = None
+    made_by: str = ""
 
     def reader(self) -> ParameterReader:
         """A reader of its parameters; one a thread."""
@@ -66,7 +69,12 @@ class Checkpoint:
 
     def file_reader(self) -> SafetensorsReader:
         """A reader of its safetensors files; one a thread."""
-        return SafetensorsReader(self.tensors)
+        return SafetensorsReader(self.places)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where its files have which parameter."""
+        return places_of(self.tensors)
 
     @property
     def encodings(self) -> str:

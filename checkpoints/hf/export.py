@@ -5,31 +5,32 @@ copied from it. The directory appears under its own name only when it is complet
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ...moe.util.errors import ExpertMeshError
+from ...moe.util.progress import CountedProgress
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.state import ShardedParameter, sharded_parameters
 from ...sharding.topology import Topology
 from ..files.directories import replace_directory, sweep_beside, temporary_beside, write_errors
 from ..files.dtypes import Array, as_array, as_bytes, torch_dtype
 from ..files.encodings import error_lines
-from ..files.file_layout import INDEX_NAME, OutputFile, hf_index, plan_hf_files
+from ..files.file_layout import OutputFile
 from ..files.tensors import overlap
 from ..model_card import write_card
 from .checkpoint import Checkpoint
-from .requantized import hf_outputs
-from .side_files import export_side_files
+from .export_plan import plan_export
 
 _PIECE_BYTES = 16 * 2**20
-"""The most that a rank sends at once."""
+"""The most that a rank sends at once, of rows that are not longer."""
+_MOST_ITEM_BYTES = 8
+"""Of a value, in any dtype."""
 WRITER = 0
 
 
@@ -51,7 +52,7 @@ def export_model(
         topology: its parallel layout.
         out: is replaced if it exists, once the new one is complete.
         max_shard_size: bytes per file, unless a single tensor has more.
-        tokenizer: saved in place of the checkpoint's own.
+        tokenizer: whose files lie there in place of the checkpoint's own.
         patient: these ranks, where rank 0 may take longer to write what is carried over, or to delete what was there,
             of which the others have no part, than a collective's time limit.
         card: of the model, written where `out` has none of somebody else's (see `write_card`).
@@ -63,18 +64,19 @@ def export_model(
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
     """
+    with raise_together(patient), write_errors(out):
+        plan = plan_export(checkpoint, max_shard_size, tokenizer, dist.get_rank() == WRITER)
     with replacing(out, patient) as partial:
         with raise_together(patient), write_errors(out):
             if partial is not None:
-                lines = export_side_files(checkpoint, partial, tokenizer) + write_card(card, partial, out)
+                lines = plan.write_beside(partial) + write_card(card, partial, out)
         with raise_together(patient), write_errors(out):
-            files = plan_hf_files(hf_outputs(checkpoint), max_shard_size)
-            write_sharded(files, sharded_parameters(model, topology), partial)
-            if partial is not None and len(files) > 1:
-                (partial / INDEX_NAME).write_text(hf_index(files))
+            write_sharded(plan.files, sharded_parameters(model, topology), partial, out)
+            if partial is not None and plan.index is not None:
+                (partial / plan.last).write_text(plan.index)
     if partial is None:
         return []
-    return [*lines, *error_lines(output.errors for file in files for output in file.tensors)]
+    return [*lines, *error_lines(output.errors for file in plan.files for output in file.tensors)]
 
 
 @contextmanager
@@ -103,15 +105,18 @@ def replacing(out: Path, patient: Ranks | None = None) -> Iterator[Path | None]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_sharded(files: Sequence[OutputFile], shards: dict[str, ShardedParameter], directory: Path | None) -> None:
+def write_sharded(
+    files: Sequence[OutputFile], shards: dict[str, ShardedParameter], directory: Path | None, out: Path
+) -> None:
     """Write files of parameters that are sharded. All ranks call it together.
 
     Args:
         directory: on rank 0, which writes; None on the others, which send what they own.
+        out: what that will be called.
 
     Raises:
-        OSError, ExpertMeshError: on rank 0, something cannot be written, or read to be written; all was sent all the
-            same, as others wait until it is taken.
+        Exception: whatever a rank met that could not write, or bring what it was to; it has sent and taken all the same
+            what others wait for.
     """
     failures: list[Exception] = []
 
@@ -119,11 +124,18 @@ def write_sharded(files: Sequence[OutputFile], shards: dict[str, ShardedParamete
     def attempt() -> Iterator[None]:
         try:
             yield
-        except (OSError, ExpertMeshError) as error:
+        except Exception as error:  # if this rank were to leave, others would wait for it without end
             failures.append(error)
 
+    with raise_together():
+        # of one's own from the beginning: memory may be what is lacking later
+        largest = max((shard.row_shape.numel() * _MOST_ITEM_BYTES for shard in shards.values()), default=0)
+        message = torch.empty(max(largest, _PIECE_BYTES), dtype=torch.uint8)
+    total = sum(file.num_bytes for file in files)
+    progress = CountedProgress(f"writing {out}", total, is_shown=dist.get_rank() == WRITER)
     for file in files:
         with ExitStack() as stack:
+            stack.enter_context(progress)
             stream: BinaryIO | None = None
             with attempt():
                 if directory is not None and not failures:
@@ -132,11 +144,15 @@ def write_sharded(files: Sequence[OutputFile], shards: dict[str, ShardedParamete
             for output in file.tensors:
                 dtype = torch_dtype(output.tensor.dtype)
                 for strip in output.strips():
-                    parts = [_brought(shards[region.parameter], rows, dtype) for region, rows in strip.parts]
+                    parts = [
+                        _brought(shards[region.parameter], rows, dtype, message, attempt)
+                        for region, rows in strip.parts
+                    ]
                     with attempt():
                         if stream is not None and not failures:
                             for data, _ in output.content(strip, parts):
-                                stream.write(as_bytes(data))
+                                stream.write(content := as_bytes(data))
+                                progress.add(len(content))
             with attempt():
                 if stream is not None and not failures:
                     stream.flush()
@@ -144,25 +160,41 @@ def write_sharded(files: Sequence[OutputFile], shards: dict[str, ShardedParamete
         raise failures[0]
 
 
-def _brought(shard: ShardedParameter, rows: range, dtype: torch.dtype) -> Array:
+def _brought(
+    shard: ShardedParameter,
+    rows: range,
+    dtype: torch.dtype,
+    message: Tensor,
+    attempt: Callable[[], AbstractContextManager[None]],
+) -> Array:
     """Rows of a parameter on rank 0, in host memory and the dtype on disk; nothing on the others, which send what they
-    own of them."""
+    own of them. Each message is sent and taken, whatever an attempt at its content meets.
+
+    Args:
+        message: bytes for one.
+    """
     rank = dist.get_rank()
-    step = max(1, _PIECE_BYTES // max(1, shard.row_shape.numel() * dtype.itemsize))
-    pieces = [torch.empty(0, *shard.row_shape, dtype=dtype)]
+    brought = torch.empty(0, *shard.row_shape, dtype=dtype)
+    if rank == WRITER:
+        with attempt():
+            brought = torch.empty(len(rows), *shard.row_shape, dtype=dtype)
+    row_bytes = shard.row_shape.numel() * dtype.itemsize
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
     for owner, owned in shard.owners:
         shared = overlap(owned, rows)
         for start in range(shared.start, shared.stop, step):
             run = range(start, min(start + step, shared.stop))
-            if rank == owner:
-                piece = shard.view(run).to("cpu", dtype).contiguous()
-                if rank != WRITER:
-                    dist.send(piece, WRITER)
-                    continue
-            elif rank == WRITER:
-                piece = torch.empty(len(run), *shard.row_shape, dtype=dtype)
-                dist.recv(piece, owner)
-            else:
+            if rank not in (owner, WRITER):
                 continue
-            pieces.append(piece)
-    return as_array(pieces[1] if len(pieces) == 2 else torch.cat(pieces))
+            piece = message[: len(run) * row_bytes].view(dtype).view(len(run), *shard.row_shape)
+            if rank == owner:
+                with attempt():
+                    piece.copy_(shard.view(run))
+            if rank != WRITER:
+                dist.send(piece, WRITER)
+                continue
+            if owner != WRITER:
+                dist.recv(piece, owner)
+            with attempt():
+                brought[run.start - rows.start : run.stop - rows.start] = piece
+    return as_array(brought)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
@@ -15,8 +14,8 @@ from ...moe.util.errors import ExpertMeshError
 from ..files.dtype_names import DTYPE_BYTES
 from ..files.dtypes import ARRAY_TYPES, Array, as_bytes, cast, copy_into, same_values, wider
 from ..files.encodings import WIDE, dequantize_array, runs_of_rows, scale_values, unpack
-from ..files.paths import fill_from
-from ..files.tensors import DiskTensor, Encoding, Region, overlap
+from ..files.open_files import OpenFiles
+from ..files.tensors import ByRows, DiskTensor, Encoding, Region
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -95,27 +94,35 @@ def kept_encodings(checkpoint: Checkpoint) -> dict[str, Encoding]:
     return {name: encoding for name, encoding in kept.items() if encoding is not None}
 
 
-class SafetensorsReader:
-    """A `ParameterReader` of tensors in safetensors files. One file is open at a time; not for several threads.
+Place = tuple[DiskTensor, Region]
+Places = dict[str, ByRows[Place]]
+"""Which regions of which tensors hold the rows of each parameter."""
 
-    Attributes:
-        places: the tensors and their regions that hold each parameter, in the order of its rows.
+
+def places_of(tensors: Iterable[DiskTensor]) -> Places:
+    """Where a checkpoint's tensors have its parameters. For several threads."""
+    found: dict[str, list[tuple[range, Place]]] = {}
+    for tensor in tensors:
+        for region in tensor.regions:
+            found.setdefault(region.parameter, []).append((region.rows, (tensor, region)))
+    return {parameter: ByRows(places) for parameter, places in found.items()}
+
+
+class SafetensorsReader:
+    """A `ParameterReader` of tensors in safetensors files. Each thread that reads opens files of its own.
+
+    Args:
+        places: of all that is to be read by parameters.
+        files: that are open already.
     """
 
-    def __init__(self, tensors: Iterable[DiskTensor] = ()):
-        self.places: dict[str, list[tuple[DiskTensor, Region]]] = {}
-        for tensor in tensors:
-            for region in tensor.regions:
-                self.places.setdefault(region.parameter, []).append((tensor, region))
-        for places in self.places.values():
-            places.sort(key=lambda place: place[1].rows.start)
-        self.path: Path | None = None
-        self.file = -1
+    def __init__(self, places: Places | None = None, files: OpenFiles | None = None):
+        self.places = places or {}
+        self.files = files or OpenFiles()
 
     def rows(self, parameter: str, rows: range) -> tuple[Array, str] | None:
         """As `ParameterReader.rows`; perhaps a view of columns."""
-        found = [(*place, overlap(rows, place[1].rows)) for place in self.places.get(parameter, [])]
-        found = [place for place in found if place[2]]
+        found = list(self._sharing(parameter, rows))
         if not found or sum(len(shared) for _, _, shared in found) != len(rows):
             return None
         (tensor, region, _), *others = found
@@ -133,6 +140,10 @@ class SafetensorsReader:
             else:
                 copy_into(into, cast(self.read(tensor, region, shared), tensor.dtype, dtype))
         return data, dtype
+
+    def _sharing(self, parameter: str, rows: range) -> Iterator[tuple[DiskTensor, Region, range]]:
+        if parameter in self.places:
+            yield from ((*place, shared) for place, shared in self.places[parameter].sharing(rows))
 
     def read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
         """Rows of a parameter that a region of a tensor holds, in the dtype of this; perhaps a view of columns."""
@@ -155,7 +166,7 @@ class SafetensorsReader:
         array_type = ARRAY_TYPES[tensor.dtype]
         if not region.transposed:
             data = np.empty((len(run), *row), array_type) if into is None else into
-            self._fill(tensor.file, as_bytes(data), offset + run.start * row_bytes)
+            self.files.fill(tensor.file, as_bytes(data), offset + run.start * row_bytes)
             return data[:: region.step]
         columns = range(run.start * item, run.stop * item)
         return self._box(tensor.file, offset, row_bytes, range(height), columns).view(array_type)[:, :: region.step].T
@@ -197,32 +208,43 @@ class SafetensorsReader:
         packed = self._packed(tensor, region.index, run, columns)
         return packed[:: region.step], self._scales(tensor, region.index, run, columns)[:: region.step]
 
-    def is_encoded(self, parameter: str) -> bool:
-        """Whether all rows of a parameter are."""
-        places = self.places.get(parameter, [])
-        return bool(places) and all(tensor.encoding is not None for tensor, _ in places)
-
     def stored_rows(self, parameter: str, rows: range) -> tuple[Array, Array]:
         """(codes, one per byte; bytes of their scales, a row of them for each block of rows) of some rows of a
         parameter that `kept_encodings` has; complete blocks of rows."""
+        return self._stored_codes(parameter, rows), self.stored_scales(parameter, rows)
+
+    def _stored_codes(self, parameter: str, rows: range) -> Array:
         parts = []
-        for tensor, region in self.places[parameter]:
-            if not (shared := overlap(rows, region.rows)):
-                continue
-            place = region.on_disk(shared)
-            run = range(place.start, place.stop)
+        for tensor, region, run in self._stored(parameter, rows):
+            height, width = map(range, tensor.code_matrix())
             if region.transposed == tensor.coded[0].transposed:
-                pair = self.stored(tensor, region.index, run)
+                codes = self._codes(tensor, region.index, run, width)
             else:
-                down = range(tensor.code_matrix()[0])
-                across = self._codes(tensor, region.index, down, run), self._scales(tensor, region.index, down, run)
+                codes = self._codes(tensor, region.index, height, run).T
+            parts.append(codes[:: region.step])
+        return np.concatenate(parts)
+
+    def stored_scales(self, parameter: str, rows: range) -> Array:
+        """The scales alone."""
+        parts = []
+        for tensor, region, run in self._stored(parameter, rows):
+            height, width = map(range, tensor.code_matrix())
+            if region.transposed == tensor.coded[0].transposed:
+                scales = self._scales(tensor, region.index, run, width)
+            else:
+                across = self._scales(tensor, region.index, height, run)
                 # columns become rows, each scale with its bytes
                 item = DTYPE_BYTES[tensor.coded[0].scale_dtype]
-                scales = across[1].reshape(len(across[1]), -1, item).transpose(1, 0, 2)
-                pair = across[0].T, scales.reshape(len(scales), -1)
-            parts.append((pair[0][:: region.step], pair[1][:: region.step]))
-        codes, scales = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return codes, scales
+                turned = across.reshape(len(across), -1, item).transpose(1, 0, 2)
+                scales = turned.reshape(len(turned), -1)
+            parts.append(scales[:: region.step])
+        return np.concatenate(parts)
+
+    def _stored(self, parameter: str, rows: range) -> Iterator[tuple[DiskTensor, Region, range]]:
+        """(tensor, region, rows of codes, or columns, from the first to the last) of rows of a parameter."""
+        for tensor, region, shared in self._sharing(parameter, rows):
+            place = region.on_disk(shared)
+            yield tensor, region, range(place.start, place.stop)
 
     def _codes(self, tensor: DiskTensor, index: tuple[int, ...], rows: range, columns: range) -> Array:
         """A rectangle of a matrix of codes, one per byte."""
@@ -259,29 +281,13 @@ class SafetensorsReader:
         data = np.empty((len(rows), len(columns)), np.uint8)
         offset += rows.start * row_bytes
         if len(columns) == row_bytes:
-            self._fill(file, as_bytes(data), offset)
+            self.files.fill(file, as_bytes(data), offset)
             return data
-        self._open(file)
-        if hasattr(os, "posix_fadvise"):  # the kernel foresees no strides
-            os.posix_fadvise(self.file, offset, len(rows) * row_bytes, os.POSIX_FADV_WILLNEED)
+        self.files.expect(file, offset, len(rows) * row_bytes)
         for row, part in enumerate(data):
-            self._fill(file, as_bytes(part), offset + row * row_bytes + columns.start)
+            self.files.fill(file, as_bytes(part), offset + row * row_bytes + columns.start)
         return data
 
-    def _fill(self, file: Path, buffer: memoryview, offset: int) -> None:
-        self._open(file)
-        fill_from(self.file, buffer, offset, file)
-
-    def _open(self, path: Path) -> None:
-        if path is self.path or path == self.path:
-            return
-        self.close()
-        try:
-            self.file, self.path = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
-        except OSError as error:
-            raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
-
     def close(self) -> None:
-        if self.path is not None:
-            os.close(self.file)
-            self.path = None
+        """Close this thread's files."""
+        self.files.close()

@@ -24,7 +24,7 @@ from ..files.encodings import WIDE, Errors, dequantize_array, encode, kind_of, p
 from ..files.file_layout import OutputTensor, Strip, assembled, at_once, plain_output, strips_of
 from ..files.tensors import DiskTensor, Encoding
 from .reader import SafetensorsReader
-from .untrained_tensors import carried_as_stored, carried_output
+from .untrained_tensors import carried_as_stored, carried_outputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def hf_outputs(checkpoint: Checkpoint) -> Iterator[OutputTensor]:
     origin = checkpoint.origin
     if origin is None:
         yield from map(plain_output, checkpoint.exported)
-        yield from map(carried_output, checkpoint.carried)
+        yield from carried_outputs(checkpoint.carried)
         return
     originals = Originals(origin)
     forms = {tensor.name: tensor for tensor in origin.exported if tensor.encoding is not None}
@@ -58,9 +58,8 @@ def hf_outputs(checkpoint: Checkpoint) -> Iterator[OutputTensor]:
                 f"{origin.source.path}: {tensor.name} has shape {list(form.shape)}, but "
                 f"{list(tensor.shape)} in the model to export: they are different models"
             )
-    for carried in checkpoint.carried:
-        yield from carried_as_stored(carried)
-    yield from map(carried_output, origin.activation_scales)
+    yield from carried_as_stored(checkpoint.carried)
+    yield from carried_outputs(origin.activation_scales)
 
 
 def kept_outputs(tensor: DiskTensor, originals: Originals) -> Iterator[OutputTensor]:
@@ -71,17 +70,17 @@ def kept_outputs(tensor: DiskTensor, originals: Originals) -> Iterator[OutputTen
     def strips() -> Iterator[Strip]:
         return (replace(strip, parts=()) for strip in strips_of(tensor, encoding.block[0]))
 
-    def stored(strip: Strip) -> tuple[Array, Array]:
+    def rows_of(strip: Strip) -> range:
         first = region.rows.start
-        return originals.reader.stored_rows(region.parameter, range(first + strip.rows.start, first + strip.rows.stop))
+        return range(first + strip.rows.start, first + strip.rows.stop)
 
     def codes(strip: Strip, _: Sequence[Array]) -> Iterator[tuple[Array, int]]:
-        data, scales = stored(strip)
+        data, scales = originals.reader.stored_rows(region.parameter, rows_of(strip))
         wide = dequantize_array(data, scale_values(scales, encoding.scale_dtype), encoding, (0, 0))
         yield contiguous(pack_codes(data, encoding)), row_sum(wide, strip.rows.start)
 
     def scales(strip: Strip, _: Sequence[Array]) -> Iterator[tuple[Array, int]]:
-        yield contiguous(stored(strip)[1]), 0
+        yield contiguous(originals.reader.stored_scales(region.parameter, rows_of(strip))), 0
 
     yield OutputTensor(codes_part, tensor, strips, codes, "rows")
     yield OutputTensor(scales_part, tensor, strips, scales)
@@ -94,6 +93,8 @@ class Originals:
         self.checkpoint = checkpoint
         self.quantization = checkpoint.source.quantization
         self.tensors = {tensor.name: tensor for tensor in (*checkpoint.tied_copies, *checkpoint.tensors)}
+        plain = {r.parameter for tensor in checkpoint.tensors if tensor.encoding is None for r in tensor.regions}
+        self.encoded = checkpoint.encoded_parameters - plain
         self.local = threading.local()
 
     @property
@@ -120,7 +121,7 @@ class Originals:
     def _by_parameters(self, form: DiskTensor, strip: Strip) -> tuple[Array, Array] | None:
         """The same where they lie in the layer's own layout."""
         encoding = form.coded[0]
-        if not all(self.reader.is_encoded(region.parameter) for region, _ in strip.parts):
+        if not all(region.parameter in self.encoded for region, _ in strip.parts):
             return None
         item, width = DTYPE_BYTES[encoding.scale_dtype], form.code_matrix()[1]
         counts = encoding.num_scales((len(strip.rows), width))

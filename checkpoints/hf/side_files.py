@@ -1,42 +1,26 @@
 """Files beside a model's weights: which go along with them, and what config.json says in a copy."""
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ...moe.hf_model.family_exceptions import LLAMA_CPP_NORMALISES
 from ...moe.util.errors import ExpertMeshError
+from ..files.dtype_names import DTYPE_NAMES
 from ..files.encodings import with_quantization, without_quantization
 from ..files.paths import check_regular, named_file
 from .checkpoint import Checkpoint
 from .hub import LICENCES, SIDE_FILES
 from .json_files import read_json
 from .source import GENERATION_CONFIG, ModelSource
+from .tokenizer_files import Files, is_of_tokenizer, pieces, tokenizer_files, write_beside
 from .untrained_parts import Unfilled, describes_language_model, language_model_alone, unfilled, without_predictors
 
 CONFIG = "config.json"
-# every name under which transformers' tokenizers save themselves or their chat template, or others theirs
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tekken.json",
-    "tiktoken.model",
-    "*.tiktoken",
-    "additional_chat_templates/*",
-)
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """How images, sounds and videos become a model's input."""
 # tables of weights in this or another form, and what would have a directory taken for that of an adapter
@@ -57,7 +41,7 @@ def side_files(directory: Path, quantized: bool = False) -> list[str]:
     not_along = _NOT_ALONG if quantized else (*_NOT_ALONG, _OF_CODES)
     names = sorted(name for name in found if not _matches(name, not_along) and not (directory / name).is_dir())
     for name in names:
-        if name == CONFIG or _matches(name, TOKENIZER_FILES):  # which may be links to anywhere
+        if name == CONFIG or is_of_tokenizer(name):  # which may be links to anywhere
             check_regular(directory / name)
         else:
             named_file(directory, name, "it", depth=2)
@@ -69,25 +53,43 @@ def side_files(directory: Path, quantized: bool = False) -> list[str]:
     return names
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has any file of a tokenizer's."""
-    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
-
-
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) -> list[str]:
-    """`copy_side_files` for an export of a checkpoint, whose config claims nothing that the files have not.
+@dataclass(frozen=True)
+class SideFiles:
+    """What is to lie beside weights: by name, a file that is copied or what is written. lines: what to say of it."""
 
-    Returns:
-        What of the config that has changed, or is still wrong, in lines.
+    files: Files = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            len(content) if isinstance(content, bytes) else content.stat().st_size for content in self.files.values()
+        )
+
+    def write(self, directory: Path) -> None:
+        """
+        Raises:
+            ExpertMeshError: a file that is copied cannot be read.
+            OSError: one cannot be written.
+        """
+        write_beside(self.files, directory)
+
+
+def plan_export_files(checkpoint: Checkpoint, tokenizer: Any = None) -> SideFiles:
+    """`plan_side_files` for an export of a checkpoint, whose config claims nothing that the files have not. Its
+    lines: what of the config that has changed, or is still wrong.
+
+    Raises:
+        ExpertMeshError, OSError: see `plan_side_files`.
     """
     source, lines, lacking = checkpoint.source, [*_served_otherwise(checkpoint.source)], Unfilled()
     if not checkpoint.drops_untrained:
         try:
-            lacking = unfilled(read_json(source.path / CONFIG), checkpoint)
+            lacking = unfilled(source.raw, checkpoint)
         except ExpertMeshError as error:  # of another class than the trained one
             lines.append(f"config.json is copied as it is: {error}")
     drops_parts = lacking.has_none and not describes_language_model(source.config)
@@ -99,13 +101,13 @@ def export_side_files(checkpoint: Checkpoint, out: Path, tokenizer: Any = None) 
             f"config.json no longer has {lacking.predictors}: the model's files have no layer for multi-token "
             "prediction"
         )
-    copy_side_files(
-        *(source, out, tokenizer),
+    planned = plan_side_files(
+        *(source, tokenizer),
         drop_parts=checkpoint.drops_untrained or drops_parts,
         drop_predictors=checkpoint.drops_untrained or bool(lacking.predictors),
         quantized_as=None if checkpoint.origin is None else checkpoint.origin.source.path,
     )
-    return lines
+    return replace(planned, lines=lines)
 
 
 def _served_otherwise(source: ModelSource) -> Iterator[str]:
@@ -116,17 +118,17 @@ def _served_otherwise(source: ModelSource) -> Iterator[str]:
         yield f"note: norm_topk_prob is {said}, which llama.cpp takes for {there} in a {config.model_type}"
 
 
-def copy_side_files(
+def plan_side_files(
     source: ModelSource,
-    out: Path,
     tokenizer: Any = None,
     drop_parts: bool = False,
     drop_predictors: bool = False,
     quantized_as: Path | None = None,
-) -> None:
-    """Copy what goes along with the weights as it is; with `tokenizer`, this is saved in place of the source's own. A
-    config that says that tensors are quantized no longer does; with RoPE scaling, it says which; where embedding and
-    output projection are no longer tied, or have more rows, it says so. Tokens that end answers end generation.
+) -> SideFiles:
+    """What goes along with the weights as it is; of `tokenizer`, its files (see `tokenizer_files`) in place of the
+    source's own. A config that says that tensors are quantized no longer does; with RoPE scaling, it says which; where
+    embedding and output projection are no longer tied, or have more rows, or another dtype, it says so. Tokens that end
+    answers end generation.
 
     Args:
         drop_parts: whether the config is to claim only the language model. drop_predictors: whether it is to claim no
@@ -134,10 +136,11 @@ def copy_side_files(
         quantized_as: directory whose config.json says how the tensors beside the config are quantized.
 
     Raises:
-        ExpertMeshError: a file cannot be taken along (see `side_files`).
+        ExpertMeshError: a file cannot be taken along (see `side_files`), or not be read.
+        OSError: the tokenizer's files cannot be made.
     """
     found = read_json(source.path / CONFIG)
-    config = without_quantization(found)
+    config = without_quantization(source.raw)
     if source.rope is not None:
         config = source.rope.apply(config)
     if drop_parts:
@@ -148,59 +151,51 @@ def copy_side_files(
         config = _with(config, source.config, tie_word_embeddings=False)
     if source.vocab_size is not None:
         config = _with(config, source.config, vocab_size=source.vocab_size)
+    if source.dtype is not None:
+        config = {**_in_dtype(config, DTYPE_NAMES[source.dtype]), "dtype": DTYPE_NAMES[source.dtype]}
     if quantized_as is not None:
         config = with_quantization(config, read_json(quantized_as / CONFIG))
-    not_along = (*(() if tokenizer is None else TOKENIZER_FILES),)
-    if config.get("model_type") != found.get("model_type"):
-        not_along += PROCESSOR_FILES
-    for name in side_files(source.path, quantized_as is not None):
-        if not _matches(name, not_along):
-            (out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / name, out / name)
+    not_along = PROCESSOR_FILES if config.get("model_type") != found.get("model_type") else ()
+    along = side_files(source.path, quantized_as is not None)
+    files = _copied(source, tokenizer, (name for name in along if not _matches(name, not_along)))
     if config != found:
-        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_generation_config(source, out)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, out)
+        files[CONFIG] = _text(config)
+    return SideFiles(files | _generation_config(source))
 
 
-def write_beside_adapter(source: ModelSource, tokenizer: Any, directory: Path) -> None:
-    """Write a tokenizer of transformers with its chat template or, where it is None, copy the source's own; and copy
-    its licence.
+def plan_beside_adapter(source: ModelSource, tokenizer: Any) -> SideFiles:
+    """A tokenizer's files (see `tokenizer_files`) or, where it is None, the source's own; the source's licence; and
+    tokens that end answers.
 
     Raises:
-        ExpertMeshError: a file cannot be taken along (see `side_files`).
-        OSError: one cannot be written.
+        ExpertMeshError, OSError: see `plan_side_files`.
     """
-    along = LICENCES if tokenizer is not None else (*LICENCES, *TOKENIZER_FILES)
-    for name in side_files(source.path):
-        if _matches(name, along):
-            (directory / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / name, directory / name)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, directory)
+    along = (name for name in side_files(source.path) if is_of_tokenizer(name) or _matches(name, LICENCES))
+    return SideFiles(_copied(source, tokenizer, along) | _generation_config(source))
 
 
-def write_generation_config(source: ModelSource, directory: Path) -> None:
-    """Write generation_config.json, if it is to say something else than the source's own."""
-    if source.generation_config is not None:
-        said = json.dumps(source.generation_config, indent=2)
-        (directory / GENERATION_CONFIG).write_text(said + "\n", encoding="utf-8")
-
-
-def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Save a tokenizer of transformers.
+def _copied(source: ModelSource, tokenizer: Any, along: Iterable[str]) -> Files:
+    """Files of a model's directory, the tokenizer's in place of its own; each can be read.
 
     Raises:
-        OSError: a file cannot be written.
+        ExpertMeshError: one cannot.
     """
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # what the tokenizers package makes of an OSError
-        raise OSError(str(error)) from error
+    files: Files = {name: source.path / name for name in along if tokenizer is None or not is_of_tokenizer(name)}
+    if tokenizer is not None:
+        files |= tokenizer_files(tokenizer, source.path / CONFIG)
+    for content in files.values():
+        if isinstance(content, Path):
+            next(pieces(content), b"")
+    return files
+
+
+def _generation_config(source: ModelSource) -> Files:
+    """generation_config.json, if it is to say something else than the source's own."""
+    return {} if source.generation_config is None else {GENERATION_CONFIG: _text(source.generation_config)}
+
+
+def _text(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2) + "\n").encode()
 
 
 def _with(raw: dict[str, Any], config: Any, **settings: Any) -> dict[str, Any]:
@@ -209,3 +204,11 @@ def _with(raw: dict[str, Any], config: Any, **settings: Any) -> dict[str, Any]:
     text = config.get_text_config()
     parts = [part for part in config.sub_configs if part in raw and getattr(config, part, None) is text]
     return {**raw, **{part: {**raw[part], **settings} for part in parts}, **settings}
+
+
+def _in_dtype(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """A config.json by which weights are loaded in a dtype: in that, transformers loads them where it is not told."""
+    return {
+        key: _in_dtype(value, name) if isinstance(value, dict) else name if key in _DTYPE_KEYS else value
+        for key, value in raw.items()
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +40,8 @@ class ModelSource:
             written.
         mtp: the layer for multi-token prediction that is trained along; None: there is none, or it is carried over.
         images: whether the parts that images pass are in the model, and not carried over.
+        made: the config.json of a model that is made of the directory's (see `checkpoints.upcycle`); None: its own.
+        dtype: of the parameters where the model is written, by its code, if that is another than in the directory.
     """
 
     path: Path
@@ -52,6 +54,8 @@ class ModelSource:
     new_tokens: tuple[int, ...] = ()
     mtp: PublishedMTP | None = None
     images: bool = False
+    made: Mapping[str, Any] | None = None
+    dtype: str | None = None
 
     @cached_property
     def generation_ends(self) -> list[int]:
@@ -88,17 +92,22 @@ class ModelSource:
 
         found = self._config_on_disk
         if self.rope is not None:
-            found = changed_config(read_json(self.path / "config.json"), self.rope)
+            found = changed_config(self.raw, self.rope)
         if self.vocab_size is not None:
             found = deepcopy(found)
             found.get_text_config().vocab_size = self.vocab_size
         return found if self.mtp is None else self.mtp.with_layer(found)
 
     @property
+    def raw(self) -> dict[str, Any]:
+        """The config.json: the directory's, or that of the model that is made of it."""
+        return read_json(self.path / "config.json") if self.made is None else dict(self.made)
+
+    @property
     def said(self) -> dict[str, Any]:
         """All that its config says: as config.json has it, where the run changes nothing in it."""
         is_as_on_disk = self.rope is None and self.vocab_size is None and self.mtp is None
-        found: dict[str, Any] = read_json(self.path / "config.json") if is_as_on_disk else self.config.to_dict()
+        found: dict[str, Any] = self.raw if is_as_on_disk else self.config.to_dict()
         return found
 
     @cached_property
@@ -115,7 +124,7 @@ class ModelSource:
 
         file = self.path / "config.json"
         check_quantization(self.quantization, file)
-        config = load_config(self.path, read_json(file), str(file))
+        config = load_config(self.path if self.made is None else None, self.raw, str(file))
         try:
             model_class(config)
         except ExpertMeshError as error:

@@ -2,16 +2,18 @@
 checkpoint's files, and of tensors that are not trained, which training checkpoints do not hold: where they are."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...moe.util.atomic_write import PARTIAL
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.progress import CountedProgress
 from ..ep_shards.manifest import open_checkpoint
 from ..files.checksums import check_seal, file_checksum
 from ..files.directories import is_there
+from ..files.open_files import OpenFiles
 from ..files.paths import named_file
 from ..files.tensors import DiskTensor
 from ..hf.checkpoint import Checkpoint
@@ -63,17 +65,6 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
-    """What decides the order of the data, of the first checkpoint that tells it; None where none does."""
-    for path in paths:
-        try:
-            order: dict[str, int] = read_marker(path)["order"]
-            return order
-        except ExpertMeshError:
-            continue  # damaged; who resumes is told of it
-    return None
-
-
 _FIELDS = {
     "world_size": int,
     "step": int,
@@ -114,8 +105,28 @@ def read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
+def check_files(path: Path, files: Mapping[str, Any], is_told: bool = True) -> None:
     """
+    Args:
+        files: those to check, as the marker has them.
+        is_told: whether it is said how far this is.
+
+    Raises:
+        ExpertMeshError: see `check_file`.
+    """
+    # no name in it has been checked yet, nor any number
+    said = [entry.get("bytes") for entry in files.values() if isinstance(entry, dict)]
+    total = sum(size for size in said if isinstance(size, int))
+    with CountedProgress(f"checking {path}", total, is_shown=is_told) as progress:
+        for name, entry in files.items():
+            check_file(path, name, entry, progress.add)
+
+
+def check_file(path: Path, name: str, entry: dict[str, Any], tell: Callable[[int], object] = int) -> None:
+    """
+    Args:
+        tell: see `file_checksum`.
+
     Raises:
         ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
     """
@@ -123,7 +134,7 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     check_table(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
     if file.stat().st_size != entry["bytes"]:
         raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
-    if file_checksum(file) != entry["xxh3_128"]:
+    if file_checksum(file, tell) != entry["xxh3_128"]:
         raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MARKER}")
 
 
@@ -133,15 +144,16 @@ def carried_record(origin: Checkpoint) -> dict[str, Any]:
     Raises:
         ExpertMeshError: a file of theirs cannot be read.
     """
+    files = OpenFiles()
     return {
         "path": str(origin.source.path.resolve()),
         "dropped": origin.drops_untrained,
-        "tensors": {tensor.name: _described(tensor) for tensor in origin.carried},
+        "tensors": {tensor.name: _described(tensor, files) for tensor in origin.carried},
     }
 
 
-def _described(tensor: DiskTensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "sample": sample(tensor)}
+def _described(tensor: DiskTensor, files: OpenFiles) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "sample": sample(tensor, files)}
 
 
 def check_carried(path: Path, checkpoint: Checkpoint) -> None:
@@ -226,10 +238,10 @@ def _find(
 def _problem(recorded: dict[str, Any], opened: Checkpoint, path: Path) -> str | None:
     """The first tensor that is not as it was recorded."""
     check_table(recorded, {"tensors": dict}, path / MARKER)
-    carried = {tensor.name: tensor for tensor in opened.carried}
+    carried, files = {tensor.name: tensor for tensor in opened.carried}, OpenFiles()
     for name, described in recorded["tensors"].items():
         if name not in carried:
             return f"{name} is missing in {opened.source.path}"
-        if _described(carried[name]) != described:
+        if _described(carried[name], files) != described:
             return f"{name} is different in {opened.source.path}"
     return None

@@ -12,7 +12,7 @@ from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.state import changing_state
 from ..files.directories import finish_replacement_of_missing, write_errors
-from .marker import check_file, read_marker, whole_checkpoints
+from .marker import check_files, read_marker, whole_checkpoints
 from .saving import BEST, Progress, checkpoint_name, sweep, training_state
 from .state_table import StateReader, load_state
 
@@ -70,10 +70,8 @@ def _check_together(path: Path, patient: Ranks | None) -> str | None:
     """What is wrong with a checkpoint; its files are distributed among the ranks to be read."""
     try:
         with raise_together(patient):
-            marker = read_marker(path)
-            names = sorted(marker["files"])
-            for name in names[dist.get_rank() :: dist.get_world_size()]:
-                check_file(path, name, marker["files"][name])
+            rank, files = dist.get_rank(), sorted(read_marker(path)["files"].items())
+            check_files(path, dict(files[rank :: dist.get_world_size()]), is_told=rank == 0)
     except ExpertMeshError as error:
         return str(error)
     return None

@@ -29,7 +29,7 @@ from ..files.checksums import seal
 from ..files.directories import finish_replacement, replace_directory, temporary_beside
 from ..files.kept import file_entry
 from ..hf.checkpoint import Checkpoint
-from ..hf.side_files import copy_side_files
+from ..hf.side_files import plan_side_files
 from ..model_card import write_card
 from .marker import FORMAT, MARKER, VERSION, carried_record, step_of, whole_checkpoints
 from .state_table import brief
@@ -64,7 +64,7 @@ class Saver:
     Args:
         directory: holds them all.
         origin: what the model was loaded from; its side files and its table of exported tensors go along.
-        tokenizer: saved in place of the origin's own, if not None.
+        tokenizer: whose files lie there in place of the origin's own, if not None.
         limit: how many complete ones to keep; None keeps all.
         base: what to say of the model beside which adapters alone are saved; None where all of it is.
         facts: what the run has read, to be compared on resume: digests by name, of its model and of its data.
@@ -91,8 +91,9 @@ class Saver:
         self.carried: dict[str, Any] | None = None
         self.transposed: list[str] = []
         with raise_together():
-            if dist.get_rank() == 0 and base is None:
-                self.carried = carried_record(origin)
+            if dist.get_rank() == 0:
+                plan_side_files(origin.source, tokenizer)  # what cannot go along is better told of now
+                self.carried = carried_record(origin) if base is None else None
         # of its own, so that the background thread's collectives do not mix with training's
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
         self.stager: DefaultStager | None = None
@@ -207,7 +208,7 @@ class Saver:
                 self.partial = partial = temporary_beside(self.directory / checkpoint_name(step))
                 made[0] = str(partial)
                 (partial / "model").mkdir()
-                copy_side_files(self.origin.source, partial / "model", self.tokenizer)
+                plan_side_files(self.origin.source, self.tokenizer).write(partial / "model")
                 write_card(self.card(), *[partial / "model"] * 2)
             except (OSError, ExpertMeshError) as error:
                 if made[0] is not None:

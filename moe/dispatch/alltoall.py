@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.expert_products import even
+from ..kernels.expert_rows import ExpertRows, even
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from ..util.step_parts import register_step_part
 from .dispatcher_entries import PLAIN_ENTRY
@@ -30,19 +30,11 @@ class _LocalRows:
     """The rows of all experts, which are on this rank."""
 
     rows_RD: Tensor
-    counts_e: Tensor
+    experts: ExpertRows
     order: ExpertOrder
     weights_TK: Tensor
 
     reads_outputs = True
-
-    @property
-    def num_experts(self) -> int:
-        return self.counts_e.numel()
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows_RD.shape[0]
 
     @property
     def rows(self) -> list[Tensor]:
@@ -52,8 +44,8 @@ class _LocalRows:
     def parts(self) -> list[ExpertChunk]:
         return [self]
 
-    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
-        return sent_RD, self.counts_e
+    def arrive(self, sent_RD: Tensor) -> Tensor:
+        return sent_RD
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         return rows_RD
@@ -78,7 +70,8 @@ class LocalDispatcher:
         if has_padding:
             # read by the host: in a replay it must not wait for the device
             order = first_rows(order, kept("rows without padding", lambda: int(counts_E.sum())))
-        return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order, weights_TK)
+        rows_RD = TokensToRows.apply(x_TD, order)
+        return _LocalRows(rows_RD, ExpertRows(counts_E, rows_RD.shape[0]), order, weights_TK)
 
 
 @dataclass(frozen=True)
@@ -88,27 +81,15 @@ class _ExchangedPart:
 
     exchange: Exchange
     number: int
-    on_host: "HostCounts"
-    counts_e: Tensor
+    experts: ExpertRows
     by_expert_R: Tensor | None
     by_source_R: Tensor | None
 
-    @property
-    def num_experts(self) -> int:
-        return self.counts_e.numel()
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.exchange.received[self.number])
-
-    def host_counts(self) -> list[int]:
-        return self.on_host.by_expert[self.number]
-
-    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def arrive(self, sent_RD: Tensor) -> Tensor:
         rows_RD = Arrive.apply(sent_RD, self.exchange, self.number)
         if self.by_expert_R is not None:
             rows_RD = PermuteRows.apply(rows_RD, self.by_expert_R, self.by_source_R)
-        return rows_RD, self.counts_e
+        return rows_RD
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         if self.by_source_R is not None:
@@ -173,17 +154,18 @@ class AllToAllDispatcher:
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)
         parts: list[ExpertChunk] = [
-            self._part(exchange, on_host, number, counts_Se) for number, counts_Se in enumerate(counts)
+            self._part(exchange, number, counts_Se, on_host.by_expert[number])
+            for number, counts_Se in enumerate(counts)
         ]
         return _ExchangedRows(rows, parts, exchange, order, weights_TK)
 
-    def _part(self, exchange: Exchange, on_host: "HostCounts", number: int, counts_Se: Tensor) -> ExpertChunk:
-        by_expert_R, by_source_R = None, None
+    def _part(self, exchange: Exchange, number: int, counts_Se: Tensor, on_host: list[int]) -> ExpertChunk:
+        by_expert_R, by_source_R, num_rows = None, None, sum(on_host)
         if counts_Se.shape[1] > 1:
-            num_rows = sum(exchange.received[number])
             by_expert_R = _transpose_blocks(counts_Se, num_rows)
             by_source_R = _transpose_blocks(counts_Se.t(), num_rows)
-        return _ExchangedPart(exchange, number, on_host, counts_Se.sum(dim=0), by_expert_R, by_source_R)
+        experts = ExpertRows(counts_Se.sum(dim=0), num_rows, on_host)
+        return _ExchangedPart(exchange, number, experts, by_expert_R, by_source_R)
 
     def _places(self, experts_TK: Tensor) -> Tensor:
         """The place of each choice's row among those that are sent."""

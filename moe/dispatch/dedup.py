@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.expert_rows import ExpertRows
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
@@ -207,22 +208,12 @@ class _Part:
     ):
         self.dispatcher, self.number, self._rows = dispatcher, number, rows
         self._of_choices, self._of_rows, self._sent_choices = of_choices, of_rows, sent_choices
-        self.counts_e, self.sum_dtype = counts_e, sum_dtype
+        on_host = rows.computed_Pe[number]
+        self.experts, self.sum_dtype = ExpertRows(counts_e, sum(on_host), on_host), sum_dtype
         self._hop: tuple[ExpertOrder, Exchange] | None = None
         self._last: tuple[Tensor, ExpertOrder] | None = None
 
-    @property
-    def num_experts(self) -> int:
-        return self.counts_e.numel()
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.host_counts())
-
-    def host_counts(self) -> list[int]:
-        return self._rows.computed_Pe[self.number]
-
-    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def arrive(self, sent_RD: Tensor) -> Tensor:
         weights_UK, expert_UK = ArriveChoices.apply(self._sent_choices, self._of_choices, self.number)
         exchange, part = self._of_rows, self.number
         if self.dispatcher.nodes is not None:
@@ -232,18 +223,19 @@ class _Part:
             weights_UK, expert_UK = ArriveChoices.apply(sent_choices, of_choices, 0)
             self._hop = once.order, onward
             exchange, part = onward, 0
-        here_UK = torch.where(expert_UK < 0, self.num_experts, expert_UK)
-        order = sparse_rows(expert_order(here_UK, self.num_experts, has_padding=True), self.num_rows)
+        num_experts = self.experts.num_experts
+        here_UK = torch.where(expert_UK < 0, num_experts, expert_UK)
+        order = sparse_rows(expert_order(here_UK, num_experts, has_padding=True), self.experts.num_rows)
         self._last = weights_UK, order
-        return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype), self.counts_e
+        return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype)
 
     def _inside(self, expert_UK: Tensor, group: dist.ProcessGroup) -> tuple[OnceEach, Exchange, Exchange]:
         """The rows that go on inside the node, and the exchanges of their choices and of themselves."""
-        L, number = self.dispatcher.ranks_per_node, self.number
+        L, number, num_experts = self.dispatcher.ranks_per_node, self.number, self.experts.num_experts
         is_elsewhere_UK = expert_UK < 0
         choices = Choices(
-            (expert_UK // self.num_experts).masked_fill(is_elsewhere_UK, L),
-            (expert_UK % self.num_experts).masked_fill(is_elsewhere_UK, -1),
+            (expert_UK // num_experts).masked_fill(is_elsewhere_UK, L),
+            (expert_UK % num_experts).masked_fill(is_elsewhere_UK, -1),
         )
         onward_L, arriving_L = self._rows.onward_PL[number], self._rows.arriving_PL[number]
         firsts = first_choices(choices.destination_TK, L)

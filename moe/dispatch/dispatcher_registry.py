@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.expert_rows import ExpertRows
 from ..util.entry_checks import check_fields, check_value
 from .dispatcher_entries import DISPATCHER_ENTRIES, DispatcherEntry
 
@@ -31,18 +32,14 @@ class NodeGroups:
 class ExpertChunk(Protocol):
     """The rows of some consecutive experts of this rank: one chunk.
 
-    num_experts: how many. num_rows: R.
+    experts: how many rows each has.
     """
 
     @property
-    def num_experts(self) -> int: ...
+    def experts(self) -> ExpertRows: ...
 
-    @property
-    def num_rows(self) -> int: ...
-
-    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows sorted by expert, and how many each has, int64, on their device. Waits for rows that are still being
-        received."""
+    def arrive(self, sent_RD: Tensor) -> Tensor:
+        """Rows sorted by expert, once they have been received."""
         ...
 
     def give_back(self, rows_RD: Tensor) -> Tensor:

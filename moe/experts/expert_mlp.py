@@ -4,7 +4,7 @@ Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..dispatch.dispatcher_registry import ExpertChunk
-from ..kernels.carve_out import beside_all_to_alls
-from ..kernels.expert_products import AddBias, counts_on_host
+from ..kernels.expert_products import AddBias
+from ..kernels.expert_rows import ExpertRows
 from ..kernels.kernel_registry import ExpertKernel
 from ..kernels.loop import LOOP
-from ..kernels.torch_grouped import few_apart
-from ..kernels.weight_gradients import ExpertsCall, deferrable
+from ..kernels.weight_gradients import ExpertsCall
 from ..linear.low_rank import LowRank
-from ..linear.quantized import SCALES, places_of_few, storages_of, stored_product
+from ..linear.quantized import SCALES, rows_for_few, storages_of, stored_product
 from ..util.gpu import computes_on_cpu
-from ..util.recompute_cache import for_backward_alone, keeping_products
+from ..util.recompute_cache import for_backward_alone
 from ..util.step_parts import register_step_part
 from .activation import Activation
 from .bf16_copies import WorkingWeights
@@ -42,8 +41,8 @@ class ExpertMLP(nn.Module):
         kernel: how it computes.
         low_rank: of its adapters, one per matrix; None without adapters.
         working: weights in the rows' dtype, where they are stored in another.
-        most_apart: how many experts the kernel may multiply one after the other (see `few_apart`).
-        keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `recompute_cache`).
+        most_apart: how many experts the kernel may multiply one after the other (see `ExpertRows`).
+        keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `ExpertRows`).
     """
 
     def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
@@ -84,16 +83,13 @@ class ExpertMLP(nn.Module):
         """
         returned = []
         call = self._deferrable_call()
-        sizes = [part.num_experts for part in parts]
+        sizes = [part.experts.num_experts for part in parts]
         by_part = self._weights(sent[0].dtype, sizes, call is not None, self._joins_gate_and_up(sent[0]))
         is_beside = len(parts) > 1 and sent[0].is_cuda
-        with deferrable(call), beside_all_to_alls(is_beside), few_apart(self.most_apart):
-            for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
-                arrived = part.arrive(rows_RD)
-                # a dispatcher from outside may know less
-                with counts_on_host(getattr(part, "host_counts", None)):
-                    out_RD = self._compute(*arrived, weights, needs_output)
-                returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
+        for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
+            experts = replace(part.experts, most_apart=self.most_apart, is_beside=is_beside, call=call)
+            out_RD = self._compute(part.arrive(rows_RD), experts, weights, needs_output)
+            returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
         return returned
 
     def _deferrable_call(self) -> ExpertsCall | None:
@@ -104,17 +100,19 @@ class ExpertMLP(nn.Module):
             return None
         return ExpertsCall(forward.weight_gradients, self, dict(self.named_parameters(recurse=False)))
 
-    def _compute(self, rows_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], needs_output: bool) -> Tensor:
+    def _compute(
+        self, rows_RD: Tensor, experts: ExpertRows, weights: Mapping[str, Tensor], needs_output: bool
+    ) -> Tensor:
         kernel = self.kernel
         if self._is_fused:
-            with keeping_products(self.keeps_products):
-                if (gate_up_eGD := weights.get(_JOINED)) is not None:
-                    assert kernel.joined is not None
-                    return kernel.joined(rows_RD, counts_e, gate_up_eGD, weights["w2"], needs_output=needs_output)
-                assert kernel.fused is not None
-                w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
-                return kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
-        chunk = _Chunk(counts_e, weights, places_of_few(rows_RD, counts_e, weights, storages_of(self)))
+            experts = replace(experts, keeps_products=self.keeps_products)
+            if (gate_up_eGD := weights.get(_JOINED)) is not None:
+                assert kernel.joined is not None
+                return kernel.joined(rows_RD, experts, gate_up_eGD, weights["w2"], needs_output=needs_output)
+            assert kernel.fused is not None
+            w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
+            return kernel.fused(rows_RD, experts, w1, v1, w2, needs_output=needs_output)
+        chunk = _Chunk(rows_for_few(rows_RD, experts, weights, storages_of(self)), weights)
         gate_RF = self._matmul("w1", rows_RD, chunk)
         up_RF = self._matmul("v1", rows_RD, chunk) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
@@ -137,28 +135,24 @@ class ExpertMLP(nn.Module):
 
     def _matmul(self, name: str, x_RI: Tensor, chunk: "_Chunk") -> Tensor:
         """Each expert's rows by one of its matrices, with its adapter and bias where it has them."""
-        # the result of the last one is not needed again
-        with keeping_products(self.keeps_products and name != "w2"):
-            out_RO = self._multiply(name, x_RI, chunk)
+        out_RO = self._multiply(name, x_RI, chunk)
         if self.low_rank is not None:
             out_RO = torch.add(out_RO, self._delta(name, x_RI, chunk, self.low_rank), alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
-            bias_eO = chunk.weights[f"{name}_bias"].view(chunk.counts_e.numel(), -1)
-            out_RO = AddBias.apply(out_RO, chunk.counts_e, bias_eO)
+            bias_eO = chunk.weights[f"{name}_bias"].view(chunk.experts.num_experts, -1)
+            out_RO = AddBias.apply(out_RO, chunk.experts.counts_e, bias_eO)
         return out_RO
 
     def _multiply(self, name: str, x_RI: Tensor, chunk: "_Chunk") -> Tensor:
         product, is_transposed = self.kernel.product, name == "w2"
         assert product is not None, self.kernel.name
+        # the result of the last one is not needed again
+        experts = replace(chunk.experts, keeps_products=self.keeps_products and name != "w2")
         if (storage := storages_of(self).get(name)) is not None:
-            codes, scales, is_transposed = (
-                chunk.weights[name],
-                chunk.weights[name + SCALES],
-                is_transposed != storage.is_turned,
-            )
-            return stored_product(x_RI, chunk.counts_e, codes, scales, storage, product, is_transposed, chunk.places)
+            codes, scales = chunk.weights[name], chunk.weights[name + SCALES]
+            return stored_product(x_RI, experts, codes, scales, storage, product, is_transposed != storage.is_turned)
         weight_eOI = chunk.by_expert(name)
-        return product(x_RI, chunk.counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+        return product(x_RI, experts, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
 
     def _delta(self, name: str, x_RI: Tensor, chunk: "_Chunk", low_rank: LowRank) -> Tensor:
         product = self.kernel.low_rank or self.kernel.product
@@ -166,8 +160,8 @@ class ExpertMLP(nn.Module):
         a_erI, b_eOr = (chunk.by_expert(f"{name}_lora_{matrix}").to(x_RI.dtype) for matrix in "AB")
         # of it the gradient of B is made
         with for_backward_alone(False):
-            low_Rr = product(F.dropout(x_RI, low_rank.dropout, self.training), chunk.counts_e, a_erI)
-        return product(low_Rr, chunk.counts_e, b_eOr)
+            low_Rr = product(F.dropout(x_RI, low_rank.dropout, self.training), chunk.experts, a_erI)
+        return product(low_Rr, chunk.experts, b_eOr)
 
     def _weights(
         self, dtype: torch.dtype, sizes: list[int], are_deferrable: bool, are_joined: bool
@@ -199,12 +193,11 @@ class ExpertMLP(nn.Module):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The weights of a chunk's experts, by name, with each expert's number of rows, and what `places_of_few` gives."""
+    """A chunk's experts, and their weights by name."""
 
-    counts_e: Tensor
+    experts: ExpertRows
     weights: Mapping[str, Tensor]
-    places: Sequence[slice]
 
     def by_expert(self, name: str) -> Tensor:
         weight = self.weights[name]
-        return weight.view(self.counts_e.numel(), -1, weight.shape[1])
+        return weight.view(self.experts.num_experts, -1, weight.shape[1])

@@ -75,7 +75,7 @@ class DMoE(nn.Module):
         logits_TE = forward.logits_TE.pop(self, None)
         # with a graph also in the recomputation of a checkpointed layer, which must keep as many tensors
         if forward.has_router_losses or not forward.is_again:
-            num_rows = sum(part.num_rows for part in sent.parts)
+            num_rows = sum(part.experts.num_rows for part in sent.parts)
             given = counts_E, logits_TE, is_token_T, num_rows, self.kind.score
             stats = router_stats(*given, has_losses=forward.has_router_losses)
             if not forward.is_again:

@@ -48,6 +48,8 @@ class ProbedFacts:
     uncalled: paths of linear layers whose own forward is not called.
     attention: layers by what their tokens see, in ascending order of windows.
     draws: whether it draws random numbers in training.
+    balance: the coefficient, by its config, of the balancing loss that it adds where it is asked for router logits;
+        None where it adds none.
     fp32_names: parameters that its family keeps in fp32 beside others in bf16, both stored and computed with.
     left_out: by the path of a part that no text passes, the names of its tensors: they are not in the model, and
         checkpoints carry them over.
@@ -61,6 +63,7 @@ class ProbedFacts:
     uncalled: frozenset[str]
     attention: tuple[Attention, ...]
     draws: bool
+    balance: float | None = None
     fp32_names: frozenset[str] = frozenset()
     left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
 

@@ -77,7 +77,7 @@ def router_stats(
 
     Args:
         is_token_T: False for padding, and None when there is none.
-        score: how the router scores experts from its logits (see `moe.experts.scores`).
+        score: how the router scores experts from its logits (see `RouterKind`).
         has_losses: whether losses are made of them; if not, there is no graph.
     """
     if logits_TE is None:

@@ -81,6 +81,28 @@ def build_model(config: Any, attn_implementation: str = "auto", images: bool = F
     return model
 
 
+def build_reference(config: Any, attn_implementation: str = "auto", dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own class of a config, with experts of its own or none, on the meta device; buffers as in
+    `build_model`.
+
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config, or cannot build it.
+    """
+    model = _made(_chosen(config), attn_implementation, dtype)
+    _make_constants_buffers(model)
+    _fill_buffers(model)
+    return model
+
+
+def has_experts(config: Any) -> bool:
+    """Whether `build_model` finds experts in the model that a config describes.
+
+    Raises:
+        ExpertMeshError: transformers cannot build it.
+    """
+    return any(True for _ in expert_modules(_made(_chosen(config), "eager")))
+
+
 def _without_experts(model: nn.Module) -> str:
     """Why no layer of a model can be sharded over ep."""
     name = type(model).__name__
@@ -92,7 +114,10 @@ def _without_experts(model: nn.Module) -> str:
                 "A later release of transformers may mark it; `python -m expertmesh.moe families` lists "
                 "what can be trained"
             )
-    return f"{name} has no mixture-of-experts layer with this config; a model to train, and a teacher, must have some"
+    return (
+        f"{name} has no mixture-of-experts layer with this config; a model to train must have some: "
+        "`expertmesh-checkpoints upcycle` makes them of a dense model's MLPs"
+    )
 
 
 @dataclass(frozen=True)
@@ -133,9 +158,23 @@ class _Chosen:
 
 
 def _build(chosen: _Chosen, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = _made(chosen, attn_implementation, dtype)
+    if not any(True for _ in expert_modules(model)):
+        raise ExpertMeshError(_without_experts(model))
+    _run_on_text(model)
+    _give_head(model)
+    return model
+
+
+def _made(chosen: _Chosen, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' class on the meta device.
+
+    Raises:
+        ExpertMeshError: it cannot be built.
+    """
     config = deepcopy(chosen.config)
     _forget_plans(config)
-    # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
+    # HF would compute its balancing loss of all logits; ours, in router_stats.py, is over all ranks
     text_config = config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
         text_config.output_router_logits = False
@@ -143,7 +182,7 @@ def _build(chosen: _Chosen, attn_implementation: str, dtype: torch.dtype = torch
         attn_implementation = settled_attention(config, attn_implementation)
         chosen = replace(chosen, config=config)
         try:
-            model = chosen.make(attn_implementation, dtype)
+            return chosen.make(attn_implementation, dtype)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             if chosen.is_made("eager", dtype):
@@ -155,11 +194,6 @@ def _build(chosen: _Chosen, attn_implementation: str, dtype: torch.dtype = torch
             raise ExpertMeshError(
                 f"transformers cannot build a model of type {config.model_type} from this config.json: {said}"
             ) from error
-    if not any(True for _ in expert_modules(model)):
-        raise ExpertMeshError(_without_experts(model))
-    _run_on_text(model)
-    _give_head(model)
-    return model
 
 
 def _forget_plans(config: Any) -> None:
@@ -450,7 +484,7 @@ class _LogitsTo:
 
 
 def use_kernel(model: nn.Module, kernel: ExpertKernel, most_apart: int = 1) -> None:
-    """Have all experts computed by `kernel`, `most_apart` or fewer of them one after the other (see `ExpertMLP`)."""
+    """Have all experts computed by `kernel`, `most_apart` or fewer of them one after the other (see `ExpertRows`)."""
     for layer in moe_layers(model):
         layer.mlp.kernel = kernel
         layer.mlp.most_apart = most_apart

@@ -56,10 +56,11 @@ def check_config(raw: Mapping[str, Any], where: str) -> str:
     return model_type
 
 
-def load_config(path: Path, raw: Mapping[str, Any], where: str) -> Any:
+def load_config(path: Path | None, raw: Mapping[str, Any], where: str) -> Any:
     """transformers' config object of a config.json, or of the directory that holds it.
 
     Args:
+        path: None where there is no file yet.
         raw: its content, which has been checked.
 
     Raises:
@@ -70,7 +71,10 @@ def load_config(path: Path, raw: Mapping[str, Any], where: str) -> Any:
     if raw["model_type"] not in CONFIG_MAPPING:
         raise ExpertMeshError(f"{where}: {_unknown_type(raw)}")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if path is None:
+            config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ExpertMeshError(f"{where}: transformers cannot read it: {reason:.400}") from error

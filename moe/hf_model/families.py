@@ -87,17 +87,17 @@ def _has_marked_part(model_type: str) -> bool:
     if _marks_experts(model_type):
         return True
     # of most the default is not made: that would take seconds
-    named = set(re.findall(r"\"(\w+)\"", _source("configuration", model_type))) & CONFIG_MAPPING_NAMES.keys()
+    named = set(re.findall(r"\"(\w+)\"", family_source("configuration", model_type))) & CONFIG_MAPPING_NAMES.keys()
     if not any(map(_marks_experts, named)):
         return False
     return _marks_experts(CONFIG_MAPPING[model_type]().get_text_config().model_type)
 
 
 def _marks_experts(model_type: str) -> bool:
-    return "\n@use_experts_implementation" in _source("modeling", model_type)
+    return "\n@use_experts_implementation" in family_source("modeling", model_type)
 
 
-def _source(kind: str, model_type: str) -> str:
+def family_source(kind: str, model_type: str) -> str:
     """A file of a family in transformers; empty if there is none."""
     # read, not imported: that would take all families' modules, and many seconds
     import transformers

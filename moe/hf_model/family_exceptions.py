@@ -24,3 +24,11 @@ many of them as the others."""
 LLAMA_CPP_NORMALISES = {"olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
 """Families whose norm_topk_prob llama.cpp does not read, and what it is there: norm_w of `build_moe_ffn` in its
 src/models/ (as of llama-cpp-python 0.3.36)."""
+
+UPCYCLED_AS = {"llama": "mixtral", "mistral": "mixtral", "olmo2": "flex_olmo", "granite": "granitemoe"}
+"""The MoE family with the attention, norms and settings of a dense one, where it is not called by that one's name and
+`_moe` (see `checkpoints.upcycle`)."""
+
+HANDS_ON, TAKES = "store_full_length_kv", "is_kv_shared_layer"
+"""Attributes of Gemma 4's attention: whether later layers may have its keys and values, which transformers says of the
+last layer of each type also in models without such layers; and whether it takes them."""

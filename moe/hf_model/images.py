@@ -69,6 +69,20 @@ def image_token(config: Any) -> int | None:
     return None if token is None else int(token)
 
 
+def other_tokens(config: Any) -> dict[str, int]:
+    """Ids of tokens that stand for, or begin, what is not supported, by name."""
+    names = ("video_token_id", "video_start_token_id", "audio_token_id")
+    ids = {name: getattr(config, name, None) for name in names}
+    return {name: int(other) for name, other in ids.items() if other is not None and other != image_token(config)}
+
+
+def token_ids_of_media(config: Any) -> dict[str, int]:
+    """Ids that a config has beside those of its text model, by name."""
+    named = {name: value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+    of_text = config.get_text_config().to_dict()
+    return {name: value for name, value in named.items() if isinstance(value, int) and name not in of_text}
+
+
 def sees_both_ways(config: Any) -> bool:
     """Whether tokens of an image attend to those behind them."""
     return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
@@ -102,7 +116,6 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         paths: from `image_paths`.
     """
     inner, config = inner_model(model), model.config
-    ids = {name: getattr(config, name, None) for name in ("video_token_id", "video_start_token_id", "audio_token_id")}
     token = image_token(config)
     if token is None:
         raise _unsupported(model, "names no image_token_id in its config")
@@ -110,7 +123,7 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         tuple(paths),
         _image_inputs(inner),
         token,
-        {name: int(other) for name, other in ids.items() if other is not None and other != token},
+        other_tokens(config),
         KINDS in inspect.signature(model.forward).parameters,
         sees_both_ways(config),
         len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()),

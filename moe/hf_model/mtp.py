@@ -12,7 +12,7 @@ Published names are of two kinds:
   a decoder layer in `mtp.layers.0`.
 
 In our model it has the names of the first kind. Which is which, and the order of the projection's inputs, is as vLLM
-has it (`deepseek_mtp.py`, `glm4_moe_mtp.py`, `qwen3_next_mtp.py` and `qwen3_5_mtp.py` in vllm/model_executor/models).
+has it (`deepseek_mtp`, `glm4_moe_mtp`, `qwen3_next_mtp` and `qwen3_5_mtp` in vllm/model_executor/models).
 
 Shape suffixes: D model width.
 """

@@ -2,8 +2,9 @@
 
 What configs name and code does in many ways shows when the model runs: how many experts each token has, which module is
 the router, whether anything is done to the logits after the head, which linear layers' weights are read by other code
-than the layers' own, and how many tokens each layer's attention sees. How a router scores experts from its logits
-(softmax, sigmoid or another function; in groups of experts or not) shows when one is run on random numbers.
+than the layers' own, how many tokens each layer's attention sees, and by how much the loss is raised for experts that
+are loaded unevenly. How a router scores experts from its logits (softmax, sigmoid or another function; in groups of
+experts or not) shows when one is run on random numbers.
 """
 
 from collections import Counter
@@ -51,8 +52,13 @@ def probe(model: Any) -> ProbedFacts:
 
     with _on_meta(model) as calls, _noting_reads(model) as (reads, handed, uncalled):
         # kernels that are for training alone may take weights of several layers at once
-        with _BeforeOperators(note_random):
-            _run(model.train(), "does not run", position_ids=positions_BS)
+        with _BeforeOperators(note_random), _NotingWeights() as weights:
+            asked = {"labels": torch.zeros_like(positions_BS), "output_router_logits": True}
+            try:
+                balance = weights.of_term(_run(model.train(), "", position_ids=positions_BS, **asked).loss)
+            except ExpertMeshError:  # whose router gives no logits, of which its loss would be made
+                balance = None
+                _run(model.train(), "does not run", position_ids=positions_BS)
         with (
             _noting_calls(model) as called,
             replacing_sample_search(looked_at.append, model),
@@ -80,6 +86,7 @@ def probe(model: Any) -> ProbedFacts:
         frozenset(uncalled),
         tuple(Attention(window, width) for window, width in sorted(widths.items())),
         bool(random),
+        balance=balance,
     )
 
 
@@ -188,6 +195,30 @@ class _BeforeOperators(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.look(operator, args, kwargs or {})
         return operator(*args, **(kwargs or {}))
+
+
+class _NotingWeights(TorchDispatchMode):
+    """Notes of sums of two scalars by which number one of them was multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # live tensors have distinct ids
+        self.products: dict[int, tuple[Tensor, float]] = {}
+        self.sums: dict[int, tuple[Tensor, float]] = {}
+
+    def of_term(self, total: Tensor) -> float | None:
+        """The weight of the last term that was added to this sum with one; None: there is none."""
+        return self.sums[id(total)][1] if id(total) in self.sums else None
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result.dim():
+            name = operator.overloadpacket._qualified_op_name
+            if name == "aten::mul" and isinstance(args[1], int | float):
+                self.products[id(result)] = result, float(args[1])
+            elif name in ("aten::add", "aten::add_") and id(args[1]) in self.products:
+                self.sums[id(result)] = result, self.products[id(args[1])][1]
+        return result
 
 
 @dataclass(frozen=True)
@@ -403,6 +434,10 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     """Remove at the end what forwards within it leave on the model's modules: on the meta device it has no values, and
     some would be read in the next forward."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    # transformers installs some for good, to collect what it was asked for
+    hooks = [
+        (found, dict(found)) for _, attributes, _ in before for name, found in attributes.items() if "hooks" in name
+    ]
     try:
         yield
     finally:
@@ -410,6 +445,9 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers = buffers
+        for found, content in hooks:
+            found.clear()
+            found.update(content)
 
 
 @contextmanager

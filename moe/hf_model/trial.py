@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..experts.model_layers import moe_layers
 from ..linear.linear import Linear
 from ..transformers_private import without_packages
+from ..util.threads import on_one_thread
 from .probe import leaving_no_trace
 
 _LARGE = 2**16
@@ -28,7 +29,7 @@ _LARGE = 2**16
 def standing_in_for_weights(model: Any) -> Iterator[None]:
     """Within it, a model on the meta device computes on the CPU, in fp32, with stand-ins for its weights."""
     with (
-        _on_one_thread(),
+        on_one_thread(),
         torch.device("cpu"),
         torch.no_grad(),
         leaving_no_trace(model),
@@ -46,17 +47,6 @@ def standing_in_for_weights(model: Any) -> Iterator[None]:
         for layer in moe_layers(model):
             layer.forward = lambda x_TD, experts_TK, weights_TK: x_TD  # type: ignore[method-assign]
         yield
-
-
-@contextmanager
-def _on_one_thread() -> Iterator[None]:
-    """Matmuls of a few tokens take longer on several threads, where others compute beside them many times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _WithoutWeights(TorchFunctionMode):

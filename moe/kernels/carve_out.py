@@ -5,9 +5,7 @@ beside an all-to-all such a GEMM waits for it, or takes twice as long (pytorch#1
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,23 +14,10 @@ from torch import Tensor
 LEFT = 16
 """Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.collectives.groups`)."""
 
-_IS_BESIDE: ContextVar[bool] = ContextVar("_IS_BESIDE", default=False)
 
-
-@contextmanager
-def beside_all_to_alls(is_beside: bool) -> Iterator[None]:
-    """Sets whether all-to-alls are under way beside the GEMMs that are made within it, in forward and backward."""
-    token = _IS_BESIDE.set(is_beside)
-    try:
-        yield
-    finally:
-        _IS_BESIDE.reset(token)
-
-
-def leaving_room(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A grouped GEMM that leaves `LEFT` multiprocessors free if it is made within `beside_all_to_alls`, wherever it is
-    called: backward has a thread of its own."""
-    if not _IS_BESIDE.get():
+def leaving_room(multiply: Callable[..., Tensor], is_beside: bool) -> Callable[..., Tensor]:
+    """A grouped GEMM that leaves `LEFT` multiprocessors free if all-to-alls are under way beside it."""
+    if not is_beside:
         return multiply
     _silence()
     from ..torch_private import _get_sm_carveout_experimental, _set_sm_carveout_experimental

@@ -16,7 +16,7 @@ for _kernel in (LOOP, TORCH_GROUPED, MEGABLOCKS_SPARSE):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """most_apart: how many experts it may multiply one after the other (see `torch_grouped.few_apart`)."""
+    """most_apart: how many experts it may multiply one after the other (see `ExpertRows`)."""
 
     kernel: ExpertKernel
     why: str

@@ -1,19 +1,16 @@
 """One matmul of all experts, each with its own rows ("product"): experts other than plain SwiGLU are composed of these.
 
-    product(x_RI, counts_e, weight_eOI) -> x_RO
+    product(x_RI, experts, weight_eOI) -> x_RO
 
-Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
-of one stored as (e, I, O); its gradient then has the same strides. Nothing need be multiplied within
-`for_backward_alone` (see `moe.util.recompute_cache`).
+`experts` says which rows are whose (`moe.kernels.expert_rows`). The weight may be a transposed view of one stored as
+(e, I, O); its gradient then has the same strides. Nothing need be multiplied within `for_backward_alone` (see
+`moe.util.recompute_cache`).
 
 Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,38 +21,40 @@ from torch.autograd.function import once_differentiable
 from ..util.gpu import computes_on_cpu
 from ..util.recompute_cache import result_of
 from ..util.step_parts import register_step_part
+from .expert_rows import ExpertRows, runs
 from .grouped import GroupedMatmul, for_any_rows
 from .weight_gradients import deferral_of, now_or_later
 
 register_step_part(__name__, "expert GEMMs")
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, ExpertRows, Tensor], Tensor]
 
 
-def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+def grouped_product(x_RI: Tensor, experts: ExpertRows, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
     """All experts in one call of `gmm` (see `moe.kernels.grouped`), two more in backward."""
-    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, for_any_rows(gmm, weight_eOI.shape[0]))
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, experts, for_any_rows(gmm, experts.num_experts))
     return out_RO
 
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, experts: ExpertRows, gmm: GroupedMatmul) -> Tensor:
         ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_eOI)
-        ctx.gmm, ctx.deferral = gmm, deferral_of(weight_eOI)
+        ctx.gmm, ctx.deferral = gmm, deferral_of(experts.call, weight_eOI)
         is_as_it_lies = weight_eOI.is_contiguous()
         b = weight_eOI if is_as_it_lies else weight_eOI.transpose(1, 2)
         shape = x_RI.shape[0], weight_eOI.shape[1]
-        return result_of(lambda: gmm(x_RI, b, trans_b=is_as_it_lies), x_RI, *shape)
+        multiply = partial(gmm, x_RI, b, trans_b=is_as_it_lies)
+        return result_of(lambda: experts.kept_product(multiply), x_RI, *shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RI, weight_eOI = ctx.saved_tensors
         gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
         grad_RO = grad_RO.contiguous()
-        x_needs, weight_needs, _ = ctx.needs_input_grad
+        x_needs, weight_needs, *_ = ctx.needs_input_grad
         is_as_it_lies = weight_eOI.is_contiguous()
         grad_x_RI = grad_weight_eOI = None
         if x_needs:
@@ -64,7 +63,7 @@ class _GroupedProduct(torch.autograd.Function):
         if weight_needs:
             weight_gradient = partial(_grouped_weight_gradient, gmm, is_as_it_lies)
             (grad_weight_eOI,) = now_or_later(ctx.deferral, weight_gradient, grad_RO, x_RI)
-        return grad_x_RI, grad_weight_eOI, None
+        return grad_x_RI, grad_weight_eOI, None, None
 
 
 def _grouped_weight_gradient(gmm: GroupedMatmul, is_as_it_lies: bool, grad_RO: Tensor, x_RI: Tensor) -> tuple[Tensor]:
@@ -77,14 +76,14 @@ def padded(product: Product) -> Product:
     """`product` for matrices of any widths: the kernel's operands begin each row at a multiple of 16 bytes, for which
     zeros are added to a width, as to an adapter's rank; they change no result."""
 
-    def multiply(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    def multiply(x_RI: Tensor, experts: ExpertRows, weight_eOI: Tensor) -> Tensor:
         step = 16 // x_RI.element_size()
         num_out, num_in = weight_eOI.shape[1:]
         more_out, more_in = -num_out % step, -num_in % step
         if not (more_out or more_in):
-            return product(x_RI, counts_e, weight_eOI)
+            return product(x_RI, experts, weight_eOI)
         weight_eOI = F.pad(weight_eOI, (0, more_in, 0, more_out))
-        return product(F.pad(x_RI, (0, more_in)), counts_e, weight_eOI)[:, :num_out]
+        return product(F.pad(x_RI, (0, more_in)), experts, weight_eOI)[:, :num_out]
 
     return multiply
 
@@ -131,50 +130,6 @@ def _sums_by_product(x_RO: Tensor, counts_e: Tensor) -> Tensor:
     columns = torch.arange(-(-num_experts // 8) * 8, device=x_RO.device)
     is_of_expert_Re = (expert_R.unsqueeze(1) == columns).to(x_RO.dtype)
     return torch.mm(is_of_expert_Re.t(), x_RO, out_dtype=torch.float32)[:num_experts]
-
-
-def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
-    """Each expert's number of rows, for which the host waits, unless it knows them."""
-    known = known_counts()
-    return read_counts(counts_e, num_rows) if known is None else known
-
-
-def read_counts(counts_e: Tensor, num_rows: int) -> list[int]:
-    """The same, read from the device."""
-    return counts_e.tolist()
-
-
-_ON_HOST: ContextVar[Callable[[], list[int]] | None] = ContextVar("_ON_HOST", default=None)
-
-
-@contextmanager
-def counts_on_host(counts: Callable[[], list[int]] | None) -> Iterator[None]:
-    """Within it, the counts that experts are computed with are in host memory too, by `counts`; None: they are not."""
-    token = _ON_HOST.set(counts)
-    try:
-        yield
-    finally:
-        _ON_HOST.reset(token)
-
-
-def known_counts() -> list[int] | None:
-    """Each expert's number of rows, where the host knows them without waiting."""
-    counts = _ON_HOST.get()
-    return None if counts is None else counts()
-
-
-def even(total: int, parts: int) -> list[int]:
-    """`total` split into parts as even as possible."""
-    each, more = divmod(total, parts)
-    return [each + (part < more) for part in range(parts)]
-
-
-def runs(counts: list[int]) -> list[slice]:
-    """Each expert's rows."""
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def multiply_dtype(rows: Tensor) -> torch.dtype:

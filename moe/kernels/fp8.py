@@ -29,6 +29,7 @@ from ..util.gpu import computes_on_cpu
 from ..util.step_parts import register_step_part
 from .carve_out import leaving_room
 from .expert_products import grouped_product
+from .expert_rows import ExpertRows
 from .fp8_casts import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
 from .grouped import GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import KernelEntry, check_beside_fp8
@@ -40,27 +41,26 @@ _FP8 = "--expert-precision fp8"
 
 
 def fp8_grouped(
-    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
     """A complete expert at once, without a wait for the device.
 
     Raises:
         ExpertMeshError: on a GPU R times D or F reaches 2^31.
     """
-    num_rows, num_experts = rows_RD.shape[0], counts_e.numel()
-    check_rows(rows_RD, w1.shape[0] // num_experts, _FP8)
-    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, fp8_products(counts_e, num_rows), needs_output)
+    check_rows(rows_RD, w1.shape[0] // experts.num_experts, _FP8)
+    return grouped_mlp(rows_RD, experts, (w1, v1), w2, fp8_products(experts), needs_output)
 
 
-def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def fp8_grouped_product(x_RI: Tensor, experts: ExpertRows, weight_eOI: Tensor) -> Tensor:
     """A single product in fp8 (see `fp8_grouped`)."""
     check_rows(x_RI, weight_eOI.shape[1], _FP8)
-    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]))
+    return grouped_product(x_RI, experts, weight_eOI, fp8_products(experts))
 
 
-def fp8_products(counts_e: Tensor, num_rows: int) -> GroupedMatmul:
+def fp8_products(experts: ExpertRows) -> GroupedMatmul:
     """Matmuls of bf16 tensors in fp8, with bf16 results, for `moe.kernels.grouped`; without a wait for the device."""
-    padded = padded_runs(counts_e, num_rows)
+    padded = padded_runs(experts.counts_e, experts.num_rows)
 
     def cast(rows: Tensor, trans_a: bool) -> Scaled:
         return cast_runs(rows, padded) if trans_a else cast_rows(rows)
@@ -72,7 +72,7 @@ def fp8_products(counts_e: Tensor, num_rows: int) -> GroupedMatmul:
             b = cast(b, trans_a) if trans_a else cast_rows(b) if trans_b else cast_columns(b)
         return _multiply(a, b, padded.padded_ends_e if trans_a else padded.ends_e)
 
-    return GroupedMatmul(leaving_room(gmm), cast)
+    return GroupedMatmul(leaving_room(gmm, experts.is_beside), cast)
 
 
 def _multiply(a: Scaled, b: Scaled, ends_e: Tensor) -> Tensor:

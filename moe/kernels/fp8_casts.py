@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..util.gpu import takes_triton
-from .expert_products import host_counts, runs
+from .expert_rows import read_counts, runs
 
 MULTIPLE = 16
 """Widths are multiples of this, and so are an expert's rows where they are summed over: 16 bytes, as the operator
@@ -112,7 +112,7 @@ def plain_rows(x: Tensor, largest: Tensor | None = None) -> Scaled:
 def plain_runs(x_RN: Tensor, padded: Runs) -> Scaled:
     """`cast_runs` in torch's own operations."""
     counts, padded_counts = (
-        host_counts(ends_e.diff(prepend=ends_e.new_zeros(1)), rows)
+        read_counts(ends_e.diff(prepend=ends_e.new_zeros(1)), rows)
         for ends_e, rows in ((padded.ends_e, x_RN.shape[0]), (padded.padded_ends_e, padded.num_padded))
     )
     parts = [

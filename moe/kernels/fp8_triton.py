@@ -72,8 +72,8 @@ def fused_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> tuple
 
 
 def fused_runs(x_RN: Tensor, ends_e: Tensor, padded_ends_e: Tensor, num_padded: int) -> tuple[Tensor, Tensor]:
-    """As `moe.kernels.fp8.plain_runs`: codes (N, P), of which columns after the last expert's are left as they are, and
-    scales (e, N)."""
+    """As `moe.kernels.fp8_casts.plain_runs`: codes (N, P), of which columns after the last expert's are left as they
+    are, and scales (e, N)."""
     assert x_RN.is_contiguous()
     num_rows, width = x_RN.shape
     num_experts = ends_e.numel()
@@ -129,7 +129,7 @@ def _of_columns() -> dict[str, Any]:
 
 @triton.jit
 def _exponent(largest):  # type: ignore[no-untyped-def]
-    """The exponent of the scale, as in fp32's bits; see `moe.kernels.fp8.plain_rows`."""
+    """The exponent of the scale, as in fp32's bits; see `moe.kernels.fp8_casts.plain_rows`."""
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
 
 

@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from ..util.errors import ExpertMeshError
 from ..util.gpu import computes_on_cpu
-from ..util.recompute_cache import kept_product, placeholder
+from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
+from .expert_rows import ExpertRows
 from .swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 from .weight_gradients import deferral_of, now_or_later
 
@@ -77,7 +78,7 @@ def check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") 
 
 
 def grouped_mlp(
-    rows_RD: Tensor, num_experts: int, firsts: Sequence[Tensor], w2: Tensor, gmm: GroupedMatmul, needs_output: bool
+    rows_RD: Tensor, experts: ExpertRows, firsts: Sequence[Tensor], w2: Tensor, gmm: GroupedMatmul, needs_output: bool
 ) -> Tensor:
     """A fused expert kernel (see `moe.kernels.kernel_registry`) by grouped GEMMs, three forward and six backward; two
     and four of gate and up in one.
@@ -85,8 +86,9 @@ def grouped_mlp(
     Args:
         firsts: w1 and v1, or one tensor of both.
     """
-    w2_eFD, *firsts_eFD = (weight.view(num_experts, -1, rows_RD.shape[1]) for weight in (w2, *firsts))
-    out_RD: Tensor = _GroupedMLP.apply(rows_RD, w2_eFD, for_any_rows(gmm, num_experts), needs_output, *firsts_eFD)
+    w2_eFD, *firsts_eFD = (weight.view(experts.num_experts, -1, rows_RD.shape[1]) for weight in (w2, *firsts))
+    gmm = for_any_rows(gmm, experts.num_experts)
+    out_RD: Tensor = _GroupedMLP.apply(rows_RD, w2_eFD, experts, gmm, needs_output, *firsts_eFD)
     return out_RD
 
 
@@ -96,16 +98,22 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, w2_eFD: Tensor, gmm: GroupedMatmul, needs_output: bool, *firsts_eFD: Tensor
+        ctx: Any,
+        rows_RD: Tensor,
+        w2_eFD: Tensor,
+        experts: ExpertRows,
+        gmm: GroupedMatmul,
+        needs_output: bool,
+        *firsts_eFD: Tensor,
     ) -> Tensor:
 
         def gate_and_up() -> list[Tensor]:
             rows = gmm.cast(rows_RD, False)
             return [gmm(rows, weight_eFD, trans_b=True) for weight_eFD in firsts_eFD]
 
-        kept = kept_product(gate_and_up)
+        kept = experts.kept_product(gate_and_up)
         ctx.save_for_backward(rows_RD, w2_eFD, *firsts_eFD, *kept)
-        ctx.gmm, ctx.deferral = gmm, deferral_of(w2_eFD, *firsts_eFD)
+        ctx.gmm, ctx.deferral = gmm, deferral_of(experts.call, w2_eFD, *firsts_eFD)
         if not needs_output:
             return placeholder(rows_RD, *rows_RD.shape)
         gate_RF, up_RF = kept if len(kept) == 2 else kept[0].chunk(2, dim=1)
@@ -126,7 +134,7 @@ class _GroupedMLP(torch.autograd.Function):
             grad_rows_RD.add_(each)
         weight_gradients = partial(_weight_gradients, gmm)
         grad_w2, *grads = now_or_later(ctx.deferral, weight_gradients, rows_RD, grad_RD, hidden_RF, *d_firsts)
-        return grad_rows_RD, grad_w2, None, None, *grads
+        return grad_rows_RD, grad_w2, None, None, None, *grads
 
 
 def _weight_gradients(

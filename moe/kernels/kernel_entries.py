@@ -20,7 +20,7 @@ class KernelEntry:
         how, where: for people: how it computes; which experts, dtypes and devices it is for.
         beside_fp8: whether it can be asked for with `--expert-precision fp8`. It then multiplies by adapters' matrices.
         keeps_products: whether `--keep-expert-products` works: the outputs of an expert's first GEMMs are computed
-            within `moe.util.recompute_cache.kept_product`.
+            by `moe.kernels.expert_rows.ExpertRows.kept_product`.
         recorded_as: the kernel whose operators a forecast records in its place; itself, if it runs on fake tensors of
             a CPU.
     """

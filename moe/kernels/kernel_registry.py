@@ -3,17 +3,16 @@
 A kernel has a `product`, a matmul of all experts, of which experts of any family are composed (see
 `moe.kernels.expert_products`), or, for plain SwiGLU, a complete expert at once, `fused`, or both:
 
-    fused(rows_RD, counts_e, w1, v1, w2, needs_output=True) -> rows_RD
+    fused(rows_RD, experts, w1, v1, w2, needs_output=True) -> rows_RD
 
-Row r belongs to the expert in whose run it falls when the rows are cut by counts_e (int64, on the rows' device).
-w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
-For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
-Without `needs_output` the last matmul is left out, and the result serves only for its shape and its backward (see
-`moe.util.recompute_cache`).
+`experts` says which rows are whose (`moe.kernels.expert_rows`). w1 (gate), v1 (up) and w2 (down, transposed) are each
+(e·F, D): MegaBlocks' layout, experts concatenated along dim 0. For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i,
+as the experts modules of most families in transformers. Without `needs_output` the last matmul is left out, and the
+result serves only for its shape and its backward (see `moe.util.recompute_cache`).
 
 A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in place of two:
 
-    joined(rows_RD, counts_e, gate_up_eGD, w2, needs_output=True) -> rows_RD
+    joined(rows_RD, experts, gate_up_eGD, w2, needs_output=True) -> rows_RD
 
 where expert i has w1_i's rows and then v1_i's. It sums up in another order (see `moe.kernels.grouped`).
 
@@ -30,18 +29,19 @@ from torch import Tensor
 from ..util.entry_checks import check_fields
 from ..util.registry import Registry
 from .expert_products import Product
+from .expert_rows import ExpertRows
 from .kernel_entries import KERNEL_ENTRIES, KernelEntry
 
 
 class FusedSwiGLU(Protocol):
     def __call__(
-        self, rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+        self, rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor: ...
 
 
 class JoinedSwiGLU(Protocol):
     def __call__(
-        self, rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+        self, rows_RD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor: ...
 
 

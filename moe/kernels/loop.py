@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..util.recompute_cache import kept_product, placeholder
+from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
-from .expert_products import grouped_product, host_counts, looped, multiply_dtype, multiply_into, runs
+from .expert_products import grouped_product, looped, multiply_dtype, multiply_into
+from .expert_rows import ExpertRows, runs
 from .kernel_entries import LOOP_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .weight_gradients import deferral_of, now_or_later
@@ -23,9 +24,9 @@ from .weight_gradients import deferral_of, now_or_later
 register_step_part(__name__, "expert GEMMs")
 
 
-def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
+def loop(rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
     """A complete expert at once."""
-    return _LoopedGatedMLP.apply(rows_RD, host_counts(counts_e, rows_RD.shape[0]), w1, v1, w2, needs_output)
+    return _LoopedGatedMLP.apply(rows_RD, experts, w1, v1, w2, needs_output)
 
 
 class _LoopedGatedMLP(torch.autograd.Function):
@@ -34,9 +35,9 @@ class _LoopedGatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
+        ctx: Any, rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
     ) -> Tensor:
-        dtype = multiply_dtype(rows_RD)
+        dtype, counts = multiply_dtype(rows_RD), experts.counts()
         out_RD = torch.empty_like(rows_RD) if needs_output else placeholder(rows_RD, *rows_RD.shape)
         kept = []
         weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
@@ -44,12 +45,12 @@ class _LoopedGatedMLP(torch.autograd.Function):
             if rows.stop == rows.start:
                 continue
             x = rows_RD[rows].to(dtype)
-            gate, up = (kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
+            gate, up = (experts.kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
             if needs_output:
                 multiply_into(out_RD[rows], F.silu(gate).mul_(up), w2_FD.to(dtype))
             kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
         ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
-        ctx.counts, ctx.deferral = counts, deferral_of(w1, v1, w2)
+        ctx.counts, ctx.deferral = counts, deferral_of(experts.call, w1, v1, w2)
         return out_RD
 
     @staticmethod
@@ -114,9 +115,9 @@ def _empty_as(weight: Tensor) -> Callable[[], Tensor]:
     return partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
 
 
-def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def looped_product(x_RI: Tensor, experts: ExpertRows, weight_eOI: Tensor) -> Tensor:
     """A single product."""
-    return grouped_product(x_RI, weight_eOI, looped(host_counts(counts_e, x_RI.shape[0])))
+    return grouped_product(x_RI, experts, weight_eOI, looped(experts.counts()))
 
 
 def _auto_loop(needs: KernelNeeds) -> AutoPlace:

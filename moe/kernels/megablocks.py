@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
+from .expert_rows import ExpertRows
 from .kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .swiglu import SwiGLU
@@ -40,7 +41,7 @@ _INSTALL = {
 
 
 def megablocks_sparse(
-    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
     """Block-sparse matmuls over all experts at once, as `SparseGLU` in MegaBlocks (Gale et al. 2022).
 
@@ -50,14 +51,14 @@ def megablocks_sparse(
     Raises:
         ExpertMeshError: D or F is no multiple of 128, a tensor is too large, or MegaBlocks is not installed.
     """
-    width = w1.shape[0] // counts_e.numel()
+    width = w1.shape[0] // experts.num_experts
     check_megablocks_sparse(rows_RD.shape[1], width)
-    check_offsets(rows_RD.shape[0] + (BLOCK - 1) * counts_e.numel(), width, w1)
+    check_offsets(rows_RD.shape[0] + (BLOCK - 1) * experts.num_experts, width, w1)
     load_megablocks()
     import megablocks.ops as ops
     import stk
 
-    counts_e = counts_e.int()
+    counts_e = experts.counts_e.int()
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     padded_ends_e = ops.round_up(counts_e, BLOCK).cumsum(0, dtype=torch.int32)
     rows = torch.arange(rows_RD.shape[0], dtype=torch.int32, device=rows_RD.device)

@@ -1,16 +1,15 @@
 """The expert kernel `torch-grouped`: `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
 The GEMMs of a single expert are ordinary ones: all rows are its own, and a dense GEMM attains more of a GPU's rate than
-a grouped one (see `training/model_setup/rates.json`). So are those of few experts, one after the other, where the host
-knows how many rows each has (`few_apart`).
+a grouped one (see `training/model_setup/rates.json`). So are those of few experts (`ExpertRows.most_apart`), one after
+the other, where the host knows how many rows each has: it waits for nothing more, and launches as many kernels as there
+are experts.
 
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank, I and O the widths of a
 product's input and output.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ from torch import Tensor
 from ..util.errors import ExpertMeshError
 from ..util.step_parts import register_step_part
 from .carve_out import leaving_room
-from .expert_products import grouped_product, known_counts, looped, padded
+from .expert_products import grouped_product, looped, padded
+from .expert_rows import ExpertRows
 from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
 from .kernel_entries import TORCH_GROUPED_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
@@ -28,7 +28,7 @@ register_step_part(__name__, "expert GEMMs")
 
 
 def torch_grouped(
-    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
     """A complete expert at once.
 
@@ -36,25 +36,24 @@ def torch_grouped(
         ExpertMeshError: D or F times the element size is no multiple of 16 bytes, the dtype is fp64, or on a GPU
             R times D or F reaches 2^31.
     """
-    num_experts = counts_e.numel()
-    _check_torch_grouped(rows_RD, w1.shape[0] // num_experts)
-    return grouped_mlp(rows_RD, num_experts, (w1, v1), w2, _grouped_mm(counts_e), needs_output)
+    _check_torch_grouped(rows_RD, w1.shape[0] // experts.num_experts)
+    return grouped_mlp(rows_RD, experts, (w1, v1), w2, _grouped_mm(experts), needs_output)
 
 
 def torch_grouped_joined(
-    rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_RD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
     """`torch_grouped` with gate and up in one GEMM; in two, and with the same limit, where one is too large."""
     num_rows, both = rows_RD.shape[0], gate_up_eGD.shape[1]
     _check_torch_grouped(rows_RD, both // 2)
     firsts = gate_up_eGD.chunk(2, dim=1) if num_rows * both >= MOST_ELEMENTS else (gate_up_eGD,)
-    return grouped_mlp(rows_RD, counts_e.numel(), firsts, w2, _grouped_mm(counts_e), needs_output)
+    return grouped_mlp(rows_RD, experts, firsts, w2, _grouped_mm(experts), needs_output)
 
 
-def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def torch_grouped_product(x_RI: Tensor, experts: ExpertRows, weight_eOI: Tensor) -> Tensor:
     """A single product by `grouped_mm` (see `torch_grouped`)."""
     _check_torch_grouped(x_RI, weight_eOI.shape[1])
-    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
+    return grouped_product(x_RI, experts, weight_eOI, _grouped_mm(experts))
 
 
 def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
@@ -62,11 +61,16 @@ def _check_torch_grouped(rows_RI: Tensor, other_width: int) -> None:
     check_rows(rows_RI, other_width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
 
 
-def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
-    if counts_e.numel() == 1:
-        return GroupedMatmul(leaving_room(_plain_mm))
-    if counts_e.numel() <= _MOST_APART.get() and (counts := known_counts()) is not None:
-        return GroupedMatmul(leaving_room(looped(counts).multiply))
+def _grouped_mm(experts: ExpertRows) -> GroupedMatmul:
+    return GroupedMatmul(leaving_room(_multiply(experts), experts.is_beside))
+
+
+def _multiply(experts: ExpertRows) -> Callable[..., Tensor]:
+    if experts.num_experts == 1:
+        return _plain_mm
+    if experts.num_experts <= experts.most_apart and experts.on_host is not None:
+        return looped(experts.on_host).multiply
+    counts_e = experts.counts_e
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
@@ -75,22 +79,7 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
             product.masked_fill_((counts_e == 0)[:, None, None], 0)
         return product
 
-    return GroupedMatmul(leaving_room(gmm))
-
-
-_MOST_APART: ContextVar[int] = ContextVar("_MOST_APART", default=1)
-
-
-@contextmanager
-def few_apart(most: int) -> Iterator[None]:
-    """Within it, `torch-grouped` multiplies so many experts or fewer one after the other, in forward and backward, if
-    the host knows their rows (see `expert_products.counts_on_host`): it waits for nothing more, and launches as many
-    kernels as there are experts."""
-    token = _MOST_APART.set(most)
-    try:
-        yield
-    finally:
-        _MOST_APART.reset(token)
+    return gmm
 
 
 def _plain_mm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:

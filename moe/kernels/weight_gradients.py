@@ -23,7 +23,6 @@ Shape suffixes: R rows, D model width, F expert width.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +119,9 @@ class WeightGradients:
 
 @dataclass(frozen=True, eq=False)
 class ExpertsCall:
-    """One call of a layer's experts in a forward.
+    """One call of a layer's experts in a forward: graphs of its matmuls are built so that the gradients of their
+    weights can be left for later. Such a gradient may be None, which the graph that made the weight has to take, as
+    that of working weights does (see `moe.experts.bf16_copies`).
 
     module: the experts. parameters: those that it computed with, by name; where FSDP gathers them, the gathered ones.
     """
@@ -140,21 +141,6 @@ class _Gradients:
     operands: tuple[Any, ...] = field(repr=False)
 
 
-_CALL: ContextVar[ExpertsCall | None] = ContextVar("_CALL", default=None)
-
-
-@contextmanager
-def deferrable(call: ExpertsCall | None) -> Iterator[None]:
-    """Within it the graphs of matmuls are built so that the gradients of their weights can be left for later; None:
-    they are not. Such a gradient may be None, which the graph that made the weight has to take, as that of working
-    weights does (see `moe.experts.bf16_copies`)."""
-    token = _CALL.set(call)
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
-
-
 @dataclass(frozen=True, eq=False)
 class Deferral:
     """What an autograd function needs to leave its weights' gradients for later: made in its forward."""
@@ -163,9 +149,8 @@ class Deferral:
     edges: tuple[GradientEdge | None, ...]
 
 
-def deferral_of(*weights: Tensor) -> Deferral | None:
+def deferral_of(call: ExpertsCall | None, *weights: Tensor) -> Deferral | None:
     """For the forward of an autograd function with these weights; None: their gradients are computed at once."""
-    call = _CALL.get()
     if call is None or not any(weight.requires_grad for weight in weights):
         return None
     return Deferral(call, tuple(get_gradient_edge(weight) if weight.requires_grad else None for weight in weights))

@@ -13,9 +13,9 @@ experts, a few at a time.
 Shape suffixes: M tokens, O and I the output and input widths of a matrix, e experts on this rank, R rows.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..kernels.expert_products import Product, host_counts, runs
+from ..kernels.expert_products import Product
+from ..kernels.expert_rows import ExpertRows
 from ..util.gpu import computes_on_cpu, takes_triton
 from ..util.recompute_cache import kept, result_of
 from ..util.step_parts import register_step_part
@@ -227,39 +228,36 @@ class _StoredLinear(torch.autograd.Function):
 
 def stored_product(
     x_RI: Tensor,
-    counts_e: Tensor,
+    experts: ExpertRows,
     codes: Tensor,
     scales: Tensor,
     storage: Storage,
     product: Product,
     is_transposed: bool,
-    places: Sequence[slice] = (),
 ) -> Tensor:
     """`product` (see `moe.kernels.expert_products`) of experts whose weights (e · rows, columns) are quantized.
 
     Args:
+        experts: from `rows_for_few`.
         is_transposed: whether an expert multiplies by the transpose of its rows.
-        places: what `places_of_few` gives.
     """
-    how = (storage, product, is_transposed, places)
-    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, *how)
+    out_RO: Tensor = _StoredProduct.apply(x_RI, experts, codes, scales, storage, product, is_transposed)
     return out_RO
 
 
-def places_of_few(
-    x_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], storages: Mapping[str, Storage]
-) -> Sequence[slice]:
-    """Each expert's rows, for which the host waits, once for all matrices of a layer and for backward; none where each
-    matrix of all experts is dequantized at once.
+def rows_for_few(
+    x_RD: Tensor, experts: ExpertRows, weights: Mapping[str, Tensor], storages: Mapping[str, Storage]
+) -> ExpertRows:
+    """`experts`, with their counts on the host where the matrices of a few are dequantized at a time: it waits for them
+    once, for all matrices of a layer and for backward.
 
     Args:
         weights: codes, by name.
     """
-    num_experts = counts_e.numel()
+    num_experts = experts.num_experts
     if all(_few(weights[name], num_experts, storage, x_RD) >= num_experts for name, storage in storages.items()):
-        return ()
-    places: Sequence[slice] = kept("experts' rows", lambda: runs(host_counts(counts_e, x_RD.shape[0])))
-    return places
+        return experts
+    return replace(experts, on_host=kept("experts' rows", experts.counts))
 
 
 def _few(codes: Tensor, num_experts: int, storage: Storage, x: Tensor) -> int:
@@ -273,53 +271,49 @@ class _StoredProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_RI: Tensor,
-        counts_e: Tensor,
+        experts: ExpertRows,
         codes: Tensor,
         scales: Tensor,
         storage: Storage,
         product: Product,
         is_transposed: bool,
-        places: Sequence[slice],
     ) -> Tensor:
-        ctx.save_for_backward(counts_e, codes, scales)
-        ctx.storage, ctx.product, ctx.is_transposed, ctx.places = storage, product, is_transposed, places
-        shape = x_RI.shape[0], storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
-        how = (storage, product, is_transposed, places)
-        return result_of(lambda: _by_few(x_RI, counts_e, codes, scales, *how), x_RI, *shape)
+        ctx.save_for_backward(codes, scales)
+        # what is kept is the complete product
+        parts = replace(experts, keeps_products=False)
+        ctx.how = (parts, storage, product, not is_transposed)
+        shape = x_RI.shape[0], storage.columns if is_transposed else codes.shape[0] // experts.num_experts
+        multiply = partial(_by_few, x_RI, codes, scales, parts, storage, product, is_transposed)
+        return result_of(lambda: experts.kept_product(multiply), x_RI, *shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
-        counts_e, codes, scales = ctx.saved_tensors
         # with interleaved gate and up it is not contiguous, which grouped_mm does not take
-        grad_RO = grad_RO.contiguous()
-        how = (ctx.storage, ctx.product, not ctx.is_transposed, ctx.places)
-        return _by_few(grad_RO, counts_e, codes, scales, *how), *(None,) * 7
+        return _by_few(grad_RO.contiguous(), *ctx.saved_tensors, *ctx.how), *(None,) * 6
 
 
 @torch.no_grad()
 def _by_few(
     x_RI: Tensor,
-    counts_e: Tensor,
     codes: Tensor,
     scales: Tensor,
+    experts: ExpertRows,
     storage: Storage,
     product: Product,
     is_transposed: bool,
-    places: Sequence[slice],
 ) -> Tensor:
     """The product, of as many experts at a time as may be dequantized at once."""
-    num_experts = counts_e.numel()
-    rows_an_expert = codes.shape[0] // num_experts
-    few = _few(codes, num_experts, storage, x_RI)
-    assert places or few >= num_experts, "the host does not know which rows are whose"
+    few = _few(codes, experts.num_experts, storage, x_RI)
+    rows = few * (codes.shape[0] // experts.num_experts)
+    parts = experts.parts(few)
+    by_part = zip(
+        parts, x_RI.split([part.num_rows for part in parts]), codes.split(rows), scales.split(rows), strict=True
+    )
     outputs = []
-    for first in range(0, num_experts, few):
-        last = min(first + few, num_experts)
-        rows = slice(first * rows_an_expert, last * rows_an_expert)
-        weight = dequantize(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
+    for part, x, few_codes, few_scales in by_part:
+        weight = dequantize(few_codes, few_scales, storage, x.dtype).unflatten(0, (part.num_experts, -1))
         if storage.is_turned:  # to where the same values lie unquantized: GEMMs may sum up in another order elsewhere
             weight = weight.mT.contiguous().mT
-        x = x_RI[places[first].start : places[last - 1].stop] if places else x_RI
-        outputs.append(product(x, counts_e[first:last], weight.transpose(1, 2) if is_transposed else weight))
+        outputs.append(product(x, part, weight.transpose(1, 2) if is_transposed else weight))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -45,9 +45,6 @@ KEEPER: ContextVar[Keeper | None] = ContextVar("KEEPER", default=None)
 """The keeper of the current forward; None where nothing of it is kept."""
 
 
-_PRODUCTS_ARE_KEPT: ContextVar[bool] = ContextVar("_PRODUCTS_ARE_KEPT", default=False)
-
-
 def is_replaying() -> bool:
     """Whether this forward is a recomputation, with the rows kept that the all-to-alls brought."""
     keeper = KEEPER.get()
@@ -66,26 +63,6 @@ def kept(name: str, compute: Callable[[], Any]) -> Any:
     return found
 
 
-@contextmanager
-def keeping_products(are_kept: bool) -> Iterator[None]:
-    """Sets whether results of `kept_product` within it are kept."""
-    token = _PRODUCTS_ARE_KEPT.set(are_kept)
-    try:
-        yield
-    finally:
-        _PRODUCTS_ARE_KEPT.reset(token)
-
-
-def kept_product(compute: Callable[[], Any]) -> Any:
-    """As `kept`, within `keeping_products`. If the product is composed of others, only its final result is kept."""
-
-    def product() -> Any:
-        with keeping_products(False):
-            return compute()
-
-    return kept("product", product) if _PRODUCTS_ARE_KEPT.get() else compute()
-
-
 _FOR_BACKWARD_ALONE: ContextVar[bool] = ContextVar("_FOR_BACKWARD_ALONE", default=False)
 
 
@@ -101,9 +78,8 @@ def for_backward_alone(is_so: bool) -> Iterator[None]:
 
 
 def result_of(compute: Callable[[], Tensor], like: Tensor, *shape: int) -> Tensor:
-    """As `kept_product`, of a result of that shape, in the dtype of `like`; within `for_backward_alone` a
-    placeholder."""
-    return placeholder(like, *shape) if _FOR_BACKWARD_ALONE.get() else kept_product(compute)
+    """The result of `compute`, of that shape, in the dtype of `like`; within `for_backward_alone` a placeholder."""
+    return placeholder(like, *shape) if _FOR_BACKWARD_ALONE.get() else compute()
 
 
 def placeholder(like: Tensor, *shape: int) -> Tensor:

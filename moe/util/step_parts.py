@@ -1,6 +1,7 @@
 """What a module whose code runs in a step is, as it says itself, for dry runs, cost breakdowns and profiles: which part
 of a step its operators are, which of its functions make what outlives a step, and what its Triton kernels write."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -104,6 +105,8 @@ def has_modules_from_outside() -> bool:
 
 def is_lasting(function: Callable[..., Any]) -> bool:
     """Whether a function makes what outlives a step."""
+    # torch.compile takes optimizers' for itself once any package, such as bitsandbytes, has imported it
+    function = inspect.unwrap(function)
     code = STEP_PARTS.get(function.__globals__["__name__"])
     return code is not None and function.__code__.co_qualname in code.lasting
 

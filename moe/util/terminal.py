@@ -11,6 +11,9 @@ from functools import wraps
 from io import TextIOWrapper
 from typing import Any, ParamSpec
 
+from .errors import ExpertMeshError
+from .process_place import process_place
+
 UNREAD = 128 + signal.SIGPIPE
 """Exit code of a command whose reader went away: 141, which shells report for `cat` and all others that SIGPIPE
 ends."""
@@ -35,7 +38,10 @@ def ends_with_reader(main: Callable[P, int]) -> Callable[P, int]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        is_one_of_several = False
+        with suppress(ExpertMeshError):  # told by main
+            is_one_of_several = process_place().world_size > 1
+        if is_one_of_several:
             with going_on_unread():
                 return main(*args, **kwargs)
         try:

@@ -82,7 +82,7 @@ def check_alike(
         return
     mine = "" if facts is None else json.dumps(dict(facts), sort_keys=True)
     digest = mine and hashlib.sha256(mine.encode()).hexdigest()[:16]
-    gathered = _gather(ranks, what, json.dumps([digest, node_name()]), seconds)
+    gathered = gather(ranks, what, json.dumps([digest, node_name()]), seconds)
     digests, nodes = zip(*map(json.loads, gathered), strict=True)
     found = list(dict.fromkeys(filter(None, digests)))[:_MOST_VARIANTS]
     if len(found) <= 1:
@@ -113,7 +113,7 @@ def raise_at_start(ranks: Ranks, problem: str, seconds: float) -> None:
     Raises:
         ExpertMeshError: on all ranks, when one cannot start; on the others the message names its node.
     """
-    gathered = _gather(ranks, "start", json.dumps([problem, node_name()]), seconds)
+    gathered = gather(ranks, "start", json.dumps([problem, node_name()]), seconds)
     problems, nodes = zip(*map(json.loads, gathered), strict=True)
     if not any(problems):
         return
@@ -123,8 +123,12 @@ def raise_at_start(ranks: Ranks, problem: str, seconds: float) -> None:
     raise ExpertMeshError(problem or f"{first} (on {where})")
 
 
-def _gather(ranks: Ranks, name: str, text: str, seconds: float) -> list[str]:
-    """The text of every rank, in order."""
+def gather(ranks: Ranks, name: str, text: str, seconds: float) -> list[str]:
+    """The text of every rank, in order. All ranks call it together, each time with another `name`.
+
+    Raises:
+        ExpertMeshError: a rank does not come within so many seconds.
+    """
     ranks.store.set(f"{_KEY}/{name}/{ranks.rank}", text)
     wait_for_all(ranks, seconds)
     gathered = ranks.store.multi_get([f"{_KEY}/{name}/{rank}" for rank in range(ranks.world_size)])

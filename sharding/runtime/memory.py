@@ -1,7 +1,6 @@
 """What a process may hold and holds: the memory that is free on its host, under each limit that the kernel sets, and
 what of it the process takes, on a GPU or a host."""
 
-import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ...moe.util.process_place import process_place
 
 _LIMITS = (
     # cgroup v2, where exceeding `high` all but stops a process
@@ -28,7 +29,7 @@ def available_memory(device: torch.device, before: float) -> float:
     the process's cgroups), divided among the node's ranks, or what its own limits leave, and what it holds already."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return before + min(free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_of_process())
+    return before + min(free_on_host() / process_place().ranks_here, free_of_process())
 
 
 def resident() -> float:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..torchrun import STOPPED, read_environment
+from ...moe.util.process_place import process_place
+from ..torchrun import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -123,7 +124,7 @@ def leave() -> None:
 def end_before_start() -> None:
     """An answer: ends the process at once, as there is nothing yet that could be half done. An import that is cut short
     by an exception might turn it into another."""
-    if read_environment()[2] == 0:
+    if process_place().local_rank == 0:
         # not by a stream, which the main thread may just write to
         os.write(2, f"stopped by a signal before the run began; nothing was done (exit code {STOPPED})\n".encode())
     os._exit(STOPPED)

@@ -2,8 +2,10 @@
 
 import atexit
 import ctypes
+import json
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +19,9 @@ import torch.distributed as dist
 
 from ...moe.torch_private import _get_default_store
 from ...moe.util.errors import ExpertMeshError
-from ..torchrun import node_name, nodes_of, read_environment, spans_nodes
-from .agreement import check_alike, raise_at_start, wait_for_all
+from ...moe.util.process_place import process_place, read_place, settle_place
+from ..torchrun import node_name, nodes_of
+from .agreement import check_alike, gather, raise_at_start, wait_for_all
 from .rendezvous import torchrun_store
 
 # what torch's flight recorder keeps, to be told when a rank hangs; see sharding.collectives
@@ -50,6 +53,20 @@ def device_type(use_cpu: bool) -> str:
     return "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
 
 
+def check_tf32(device_type: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: the device has no TF32, as no CPU and no GPU before Ampere.
+    """
+    if device_type != "cuda":
+        raise ExpertMeshError(f"--tf32 needs a GPU; this run is on {device_type}; leave it out")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise ExpertMeshError(
+            f"--tf32 needs a GPU of compute capability 8.0 (Ampere) or more; this one has {major}.{minor}; leave it out"
+        )
+
+
 def settle_malloc() -> None:
     """Have glibc give tensors of 16 MiB and more pages of their own, and keep the two heaps that the others share.
 
@@ -68,10 +85,13 @@ def settle_malloc() -> None:
 
 
 def use_own_cores() -> None:
-    """Let torch compute on as many threads as there are cores for each of a node's ranks: torchrun gives a rank one
-    thread, which would make the update of offloaded parameters that many times slower."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    """Let torch compute on as many threads as there are cores for each of the ranks that share them: torchrun gives a
+    rank one thread, which would make the update of offloaded parameters that many times slower; srun may give each rank
+    cores of its own. All ranks call it together."""
+    mine = (node_name(), sorted(os.sched_getaffinity(0)))
+    cores: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(cores, mine)
+    torch.set_num_threads(max(1, len(mine[1]) // cores.count(mine)))
 
 
 def raise_descriptor_limit(world_size: int) -> str:
@@ -100,7 +120,8 @@ def raise_descriptor_limit(world_size: int) -> str:
 def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str, str] | None = None) -> Ranks:
     """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
 
-    Works under torchrun, and as a plain `python` process, which becomes a group of one.
+    Works under torchrun, under srun where MASTER_ADDR and MASTER_PORT are set, and as a plain `python` process, which
+    becomes a group of one.
 
     Args:
         use_cpu: whether to stay on the CPU where there is a GPU.
@@ -112,18 +133,16 @@ def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str,
     """
     from accelerate import PartialState  # slow to import, and most commands need no process group
 
-    rank, world_size, local_rank = read_environment()
+    place = read_place()
+    rank, world_size = place.rank, place.world_size
     warning = raise_descriptor_limit(world_size)
-    if warning and local_rank == 0:
+    if warning and place.local_rank == 0:
         print(warning, file=sys.stderr, flush=True)
-    kind = device_type(use_cpu)
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     timeout = timedelta(seconds=timeout_seconds)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
-    store = torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    ranks = Ranks(rank, world_size, device, store)
+    is_launched = world_size > 1 or "RANK" in os.environ
+    store = torchrun_store(rank, world_size, timeout) if is_launched else dist.HashStore()
+    ranks = Ranks(rank, world_size, torch.device("cpu"), store)
     if alike is not None and world_size > 1:
         raise_at_start(ranks, "", timeout_seconds)
         check_alike(
@@ -133,15 +152,34 @@ def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str,
             "start all nodes with the same settings and software",
             seconds=timeout_seconds,
         )
+    # once no rank is left that cannot start: it would not come to this meeting
+    device = _device(use_cpu, ranks, timeout_seconds)
+    if world_size > 1:  # accelerate and transformers read these
+        told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": process_place().local_rank}
+        os.environ.update({name: str(value) for name, value in told.items() if not os.environ.get(name)})
     dist.init_process_group(
-        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
         world_size=world_size,
         store=store,
         timeout=timeout,
     )
-    PartialState(cpu=kind == "cpu")
-    return ranks
+    PartialState(cpu=device.type == "cpu")
+    return replace(ranks, device=device)
+
+
+def _device(use_cpu: bool, ranks: Ranks, seconds: float) -> torch.device:
+    """This rank's device; all ranks call it together, and know their places from then on."""
+    if ranks.world_size > 1:
+        told = read_place()
+        is_of_group = (told.rank, told.world_size) == (ranks.rank, ranks.world_size)
+        mine = json.dumps([is_of_group and told.local_world_size is not None, socket.gethostname()])
+        gathered = gather(ranks, "places", mine, seconds)
+        settle_place(ranks.rank, *zip(*map(json.loads, gathered), strict=True))
+    if device_type(use_cpu) == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(process_place().local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 _FAREWELL_SECONDS = 30
@@ -155,7 +193,7 @@ def join_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
 
     Args:
         use_cpu: whether to stay on the CPU where there is a GPU.
-        timeout_seconds: time limit of a collective in a group that is joined now.
+        timeout_seconds: time limit of a collective in a group that is joined now, and of waiting for the other ranks.
 
     Raises:
         ExpertMeshError: the group that is there has no backend for this device, or none for the CPU.
@@ -172,15 +210,14 @@ def join_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
                 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or let expertmesh.load do it, before '
                 "TrainingArguments or Accelerator are made"
             )
-        if kind == "cuda":
-            torch.cuda.set_device(read_environment()[2] % torch.cuda.device_count())
-        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), device, _get_default_store())
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), _get_default_store())
     # what one model's ranks tell each other is not another's
     group = dist.group.WORLD
     assert group is not None
     _loads[group] = _loads.get(group, 0) + 1
-    return replace(ranks, store=dist.PrefixStore(f"expertmesh/{_loads[group]}", ranks.store))
+    store = dist.PrefixStore(f"expertmesh/{_loads[group]}", ranks.store)
+    ranks = replace(ranks, store=store)
+    return replace(ranks, device=_device(use_cpu, ranks, timeout_seconds))
 
 
 def _leave(ranks: Ranks) -> None:
@@ -200,7 +237,7 @@ def refuse_at_start(problem: str) -> None:
 
     Imports torch: not to be called in a run on one node, which has nobody to tell.
     """
-    rank, world_size, _ = read_environment()
+    rank, world_size = process_place().rank, process_place().world_size
     with suppress(ExpertMeshError, RuntimeError):
         store = torchrun_store(rank, world_size, timedelta(seconds=_REFUSAL_SECONDS))
         raise_at_start(Ranks(rank, world_size, torch.device("cpu"), store), problem, _REFUSAL_SECONDS)
@@ -245,5 +282,5 @@ def raise_together(patient: Ranks | None = None) -> Iterator[None]:
     if first is None:
         return
     who = [rank for rank, other in enumerate(problems) if other == first]
-    is_local = spans_nodes() and len(who) < len(problems)
+    is_local = process_place().spans_nodes and len(who) < len(problems)
     raise ExpertMeshError(f"{first} (on {nodes_of(who, nodes)})" if is_local else first) from caught

@@ -25,6 +25,12 @@ def torchrun_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     Raises:
         ExpertMeshError: the store cannot be reached, or not all ranks come together in time.
     """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ExpertMeshError(
+            f"rank {rank} of {world_size}: {' and '.join(missing)} must say where ranks meet: the host of rank 0, and "
+            "a port that is free there, as configs/launch/slurm.sbatch sets them; for a single process, unset RANK and "
+            "WORLD_SIZE, or start it without srun"
+        )
     try:
         store: dist.Store = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))[0]
     except dist.DistError as error:

@@ -36,7 +36,16 @@ from ...moe.util.errors import ExpertMeshError
 from ..collectives.groups import group_name
 from ..stages import stages_of
 from ..torchrun import STOPPED, started_by_torchrun
-from .failures import Notice, Notices, end_as_cause, end_as_consequence, is_broken_collective, is_timeout, show
+from .failures import (
+    STORE_SECONDS,
+    Notice,
+    Notices,
+    end_as_cause,
+    end_as_consequence,
+    is_broken_collective,
+    is_timeout,
+    show,
+)
 from .preemption import Stopped, is_leaving
 from .process import Ranks
 
@@ -143,13 +152,17 @@ class Watchdog:
         and an error ends it as `ending_clearly` says."""
         # already here: a rank that stops at once must be missed too
         self.notices.give_sign("begun")
-        for work in (self._watch, self._listen):
-            threading.Thread(target=work, daemon=True).start()
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._watch, self._listen)]
+        for thread in threads:
+            thread.start()
         try:
             with self.ending_clearly():
                 yield
         finally:
             self.is_over.set()
+            # the end of Python aborts a process of which a thread comes back from the store
+            for thread in threads:
+                thread.join(2 * STORE_SECONDS)
 
     @contextmanager
     def ending_clearly(self) -> Iterator[None]:
@@ -220,10 +233,12 @@ class Watchdog:
 
         A failure is known by a notice; that of a rank that can leave none, as its machine has stopped, by its missing
         heartbeat: every rank checks the next one's. Over gloo, collectives mostly break by themselves then; over NCCL
-        they wait for their time limit. The end of torchrun is known by the process having another parent.
+        they wait for their time limit. Without the store no notice comes, and the others miss this rank: that ends it
+        too. The end of torchrun is known by the process having another parent.
         """
         next_rank = (self.rank + 1) % self.notices.world_size
         sign, came = None, time.monotonic()
+        answered = came
         while not self.is_over.wait(NOTICE_SECONDS):
             if self.parent not in (None, os.getppid()):
                 show(f"rank {self.rank}, in {self.where()}: the torchrun that started it has ended, so it ends too")
@@ -240,15 +255,19 @@ class Watchdog:
                 end_at_once(1)
             arrived = self.notices.give_sign(str(time.monotonic()))
             latest = self.notices.sign_of(next_rank)
-            # where the store is out of reach, that says nothing of the other rank
+            if arrived or self.limit is None:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > SILENT_SECONDS:
+                self._miss(0, "no answer from its node's store", ", or the link to it is down")
+            # where the store is out of reach, that says nothing of the next rank
             if not arrived or latest is None or latest != sign or self.limit is None:
                 sign, came = latest, time.monotonic()
             elif sign != OVER and time.monotonic() - came > SILENT_SECONDS:
-                self._miss(next_rank)
+                self._miss(next_rank, "no heartbeat")
         self.notices.give_sign(OVER)
 
-    def _miss(self, rank: int) -> NoReturn:
-        what = f"no heartbeat for {SILENT_SECONDS:.0f} s: its process or machine has stopped"
+    def _miss(self, rank: int, sign: str, or_else: str = "") -> NoReturn:
+        what = f"{sign} for {SILENT_SECONDS:.0f} s: its process or machine has stopped{or_else}"
         show(f"rank {self.rank}, in {self.where()}, lost rank {rank}: {what}")
         self.notices.post(Notice(rank, "error", what))
         time.sleep(FAREWELL_SECONDS)

@@ -68,13 +68,14 @@ def _loss(rows: int, width: int) -> None:
 
 def _megablocks(rows: int, width: int) -> None:
     """stk's kernels take the number of rows, each expert's padded to a multiple of 128; matrices are so too."""
+    from expertmesh.moe.kernels.expert_rows import ExpertRows
     from expertmesh.moe.kernels.megablocks import megablocks_sparse
 
     if width == WIDTHS[0]:
-        counts_e = torch.tensor([rows // 2, 0, rows - rows // 2])
+        experts = ExpertRows(torch.tensor([rows // 2, 0, rows - rows // 2]), rows)
         weights = [torch.zeros(EXPERTS * 4 * width, 2 * width).bfloat16().requires_grad_() for _ in range(3)]
         rows_RD = torch.zeros(rows, 2 * width).bfloat16().requires_grad_()
-        megablocks_sparse(rows_RD, counts_e, *weights).sum().backward()
+        megablocks_sparse(rows_RD, experts, *weights).sum().backward()
 
 
 CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _loss, _megablocks)

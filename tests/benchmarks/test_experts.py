@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
 from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from tests.moe.test_kernels import fused
 from tests.rounding import OTHER_ORDER
@@ -106,9 +107,9 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def forgets_v1(
-        rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+        rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor:
-        out_RD = fused("loop")(rows_RD, counts_e, w1, v1.detach(), w2)
+        out_RD = fused("loop")(rows_RD, experts, w1, v1.detach(), w2)
         return out_RD + 0 * v1.sum()
 
     monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=forgets_v1))
@@ -125,13 +126,13 @@ def test_a_variant_that_fails_while_it_is_timed_ends_no_other(
     calls = 0
 
     def fails_late(
-        rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+        rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor:
         nonlocal calls
         calls += 1
         if calls > 8:
             raise RuntimeError("an illegal instruction")
-        return fused("loop")(rows_RD, counts_e, w1, v1, w2)
+        return fused("loop")(rows_RD, experts, w1, v1, w2)
 
     monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=fails_late))
     command = ["--device", "cpu", "--model", "mixtral", "--tokens", "32", "--rounds", "1", "--routing", "balanced"]

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,11 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from benchmarks import first_gpu, first_gpu_verdicts, gpu_step, kept_tests, preflight
+from benchmarks import first_gpu, first_gpu_verdicts, gpu_step, kept_tests, needed, preflight
 from benchmarks.ended import in_time
 from benchmarks.first_gpu import Call, Part, State, Step, go_on, open_state
 from benchmarks.first_gpu_verdicts import is_not_slower, kernels_found, no_errors, nothing_missing, passed, steps_found
@@ -34,7 +38,8 @@ MACHINE = {"date": "today", "commit": "abc", "device": "a card"}
 @pytest.mark.slow
 def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
     """Those that are no tests, which the suite runs anyway; cut off and resumed until all are over."""
-    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,3,7,8", "--minutes", "5"]
+    command = [sys.executable, "-m", "benchmarks.first_gpu", "--use-cpu", "--steps", "1,2,6,7,8,9", "--minutes", "5"]
+    command += ["--results", str(tmp_path / "results")]
     for _ in range(12):
         done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=580)
         if done.returncode != first_gpu.CALL_AGAIN:
@@ -43,12 +48,12 @@ def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + page
     found = json.loads((tmp_path / "first_gpu.json").read_text())
     verdicts = {step["name"]: step["verdict"] for step in found["steps"]}
-    assert [verdicts.pop(name) for name in ("preflight", "step", "experts", "throughput", "sanitizer")] == [
-        "as expected"
-    ] * 5
+    names = ("preflight", "mixtral", "qwen3", "experts", "throughput", "sanitizer")
+    assert {verdicts.pop(name) for name in names} == {"as expected"}
     assert set(verdicts.values()) == {"not finished"}
     assert "losses of all variants agree" in (tmp_path / "throughput.log").read_text()
-    with tarfile.open(tmp_path / "first_gpu.tar") as archive:
+    assert {path.name for path in (tmp_path / "results").iterdir()} == set(first_gpu.RESULTS)
+    with tarfile.open(tmp_path / "results" / "first_gpu.tar") as archive:
         assert {"first_gpu.json", "mixtral.json", "mixtral.log", "card.json"} <= set(archive.getnames())
 
 
@@ -57,10 +62,86 @@ def test_every_gpu_step_has_one_on_the_cpu(tmp_path: Path) -> None:
     assert [step.name for step in steps] == [step.name for step in first_gpu.cpu_steps(tmp_path)]
     parts = [part.name for step in steps for part in step.parts]
     assert len(set(parts)) == len(parts)
-    # a call of nine minutes has to be able to end each
-    assert all(part.minutes <= 8 for step in steps for part in step.parts)
+    # a quarter of an hour has all but tables and what they need to begin
+    assert [step.name for step in steps[:6]] == ["preflight", "mixtral", "kernels", "runs", "ranks", "qwen3"]
+    assert sum(part.minutes for step in steps[:6] for part in step.parts) <= 12.5
+    assert all(part.minutes <= 3 for step in steps for part in step.parts)
     files = {word for step in steps for part in step.parts for word in part.command}
     assert files >= {f"tests/gpu/{file.name}" for file in Path(CHECKOUT, "tests", "gpu").glob("test_*.py")}
+
+
+def test_a_card_that_is_not_here_is_forecast_and_judged_as_its_own_steps_are(tmp_path: Path) -> None:
+    """By the same commands, but that no step is computed."""
+    there, here = first_gpu.gpu_steps(tmp_path), first_gpu.cpu_steps(tmp_path, "nvidia-h200")
+    for name in first_gpu.RECIPES:
+        (own,), (forecast,) = ([step for step in steps if step.name == name] for steps in (there, here))
+        assert (forecast.title, forecast.expected) == (own.title, own.expected)
+        assert forecast.parts[0].command == [*own.parts[0].command, "--use-cpu", "--as", "nvidia-h200"]
+    assert "forecasts of nvidia-h200" in first_gpu.describe_machine(True, "nvidia-h200")["device"]
+
+
+def test_flags_reach_the_steps_and_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--as the commands and the page; the three files, and no other, are in --results, too."""
+    begun: list[Step] = []
+    monkeypatch.setattr(first_gpu, "go_on", lambda number, step, *more: begun.append(step))
+    out, results = tmp_path / "out", tmp_path / "results"
+    flags = ["--use-cpu", "--as", "nvidia-h200", "--out", str(out), "--results", str(results)]
+    assert first_gpu.main(flags) == first_gpu.CALL_AGAIN
+    one, other = (
+        [part.command for step in steps for part in step.parts]
+        for steps in (begun, first_gpu.cpu_steps(out, "nvidia-h200"))
+    )
+    assert one == other
+    assert "nvidia-h200" in json.loads((results / "first_gpu.json").read_text())["machine"]["device"]
+    assert {path.name for path in results.iterdir()} == {*first_gpu.RESULTS}
+    assert all((results / name).read_bytes() == (out / name).read_bytes() for name in first_gpu.RESULTS)
+    with pytest.raises(SystemExit):
+        first_gpu.main(flags[1:])
+
+
+@pytest.mark.slow
+def test_a_forecast_in_the_place_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all its micro-batches, by the recipe; it meets itself, and half of its speed does not."""
+    file = tmp_path / "mixtral.json"
+    size = ["--tiny", "--layers", "2", "--rows", "1", "--seq-length", "64", "--recipe", "configs/mixtral_8x7b.yaml"]
+    assert gpu_step.main(["--use-cpu", "--as", "nvidia-h200", *size, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "8 x 1 x 64 tokens, bf16, checkpointing selective, adamw_torch_8bit; H200" in printed
+    assert "no step was computed" in printed
+    found = json.loads(file.read_text())
+    assert found["tokens_per_second"] * found["forecast_seconds"] == pytest.approx(8 * 64)
+    assert steps_found("mixtral")(tmp_path, "")[0]
+    file.write_text(json.dumps(found | {"seconds": [2 * found["forecast_seconds"]]}))
+    is_right, words = steps_found("mixtral")(tmp_path, "")
+    assert (is_right, "0.50 of the forecast speed" in words) == (False, True)
+
+
+@pytest.mark.parametrize("name", first_gpu.RECIPES)
+def test_a_recipe_for_fewer_layers(name: str) -> None:
+    """Its optimizer, and as large a share of layers whose products are kept."""
+    file, model = first_gpu.RECIPES[name]
+    recipe = yaml.safe_load((CHECKOUT / "configs" / file).read_text())
+    size: Any = SimpleNamespace(recipe=CHECKOUT / "configs" / file, model=model, tiny=False, layers=0, rows=2)
+    size.__dict__.update(seq_length=64, micro_batches=8, gradient_checkpointing=None, optim=None)
+    of_all, layers = recipe.get("keep_expert_products", 0), gpu_step.sized(size, 0).num_hidden_layers
+    for fewer in (1, layers // 4, layers):
+        settings = gpu_step.settings_of(size, True, fewer)
+        assert settings.keep_expert_products == of_all * fewer // layers
+        assert (settings.optim, settings.gradient_checkpointing) == (recipe["optim"], recipe["gradient_checkpointing"])
+        assert (settings.gradient_accumulation_steps, settings.ep_size, settings.packing) == (8, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--as", "H200"], "--as needs --use-cpu"),
+        (["--use-cpu", "--as", "abacus"], "--as abacus: there are forecasts of A100, H100, H200"),
+        (["--use-cpu", "--recipe", "no.yaml"], "--recipe no.yaml: no such file"),
+    ],
+)
+def test_a_step_that_cannot_be_measured(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_step.main(flags) == 2
+    assert said in capsys.readouterr().err
 
 
 # ---- limits, and how it goes on ----
@@ -272,7 +353,7 @@ def test_a_test_that_loses_the_gpu_fails_no_other(tmp_path: Path) -> None:
     assert results == {**dict.fromkeys("02345", "passed"), "1": "failed"}, done.stdout
 
 
-@pytest.mark.parametrize(("device", "is_closed", "most"), [("cuda", True, 240), ("cpu", False, 600)])
+@pytest.mark.parametrize(("device", "is_closed", "most"), [("cuda", True, 90), ("cpu", False, 600)])
 def test_a_run_that_fails_on_a_card_leaves_no_process(
     tmp_path: Path, device: str, is_closed: bool, most: float
 ) -> None:
@@ -288,8 +369,9 @@ def test_a_run_that_fails_on_a_card_leaves_no_process(
 
 STEP: dict[str, Any] = {
     "setting": "mixtral-8x7b, 3 layers", "tokens_per_second": 21000.0, "mfu": 0.36, "idle_share": 0.02, "moe_layers": 3,
-    "waits": {"moe/dispatch.py:1": 3, "training/steps/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
-    "forecast_bytes": 70e9, "too_large": 0,
+    "waits": {"moe/dispatch.py:1": 6, "training/steps/step.py:2": 1}, "losses": [10.4, 10.2], "peak_bytes": 70.5e9,
+    "forecast_bytes": 70e9, "too_large": 0, "micro_batches": 2, "seconds": [9.0, 1.0, 1.0], "forecast_seconds": 0.98,
+    "forecast_mfu": 0.37, "is_dry": False,
 }  # fmt: skip
 """As `benchmarks.gpu_step --json` writes it."""
 
@@ -326,14 +408,22 @@ RIGHT_AND_WRONG: dict[str, tuple[first_gpu_verdicts.Read, str, list[tuple[Any, b
         ],
     ),
     "step": (
-        steps_found({"mixtral": 0.33}),
+        steps_found("mixtral"),
         "mixtral.json",
         [
-            (STEP, True, "21,000 tokens/s, MFU 36.0%, idle 2.0%, 4 waits, peak memory 1.007"),
-            (STEP | {"mfu": 0.32}, False, "MFU 32.0%"),
+            (
+                STEP,
+                True,
+                "0.98 of the forecast speed, MFU 36.0% (forecast 37.0%), idle 2.0%, 7 waits, peak memory 1.007",
+            ),
+            (STEP | {"forecast_seconds": 0.5}, False, "0.50 of the forecast speed"),
+            (STEP | {"forecast_seconds": 0.84}, False, "0.84 of the forecast speed"),
+            (STEP | {"forecast_seconds": 1.16}, False, "1.16 of the forecast speed"),
+            (STEP | {"mfu": None}, True, "0.98 of the forecast speed, idle"),
+            (STEP | {"losses": [], "idle_share": None, "is_dry": True}, True, "(forecast 37.0%), 7 waits"),
             (STEP | {"peak_bytes": 73e9}, False, "1.043 of the forecast"),
             (STEP | {"peak_bytes": 66e9}, False, "0.943 of the forecast"),
-            (STEP | {"waits": {"a": 5}}, False, "5 waits"),
+            (STEP | {"waits": {"a": 8}}, False, "8 waits"),
             (STEP | {"losses": [10.4, float("nan")]}, False, ""),
             (STEP | {"losses": []}, False, ""),
             (STEP | {"too_large": 4}, False, "4 layers did not fit, against the forecast"),
@@ -456,11 +546,16 @@ def test_annotations_are_no_kernels() -> None:
 
 
 def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the forecast of each number of layers, whatever the order in which they are tried."""
+    """In three forecasts where layers take alike, and as many where the first of them take more than the others, as
+    those whose products are kept do."""
     arguments = SimpleNamespace(model="mixtral-8x7b", layers=0)
+    tried: list[int] = []
+    of_kept = 0.0
 
-    def forecast(config: Any, model: Any) -> Any:
-        needed = SimpleNamespace(total=(7 + 21.6 * model.num_hidden_layers) * 2**30)
+    def forecast(config: Any, model: Any, gpu: str) -> Any:
+        layers = model.num_hidden_layers
+        tried.append(layers)
+        needed = SimpleNamespace(total=(7 + 21.6 * layers + of_kept * min(layers, 3)) * 2**30)
         return SimpleNamespace(fit=lambda card: needed)
 
     monkeypatch.setattr(gpu_step, "settings_of", lambda *given, **more: None)
@@ -468,6 +563,10 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_step, "sized", lambda given, layers: SimpleNamespace(num_hidden_layers=layers or 32))
     found = {free: gpu_step.layers_that_fit(arguments, free * 2**30)[0] for free in (28.7, 78, 94, 139, 5000)}  # type: ignore[arg-type]
     assert found == {28.7: 1, 78: 3, 94: 4, 139: 6, 5000: 32}
+    assert len(tried) == 2 + 4 * 3
+    of_kept = 9.0
+    assert [gpu_step.layers_that_fit(arguments, free * 2**30).layers for free in (139, 185, 300)] == [4, 6, 12]  # type: ignore[arg-type]
+    of_kept = 0.0
     assert "4 would need 93.4" in gpu_step.layers_that_fit(arguments, 78 * 2**30)[1]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one layer needs 28\.6 GiB by forecast, and 20\.0 are free"):
         gpu_step.layers_that_fit(arguments, 20 * 2**30)  # type: ignore[arg-type]
@@ -523,15 +622,92 @@ def test_what_the_preflight_says(
 
 
 def test_the_preflight_imports_what_runs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package may be there without what it needs itself; of GPUs more is expected."""
+    """By pyproject.toml. A package may be there without what it needs itself, or of another version; of GPUs more is
+    expected."""
     (tmp_path / "half_there.py").write_text("import no_such_package_either")
+    of_half = tmp_path / "half_there-1.0.dist-info"
+    of_half.mkdir()
+    (of_half / "METADATA").write_text("Metadata-Version: 2.1\nName: half-there\nVersion: 1.0\n")
+    (of_half / "top_level.txt").write_text("half_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(preflight, "PACKAGES", ("json", "no_such_package", "half_there"))
-    monkeypatch.setattr(preflight, "ON_GPUS", ("of_gpus",))
-    of_both = r"missing: no_such_package, half_there \(No module named 'no_such_package_either'\)"
-    for device, more in (("cpu", "$"), ("cuda", ", of_gpus")):
+    needed._packages_of_modules.cache_clear()
+    file = tmp_path / "pyproject.toml"
+    wanted = ["jinja2", "no-such-package>=3", "half_there", "half-there>=2", "elsewhere; sys_platform == 'win32'"]
+    file.write_text(PROJECT.format(dependencies=wanted, gpu=["of-gpus"]))
+    monkeypatch.setattr(preflight, "asked", partial(needed.asked, file=file))
+    of_both = (
+        r"missing: no-such-package, half_there \(No module named 'no_such_package_either'\), "
+        r"half-there>=2 \(here is 1\.0\)"
+    )
+    for device, more in (("cpu", "$"), ("cuda", ", of-gpus")):
         with pytest.raises(preflight.Missing, match=of_both + more):
             preflight._packages(device)
+    needed._packages_of_modules.cache_clear()
+
+
+PROJECT = """
+[project]
+dependencies = {dependencies}
+[project.optional-dependencies]
+gpu = {gpu}
+images = []
+test = []
+lint = ["never"]
+"""
+
+
+def test_all_that_the_project_needs_is_asked_for_and_carried(tmp_path: Path) -> None:
+    """A dependency that is added to pyproject.toml is in the preflight and among the wheels, with what it needs; of
+    torch nothing is. A machine's own packages stay there, unless they are too old."""
+    names = {canonicalize_name(requirement.name) for requirement in needed.asked()}
+    assert names >= {"torch", "transformers", "plotly", "datasets", "liger-kernel", "pillow", "pytest-xdist", "trl"}
+    bare = needed.carried(needed.asked(), {}, "3.12")
+    assert names - bare.keys() == {"torch", "triton"}
+    assert bare.keys() >= {"narwhals", "dill", "execnet"}, "of plotly, datasets and pytest-xdist"
+    assert not [name for name in bare if name.startswith(("nvidia", "torch"))]
+    assert needed.carried(needed.asked(), bare, "3.12") == {}
+    with_transformers = needed.with_transformers("3.12")
+    assert with_transformers.keys() >= {"transformers", "tokenizers", "huggingface-hub", "numpy", "sympy"}
+    assert "plotly" in needed.carried(needed.asked(), with_transformers, "3.12")
+    file = tmp_path / "pyproject.toml"
+    file.write_text(PROJECT.format(dependencies=["torch", "plotly>=6"], gpu=["narwhals", "old; python_version < '3'"]))
+    added = needed.asked(file=file)
+    assert needed.carried(added, {"narwhals": "", "packaging": "", "plotly": "5.24"}, "3.12") == {
+        "plotly": bare["plotly"]
+    }
+    assert needed.carried(added, {"plotly": "6.1"}, "3.12") == {"narwhals": bare["narwhals"]}
+    with pytest.raises(ValueError, match="no-such-package>=1 is not installed here"):
+        needed.carried([Requirement("no-such-package>=1")], {}, "3.12")
+
+
+def test_a_machines_packages_as_pip_lists_them(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("Package Version\n------- ---\nPyYAML  6.0\nhuggingface_hub==1.33\n\ntorch\n")
+    found = needed.listed(tmp_path / "list")
+    assert (found["pyyaml"], found["huggingface-hub"], found["torch"]) == ("6.0", "1.33", "")
+
+
+def test_more_wheels_than_may_be_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest is named, and what to do; else the exit code is that of the downloads."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **more: Any) -> Any:
+        commands.append(command)
+        (tmp_path / "wheels" / f"{command[-1].partition('==')[0].rpartition('/')[2]}.whl").write_bytes(b"0" * 100)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(first_gpu, "asked", lambda: [Requirement("plotly")])
+    arguments = ["--prepare", str(tmp_path / "wheels"), "--has", str(tmp_path / "list")]
+    (tmp_path / "list").write_text("narwhals 2.0\n")
+    assert first_gpu.main(arguments) == 0
+    assert commands[0][-1].startswith("plotly==")
+    assert "--no-deps" in commands[0]
+    assert not [command for command in commands if "narwhals" in command[-1]]
+    monkeypatch.setattr(first_gpu, "MOST_CARRIED", 150)
+    assert first_gpu.main(arguments) == 1
+    assert "give --has FILE" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import typing
 from pathlib import Path
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from expertmesh.checkpoints.adapters.merge import Rounding
 from expertmesh.checkpoints.adapters.peft_format import unread_settings
-from tests.checkpoints.commands import change_tensors, lines, run
+from tests.checkpoints.commands import change_tensors, lines, read, run
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.rounding import OF_ADDED, OTHER_ORDER, error_beyond
 from tests.tiny import relative_error
@@ -156,6 +158,67 @@ def test_as_peft_merges(bases: dict[str, Path], tmp_path: Path, family: str, sha
         rounding = OF_ADDED * float(before[name].norm())
         assert error_beyond(rounding, found[name] - before[name], tensor - before[name]) <= OTHER_ORDER, name
     assert any(not torch.equal(before[name], tensor) for name, tensor in want.items())
+
+
+def test_a_vision_tower(bases: dict[str, Path], tmp_path: Path) -> None:
+    """As PEFT merges into the complete model; EP shards only carry the tower over."""
+    base = bases["qwen3_5_moe"]
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["qkv", "linear_fc1", "q_proj"])
+    theirs = peft.PeftModel.from_pretrained(load(base), adapter).merge_and_unload().state_dict()
+    found, before = load(merged(base, adapter, tmp_path / "merged")).state_dict(), load(base).state_dict()
+    for name, tensor in theirs.items():
+        rounding = OF_ADDED * float(before[name].float().norm())
+        assert error_beyond(rounding, found[name] - before[name], tensor - before[name]) <= OTHER_ORDER, name
+    changed = {name.split(".")[1] for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"visual", "language_model"}
+    run("convert", base, tmp_path / "shards", "--ep-size", 2)
+    told = run("merge", tmp_path / "shards", adapter, tmp_path / "not", code=2)
+    assert "which EP shards only carry over; give the model that" in told
+    assert not (tmp_path / "not").exists()
+
+
+def test_what_rounding_takes_is_told(bases: dict[str, Path], tmp_path: Path) -> None:
+    """And nothing is taken where the result is in float32, which its config says, too."""
+    base = saved(load(bases["mixtral"]).to(torch.bfloat16), tmp_path / "base")
+    settings = dict(target_modules=ATTENTION, target_parameters=EXPERTS, lora_alpha=0.003)
+    adapter = adapter_of(base, tmp_path / "adapter", **settings)
+    told = run("merge", base, adapter, tmp_path / "narrow")
+    told_wide = run("merge", base, adapter, tmp_path / "wide", "--dtype", "float32")
+    before, narrow, wide = (read(path) for path in (base, tmp_path / "narrow", tmp_path / "wide"))
+    adapted = [name for name, tensor in wide.items() if not torch.equal(tensor, before[name].float())]
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
+
+    def joined(tensors: dict[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].double().flatten() for name in adapted])
+
+    changed = (joined(narrow) != joined(before)).double().mean()
+    lost = (joined(narrow) - joined(wide)).norm() / (joined(wide) - joined(before)).norm()
+    assert lost > 0.5
+    said = re.search(
+        r"merge: (\S+)% of the (\S+) elements .*; rounding to bfloat16 took (\S+)% from the LoRA deltas", told
+    )
+    assert said is not None, told
+    assert float(said[1]) == pytest.approx(100 * float(changed), abs=0.06)
+    assert int(said[2].replace(",", "")) == joined(wide).numel()
+    assert float(said[3]) == pytest.approx(100 * float(lost), abs=0.06)
+    assert "merge with --dtype float32 (in a run --merge-dtype float32)" in told
+    assert "; rounding to" not in told_wide
+    assert "elements of adapted matrices changed" in told_wide
+
+
+def test_a_remedy_is_named_where_much_is_lost() -> None:
+    base, said = torch.ones(64, 64), []
+    for size in (1e-4, 1.0):
+        rounding = Rounding({"w": "BF16"})
+        update = torch.full((64, 64), size, dtype=torch.float64)
+        rounding.add("w", base.bfloat16(), update, (base.double() + update).float())
+        said.append(rounding.line() or "")
+    assert ["--dtype float32" in line for line in said] == [True, False]
+    assert said[0].startswith(
+        "merge: 0.0% of the 4,096 elements of adapted matrices changed; rounding to bfloat16 took 1"
+    )
+    assert said[1] == "merge: 100.0% of the 4,096 elements of adapted matrices changed"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe"])

@@ -62,6 +62,21 @@ def test_a_card_that_cannot_be_read_names_no_licence(tmp_path: Path, content: by
     assert merged_card(tmp_path) == ""
 
 
+@pytest.mark.parametrize(
+    ("content", "tag"),
+    [
+        ('{"architectures": ["Qwen3VLMoeForConditionalGeneration"]}', "image-text-to-text"),
+        ('{"architectures": ["Qwen3MoeForCausalLM"]}', "text-generation"),
+        ('{"architectures": [[]]}', "text-generation"),
+        ('{"architectures": 3}', "text-generation"),
+        ("{", "text-generation"),
+    ],
+)
+def test_what_a_model_is_for(tmp_path: Path, content: str, tag: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert loaded(model_card(TRAINING, tmp_path, is_adapter=False)).data.pipeline_tag == tag
+
+
 def test_an_adapters_is_as_pefts(tmp_path: Path) -> None:
     model = tiny_mixtral()
     model.name_or_path = model.config._name_or_path = BASE

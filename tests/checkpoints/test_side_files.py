@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from expertmesh.checkpoints.hf.side_files import copy_side_files, side_files, write_beside_adapter
+from expertmesh.checkpoints.hf.side_files import plan_beside_adapter, plan_side_files, side_files
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.hf_model.family_exceptions import LLAMA_CPP_NORMALISES
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -51,7 +51,7 @@ def test_a_copy_has_the_same_bytes(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(quantized))
     out = tmp_path / "out"
     out.mkdir()
-    copy_side_files(open_source(model), out)
+    plan_side_files(open_source(model)).write(out)
     assert files_of(out) == ALONG
     assert all((out / name).read_bytes() == (model / name).read_bytes() for name in ALONG - {"config.json"})
     assert json.loads((out / "config.json").read_text()) == config
@@ -61,7 +61,7 @@ def test_a_copy_has_the_same_bytes(model: Path, tmp_path: Path) -> None:
 def test_beside_an_adapter(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    write_beside_adapter(open_source(model), None, out)
+    plan_beside_adapter(open_source(model), None).write(out)
     assert files_of(out) == OF_TOKENIZER | {"LICENSE.txt"}
 
 

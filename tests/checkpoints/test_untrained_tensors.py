@@ -19,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from expertmesh.checkpoints.ep_shards.manifest import open_checkpoint
 from expertmesh.checkpoints.files.dtypes import as_tensor
 from expertmesh.checkpoints.files.encodings import decoded
+from expertmesh.checkpoints.files.open_files import OpenFiles
 from expertmesh.checkpoints.files.tensors import DiskTensor
 from expertmesh.checkpoints.hf.headers import read_header
 from expertmesh.checkpoints.hf.source import open_source
@@ -339,7 +340,7 @@ def test_mxfp4_is_dequantized_as_transformers_does_it(tmp_path: Path) -> None:
         carried = decoded(stored, None, transposed).tensors["mtp.experts.up"]
         expected = convert_moe_packed_tensors(blocks, scales).contiguous()
         expected = expected if transposed else expected.transpose(1, 2)
-        found = np.concatenate(list(carried_values(carried)))
+        found = np.concatenate(list(carried_values(carried, OpenFiles())))
         assert torch.equal(as_tensor(found, "BF16").view(*carried.shape), expected)
 
 
@@ -351,7 +352,7 @@ def test_long_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
     stored = read_header(tmp_path / "x.safetensors")
     for part in stored.values():
         carried = DiskTensor(part.name, part.shape, part.dtype, parts=(part,))
-        pieces = list(carried_values(carried))
+        pieces = list(carried_values(carried, OpenFiles()))
         assert all(piece.nbytes <= 100 for piece in pieces)
         assert all(piece.size % 5 == 0 for piece in pieces if carried.name == "a")
         found = np.concatenate([*pieces, np.empty(0, np.float32)])

@@ -8,20 +8,24 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 from expertmesh.checkpoints.files.dtypes import Array
+from expertmesh.checkpoints.files.open_files import OpenFiles
 from expertmesh.checkpoints.files.tensors import DiskTensor
-from expertmesh.checkpoints.hf import untrained_tensors
+from expertmesh.checkpoints.hf import export, untrained_tensors
 from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+from expertmesh.sharding.state import ShardedParameter
 from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
@@ -185,6 +189,36 @@ def export_error_with_file_limit(source: Path, out: Path, topology: Topology, li
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.parametrize(("failing", "name"), [(0, "as_bytes"), (1, "view")])
+def test_memory_that_ends_half_way(ranks: RankPool, tiny_model: Path, tmp_path: Path, failing: int, name: str) -> None:
+    """On the rank that writes, or on one that sends: whatever one meets, no other waits for it."""
+    told = ranks.run(_export_without_memory, 2, tiny_model, tmp_path / "hf", failing, name)
+    problem = "MemoryError: none left"
+    others = f"ExpertMeshError: rank {failing} failed: {problem}"
+    assert told == [problem if rank == failing else others for rank in range(2)]
+    assert not list(tmp_path.iterdir())
+
+
+def _export_without_memory(source: Path, out: Path, failing: int, name: str) -> str:
+    topology = Topology(2, 2)
+    owner: Any = export if name == "as_bytes" else ShardedParameter
+    model, _, checkpoint = sharded_model(source, topology, CASE)
+    real, calls = getattr(owner, name), [0]
+
+    def limited(*given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 3 and dist.get_rank() == failing:
+            raise MemoryError("none left")
+        return real(*given)
+
+    with mock.patch.object(owner, name, limited):
+        try:
+            export_model(model, checkpoint, topology, out)
+        except (MemoryError, ExpertMeshError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 @pytest.mark.slow
 def test_what_is_carried_over_may_take_longer_than_a_collective(ranks: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path / "source")
@@ -199,9 +233,9 @@ def _export_slowly(source: Path, out: Path) -> None:
     model, _, checkpoint = sharded_model(source, topology, CASE)
     values = untrained_tensors.carried_values
 
-    def slowly(tensor: DiskTensor) -> Iterator[Array]:
+    def slowly(tensor: DiskTensor, files: OpenFiles) -> Iterator[Array]:
         time.sleep(8)
-        yield from values(tensor)
+        yield from values(tensor, files)
 
     untrained_tensors.carried_values = slowly
     _set_pg_timeout(timedelta(seconds=4))

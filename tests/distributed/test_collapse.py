@@ -75,6 +75,4 @@ def test_overload_is_told_at_the_end_of_a_short_run(runs: Runs, practice_files: 
     ended = unbalanced(1, f"{flags} --max-steps 50 --no-export")
     (warning,) = (line for line in ended.lines("warning") if "router" in line["warning"])
     assert warning["step"] == 50
-    assert re.match(
-        r"router collapse: expert \d of layer \d got 3\.\d\d times the mean in 50 steps", warning["warning"]
-    )
+    assert re.match(r"uneven router: expert \d of layer \d got 3\.\d\d times the mean in 50 steps", warning["warning"])

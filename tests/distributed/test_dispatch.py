@@ -24,7 +24,7 @@ from expertmesh.moe.dispatch.dispatcher_registry import NodeGroups
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.kernels.expert_products import known_counts
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import Keeper
 from expertmesh.sharding.collectives.node_groups import make_node_groups
@@ -160,9 +160,10 @@ def _apart(path: Path, case: Case) -> list[dict[str, Any]]:
 
 
 def _checking_counts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def checked(mlp: Any, rows_RD: Tensor, counts_e: Tensor, *rest: Any) -> Tensor:
-        assert known_counts() == counts_e.tolist()
-        return compute(mlp, rows_RD, counts_e, *rest)
+    def checked(mlp: Any, rows_RD: Tensor, experts: ExpertRows, *rest: Any) -> Tensor:
+        assert experts.on_host == experts.counts_e.tolist()
+        assert experts.num_rows == len(rows_RD)
+        return compute(mlp, rows_RD, experts, *rest)
 
     return checked
 

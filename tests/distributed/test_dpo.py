@@ -199,9 +199,13 @@ def stop_after_two(whole: Ended, out: Path) -> Path:
         ({"prompt": "a", "chosen": "b"}, "", "has the columns prompt, chosen"),
         ({"chosen": "ab", "rejected": "cd"}, "", "do not begin alike, and no prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}, "", "(rejected, which"),
-        (rows()[0], "--train-on all", "--train-on all: --task dpo trains on answers only"),
+        (rows()[0], "--train-on all", "--train-on all: is not for pairs of answers"),
         (rows()[0], "--preference-beta 0", "--preference-beta 0.0: must be more than 0"),
-        (rows()[0], "--prompt-column p", "pairs are found by the columns chosen and rejected"),
+        (
+            rows()[0],
+            "--prompt-column p",
+            "is not for pairs of answers (columns chosen and rejected), which",
+        ),
     ],
 )
 def test_what_is_refused(row: dict[str, Any], flags: str, said: str, runs: Runs) -> None:

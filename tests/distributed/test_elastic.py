@@ -49,12 +49,12 @@ def test_goes_on_with_fewer_and_more_ranks(runs: Runs, flags: str, lives: list[t
 
 
 def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
-    assert recorded_sequences_per_step("auto", tmp_path) is None
+    assert recorded_sequences_per_step(None, tmp_path) is None
     (tmp_path / "environment.json").write_text("{")
     with pytest.raises(ExpertMeshError, match="give --global-batch-size"):
-        recorded_sequences_per_step("auto", tmp_path)
+        recorded_sequences_per_step(None, tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
-    assert recorded_sequences_per_step("auto", tmp_path) == 24
+    assert recorded_sequences_per_step(None, tmp_path) == 24
 
 
 def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.M
     config.resume = "auto"
 
     def fit(world_size: int) -> tuple[TrainConfig, list[str]]:
-        return elastic.fit_to_ranks(config, 8, Ranks(0, world_size, torch.device("cpu"), dist.HashStore()))
+        return elastic.fit_to_ranks(config, 8, Ranks(0, world_size, torch.device("cpu"), dist.HashStore()), None)
 
     assert fit(4) == (config, [])
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 8}))

@@ -79,7 +79,7 @@ def test_killed_between_export_and_record_a_run_without_checkpoints_has_finished
 ) -> None:
     flags = f"{ONE_STEP} {flags}"
     ended = runs(1, flags, call=without_a_record)
-    assert "finished.json was not written: No space left on device" in ended.printed
+    assert "finished.json was not written: [Errno 28] No space left on device" in ended.printed
     out, before = ended.out, tree(ended.out)
     (out / exported).rename(out / f".{exported}-new.part")  # or a moment earlier
     assert "already finished at step 1; nothing is trained or written" in runs(1, flags).printed

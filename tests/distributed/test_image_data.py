@@ -1,6 +1,7 @@
 """Data files with images through train_ep.py: the losses of five steps are those of a loop of transformers' own class,
 with the family's own processor, whatever form the records have."""
 
+import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from expertmesh.sharding.torchrun import STOPPED
 from expertmesh.training.data.pictures import ImageProcessor
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, assert_same_bits, tell_signalled
-from tests.pictures import Plain, save_seeing, theirs, written
+from tests.pictures import Plain, asked, save_seeing, theirs, write_lines, written
 from tests.rounding import near
 from tests.tiers import tiered
+from tests.tiny import save_tokenizer
 
 STEPS = 5
 RATE = 1e-3
@@ -89,6 +91,42 @@ def test_losses_are_those_of_transformers(layout: str, runs: Runs, tmp_path: Pat
     assert exported.tokens(image) == own.tokens(image)
 
 
+def test_what_is_refused_before_there_is_a_model(runs: Runs, tmp_path: Path) -> None:
+    """Data without any image, images that are all cut off, and a tokenizer without their tokens."""
+    save_seeing(tmp_path / "model")
+    save_tokenizer(tmp_path / "plain")
+    data, records = written(tmp_path / "data")
+    runs = Runs(runs.ranks, tmp_path / "model", data, tmp_path)
+    prepared = runs(1, "--images --prepare-only --max-seq-length 64")
+    assert f", {sum(len(images) for _, images in records)} images" in prepared.printed
+    runs.refuses(
+        1,
+        "--images --prepare-only --train-on all --max-seq-length 3",
+        "--images: no image ends within --max-seq-length",
+    )
+    runs.refuses(1, f"--images --prepare-only --tokenizer {tmp_path / 'plain'}", "plain: its token 300 is none, and ")
+    text = write_lines(tmp_path / "text.jsonl", [asked("say hello", file_name="main.py")])
+    said = ("--images: no record has an image (", "leave --images out to train on text")
+    runs.refuses(1, f"--images --prepare-only --dataset {text}", *said)
+
+
+@pytest.mark.slow
+def test_resumed_with_another_image_processor(runs: Runs, tmp_path: Path) -> None:
+    """It is refused, or told where that is allowed."""
+    save_seeing(tmp_path / "model")
+    data, _ = written(tmp_path / "data")
+    runs = Runs(runs.ranks, tmp_path / "model", data, tmp_path)
+    flags = "--images --max-seq-length 64 --save-steps 1 --resume auto --no-export"
+    runs(1, f"{flags} --max-steps 1")
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.0, 0.0, 0.0]}))
+    said = "is of another image processor (it began with"
+    ended = runs.refuses(1, f"{flags} --max-steps 2", said, "image_processor.image_mean: [0.0, 0.0, 0.0]")
+    assert "--allow-changed data" in ended.errors
+    allowed = runs(1, f"{flags} --max-steps 2 --allow-changed data")
+    assert "warning: resuming with a different image processor" in allowed.errors
+
+
 PARTS = {
     "tower": "--train-vision tower projector",
     "LoRA": "--adapter lora --lora-rank 2 --lora-targets all-linear",
@@ -131,7 +169,8 @@ def test_resumed_it_is_the_run_that_was_never_stopped(parts: str, layout: str, r
 
 
 def losses_of_trl(path: Path, records: Sequence[Plain], out: Path, size: int, ours: bool) -> list[float]:
-    """By trl's own way from messages and a column of images to a loss; image tokens are no targets."""
+    """By trl's own way from messages and a column of images to a loss with its balancing loss; image tokens are no
+    targets."""
     trl: Any = pytest.importorskip("trl")
 
     def row(messages: list[dict[str, Any]], images: list[Image.Image]) -> dict[str, Any]:
@@ -175,10 +214,14 @@ def losses_of_trl(path: Path, records: Sequence[Plain], out: Path, size: int, ou
             return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == token, -100)}
 
         trainer.data_collator = without_image_targets
-        # which trl adds to the loss
-        trainer.aux_loss_enabled = model.config.text_config.output_router_logits = False
     trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    if not ours:
+        assert all(line["aux_loss"] > 0 for line in logged)
+        return [line["loss"] for line in logged]
+    # which trl adds to the loss
+    weight = model.balance.weights.balance
+    return [line["loss"] + weight * line["balance_loss"] for line in logged]
 
 
 @pytest.mark.slow

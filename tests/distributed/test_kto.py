@@ -126,9 +126,9 @@ def test_a_resumed_run_finds_its_reference(runs: Runs) -> None:
         ({"prompt": "a", "response": "b", "label": True}, "", "has the columns prompt, response, label"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "", "label is 'good'; expected true"),
         (rows()[0], "", "all 1 samples to train on have one; add others"),
-        (rows()[0], "--train-on all", "--train-on all: --task kto trains on answers only"),
+        (rows()[0], "--train-on all", "--train-on all: is not for labelled answers (column label or kto_tag)"),
         (rows()[0], "--preference-loss ipo", "--preference-loss ipo: is a loss of --task dpo"),
-        (rows()[0], "--prompt-column p", "labelled answers by label or kto_tag"),
+        (rows()[0], "--prompt-column p", "is not for labelled answers (column label or kto_tag), which"),
         (rows()[0], "--undesirable-weight -1", "--undesirable-weight -1"),
     ],
 )

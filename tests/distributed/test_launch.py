@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ if how == "killed" and is_second:
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "done":
     sys.exit(0)
+if how == "saves long":
+    def save(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(3)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
 if how == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 Path(out, os.environ["LOCAL_RANK"]).touch()
@@ -67,14 +74,18 @@ def test_how_ranks_end(how: str, code: int, cause: int, worker: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [("saves", STOPPED), ("dies", 128 + signal.SIGTERM)])
-def test_a_signal_to_the_launcher(how: str, code: int, worker: str, tmp_path: Path) -> None:
-    """Its ranks get it too. That they have saved a checkpoint is its exit code."""
+@pytest.mark.parametrize(
+    ("how", "code", "times"), [("saves", STOPPED, 1), ("saves long", STOPPED, 3), ("dies", 128 + signal.SIGTERM, 1)]
+)
+def test_a_signal_to_the_launcher(how: str, code: int, times: int, worker: str, tmp_path: Path) -> None:
+    """Its ranks get it too, and may save however often it is repeated. That they have is its exit code."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".package"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(launch(worker, how, str(tmp_path)), env=environment, stderr=subprocess.PIPE) as launcher:
         assert launcher.stderr is not None
         while not all((tmp_path / rank).exists() for rank in "01"):
             assert launcher.poll() is None
-        launcher.send_signal(signal.SIGTERM)
+        for _ in range(times):
+            launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
         assert launcher.wait(100) == code
         assert b"Traceback" not in launcher.stderr.read()

@@ -136,10 +136,9 @@ def test_names_of_data_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "dpo"}, "is for supervised fine-tuning; leave it out with --task dpo"),
+        ({"task": "dpo"}, "--task dpo does not read it; leave it out"),
         ({"teacher": "t"}, "does not work with --teacher; leave out one of them"),
         ({"train_mtp": 0.1}, "does not work with --train-mtp; leave out one of them"),
-        ({"cross_entropy": "liger"}, "needs the loss of each token, which --cross-entropy liger does not give"),
     ],
 )
 def test_what_they_do_not_go_with(settings: dict[str, Any], said: str) -> None:

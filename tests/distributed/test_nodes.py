@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import expertmesh.training.run.output
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import ROOT, run_main
+from tests.pictures import asked, data_url, drawn, save_seeing, write_lines
 from tests.tiers import tiered
 from tests.tiny import save_model, save_tokenizer
 
@@ -126,6 +127,21 @@ def test_unlike_nodes_are_named(ranks: RankPool, nodes: Path, name: str) -> None
     assert lone or all("rank 0" in errors and "rank 1" in errors for _, errors in results), results
     assert not list(nodes.glob("out/*"))
     assert not list(nodes.glob("node-1/out"))
+
+
+def test_nodes_with_unlike_image_processors(ranks: RankPool, tmp_path: Path) -> None:
+    """Of which their samples say nothing."""
+    for node in ("node-0", "node-1"):
+        save_seeing(tmp_path / node / "model")
+        write_lines(tmp_path / node / "data.jsonl", [asked("say", image=data_url(drawn(70, 40, 0)))] * 8)
+    file = tmp_path / "node-1" / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.0, 0.0, 0.0]}))
+    flags = [*FLAGS, "--images", "--output-dir", str(tmp_path / "out")]
+    results = ranks.run(run_on_node, 2, [flags] * 2, tmp_path, 1, timeout=120, join_group=False)
+    for code, errors in results:
+        assert code == 2
+        assert "the image processors of --model differ between nodes: on node 0 (" in errors
+        assert "image_processor.image_mean: [0.0, 0.0, 0.0]" in errors
 
 
 @pytest.mark.slow

@@ -66,7 +66,8 @@ def on_a_cpu(is_real: bool) -> Iterator[None]:
 def figures(config: TrainConfig, world_size: int, is_real: bool) -> Figures:
     with on_a_cpu(is_real):
         model = build_rehearsed(config, tiny_config(num_hidden_layers=5), "cpu")
-        step = world._rehearse(Asked(config, world_size, CLUSTER, dist.get_rank(), device="cpu"), model)
+        asked = Asked(config, world_size, CLUSTER, dist.get_rank(), device="cpu")
+        step = world._rehearse(asked, model, model.config)
     events = [
         (event.name, str(event.place), event.phase, event.micro, str(event.action), event.collective, event.flops)
         for event in step.recorder.events

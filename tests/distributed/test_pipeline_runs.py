@@ -11,7 +11,7 @@ import yaml
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.planning.rank_memory import recorded_pipeline
+from expertmesh.training.start.resume import read_resumed
 from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import round_trip
@@ -63,7 +63,9 @@ def test_a_whole_run(runs: Runs, tmp_path: Path) -> None:
         ("--pipeline-layers 3,1", 4, {"pipeline_schedule": schedule}),
     ):
         config = parse_config(["--config", str(found.out / "config.yaml"), "--resume", "auto", *more.split()])
-        assert recorded_pipeline(config, world_size) == recorded, more
+        resumed = read_resumed(config)
+        assert resumed is not None
+        assert resumed.pipeline(config, world_size) == recorded, more
     for name in ("expert_tokens", "router_entropy", "loss", "grad_norm", "tokens", "target_tokens", "dropped_tokens"):
         assert np.array(found.values(name)) == near(np.array(expected.values(name))), name
     for name in ("eval_loss", "eval_target_tokens"):

@@ -24,12 +24,13 @@ from tests.tiers import tiered
 
 PLACES = {
     "loading": "checkpoints.load._all_finite",
-    "tokenizing": "training.data.samples._table",
+    "tokenizing": "training.data.samples._lines",
     "reference": "training.steps.evaluate.token_loss_sum",
     "teacher": "training.steps.evaluate.token_loss_sum",
     "forecast": "training.planning.rank_memory._asked",
     "evaluation": "training.steps.evaluate.token_loss_sum",
     "generations": "training.steps.generate.boundary",
+    "save": "checkpoints.training_state.saving.file_entry",
     "export": "checkpoints.hf.export._brought",
 }
 """What each phase calls for each of its parts."""

@@ -64,7 +64,8 @@ def test_all_samples_have_the_date_on_which_the_run_began(runs: Runs, tmp_path: 
     run = runs(2, f"{flags} --max-steps 2", call=tell_on, given=[["2026-02-28", "2026-03-01"]])
     assert "all samples have the date 2026-02-28" in run.printed
     assert "already finished" in runs(1, f"{flags} --max-steps 2", call=tell_on, given=[["2031-01-02"]]).printed
-    resumed = runs(1, f"{flags} --max-steps 4", call=tell_on, given=[["2031-01-02"]])
+    newest = f"--resume {run.out}/checkpoints"  # as "auto" would find it
+    resumed = runs(1, f"{flags} {newest} --max-steps 4", call=tell_on, given=[["2031-01-02"]])
     assert "all samples have the date 2026-02-28" in resumed.printed
     assert resumed.values("step") == [1, 2, 3, 4]
     said = "its chat template wrote 2026-02-28, now 2031-01-02 (--template-date sets it)"

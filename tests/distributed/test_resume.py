@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from benchmarks.chaos import is_complete
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.training_state import resuming, saving
+from expertmesh.checkpoints.training_state import marker, saving
 from expertmesh.checkpoints.training_state.marker import read_marker
 from expertmesh.checkpoints.training_state.resuming import find_checkpoint
 from expertmesh.checkpoints.training_state.saving import Saver
@@ -540,7 +540,7 @@ def _find_slowly(path: Path) -> list[Path | None]:
 
     slept: list[Any] = []
     found = []
-    with mock.patch.object(resuming, "check_file", slowly):
+    with mock.patch.object(marker, "check_file", slowly):
         for named in ("auto", str(path)):
             slept.clear()
             found.append(find_checkpoint(named, path.parent, group)[0])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import expertmesh
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.process_place import ProcessPlace
 from expertmesh.sharding.runtime import agreement
 from expertmesh.training.planning import rank_memory
 from expertmesh.training.start import inputs
@@ -61,12 +62,12 @@ def turn_of_this_rank(model: Path, ranks_per_node: int) -> int:
     """When this rank reads its data, as on nodes of so many ranks."""
     engine = expertmesh.load(str(model), use_cpu=True)
     ranks = engine.ranks
-    place = (ranks.rank, ranks.world_size, ranks.rank % ranks_per_node)
+    place = ProcessPlace(ranks.rank, ranks.world_size, ranks.rank % ranks_per_node)
 
     def read(*arguments: Any, **more: Any) -> int:
         return ranks.store.add("reads", 1)
 
-    with mock.patch.object(inputs, "_read", read), mock.patch.object(inputs, "read_environment", return_value=place):
+    with mock.patch.object(inputs, "_read", read), mock.patch.object(inputs, "process_place", return_value=place):
         turn: Any = inputs.read_inputs(engine.config, engine.source, ranks, task_of(engine.config).check)
     return int(turn)
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.hf_model.build import build_reference
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.tasks.dense_teacher import _places
+from tests.checkpoints.test_upcycle import dense_model
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs, assert_equal_weights, assert_same_bits, flip_a_bit
 from tests.families.configs import VOCABULARY, tiny_model
@@ -18,6 +23,8 @@ from tests.tiny import save_tokenizer
 
 RECORDS, STEPS, TOP_K, WEIGHT = 8, 3, 5, 0.7
 FAMILIES = {"student": "mixtral", "teacher": "qwen3_moe", "scaled": "granitemoe"}
+DENSE = ("dense", "tied")
+"""Models without experts that scale their logits; the head of one is its embedding."""
 FIGURES = ("loss", "teacher_kl", "cross_entropy", "grad_norm")
 
 
@@ -34,6 +41,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with torch.no_grad():  # predictions that are worth learning
             model.get_output_embeddings().weight.mul_(20)
         model.save_pretrained(paths[name])
+        save_tokenizer(paths[name])
+    for name in DENSE:
+        paths[name] = tmp_path_factory.mktemp(name)
+        changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "tie_word_embeddings": name == "tied"}
+        dense = dense_model("granite", **changes)
+        with torch.no_grad():
+            dense.get_output_embeddings().weight.mul_(20)
+        dense.save_pretrained(paths[name], max_shard_size="40KB")
         save_tokenizer(paths[name])
     return paths
 
@@ -89,7 +104,12 @@ def in_a_plain_loop(student: Path, teacher: Path) -> tuple[list[dict[str, float]
 
 @pytest.mark.parametrize(
     ("student", "teacher"),
-    [("student", "teacher"), pytest.param("scaled", "student", marks=pytest.mark.slow)],
+    [
+        ("student", "teacher"),
+        ("student", "dense"),
+        pytest.param("scaled", "student", marks=pytest.mark.slow),
+        pytest.param("student", "tied", marks=pytest.mark.slow),
+    ],
 )
 def test_as_in_a_plain_loop(student: str, teacher: str, runs: Runs, models: dict[str, Path], tmp_path: Path) -> None:
     theirs, weights = in_a_plain_loop(models[student], models[teacher])
@@ -100,6 +120,15 @@ def test_as_in_a_plain_loop(student: str, teacher: str, runs: Runs, models: dict
             assert one[name] == near(other[name], other["cross_entropy"], 2 * OTHER_ORDER), (one["step"], name)
     found = AutoModelForCausalLM.from_pretrained(ended.out / "hf").state_dict()
     assert_equal_weights({name: found[name] for name in weights}, weights)
+
+
+def test_a_tied_head_is_read_as_the_embedding(models: dict[str, Path]) -> None:
+    """One that is not tied has to be in the files."""
+    tied, untied = (build_reference(open_source(models[name]).config, "eager", torch.float32) for name in DENSE[::-1])
+    assert tied.state_dict().keys() - _places(tied, models["tied"]).values() == {"lm_head.weight"}
+    assert untied.state_dict().keys() == {*_places(untied, models["dense"]).values()}
+    with pytest.raises(ExpertMeshError, match=r"tensor lm_head.weight of GraniteForCausalLM is missing"):
+        _places(untied, models["tied"])
 
 
 LAYOUTS = {
@@ -116,12 +145,13 @@ FURTHER = {
 }
 
 
+@pytest.mark.parametrize("teacher", ["teacher", pytest.param("dense", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
-def test_with_any_layout(layout: str, runs: Runs, models: dict[str, Path]) -> None:
+def test_with_any_layout(layout: str, teacher: str, runs: Runs, models: dict[str, Path]) -> None:
     number, of_layout = (LAYOUTS | FURTHER)[layout]
     held_out = f"--eval-dataset {runs.data} --eval-steps 2"
-    wanted = runs(1, f"{flags(models)} {held_out}", "one")
-    found = runs(number, f"{flags(models)} {held_out} {of_layout}", "other")
+    wanted = runs(1, f"{flags(models, teacher)} {held_out}", "one")
+    found = runs(number, f"{flags(models, teacher)} {held_out} {of_layout}", "other")
     for key in ("loss", "eval_loss"):
         for one, other in zip(found.lines(key), wanted.lines(key), strict=True):
             for name in FIGURES if key == "loss" else ("eval_loss", "eval_teacher_kl", "eval_cross_entropy"):
@@ -143,7 +173,7 @@ def test_a_resumed_run_finds_the_predictions(runs: Runs, models: dict[str, Path]
     kept = changed.read_bytes()
     runs.refuses(2, saving.replace(f"top-k {TOP_K}", "top-k 4") + " --resume auto", "--teacher-top-k", out=stopped)
     other = saving.replace(str(models["teacher"]), str(models["student"]))
-    runs.refuses(2, f"{other} --resume auto", "has the predictions of another teacher", out=stopped)
+    runs.refuses(2, f"{other} --resume auto", "is of another teacher", out=stopped)
     without = saving.replace(f"--teacher {models['teacher']}", "")
     runs.refuses(2, f"{without} --resume auto", "this one has no --teacher", "--allow-changed objective", out=stopped)
     assert changed.read_bytes() == kept
@@ -175,20 +205,11 @@ def test_what_is_refused(runs: Runs, models: dict[str, Path], tmp_path: Path) ->
     one, two = list(entries)[-2:]
     entries[one], entries[two] = entries[two], entries[one]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    dense, tokenizer = tmp_path / "dense", AutoTokenizer.from_pretrained(models["teacher"])
-    widths: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=2, **widths)
-    LlamaForCausalLM(config).save_pretrained(dense)
-    tokenizer.save_pretrained(dense)
     for given, said in (
-        (
-            f"--teacher {dense}",
-            "LlamaForCausalLM has no mixture-of-experts layer with this config; a model to train, and a teacher, must",
-        ),
         (f"--teacher {tmp_path / 'nowhere'}", "--teacher"),
         (f"--teacher {other}", "4 tokens differ in its tokenizer and the student's"),
         (f"--teacher {models['teacher']} --teacher-top-k 100000", "--teacher-top-k 100000"),
         (f"--teacher {models['teacher']} --teacher-weight 0", "--teacher-weight 0.0: must be more than 0"),
-        (f"--teacher {models['teacher']} --task dpo", "--teacher: has no part in --task dpo"),
+        (f"--teacher {models['teacher']} --task dpo", "--teacher: --task dpo does not read it"),
     ):
         runs.refuses(1, f"{given} --max-steps 1", said)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,16 @@ def chats(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> Runs:
     return Runs(ranks, tiny_model, file, tmp_path)
 
 
-@pytest.mark.slow
-def test_evaluation_is_that_of_transformers(chats: Runs) -> None:
-    """The last evaluation against the exported model and tokenizer in transformers, conversation by conversation."""
-    ended = chats(2, f"--ep-size 2 --max-steps 3 --learning-rate 1e-3 --eval-dataset {chats.data}")
-    model = MixtralForCausalLM.from_pretrained(ended.out / "hf").eval()
-    tokenizer = AutoTokenizer.from_pretrained(ended.out / "hf")
+def by_transformers(path: Path, data: Path, exported: Path) -> tuple[float, int]:
+    """Mean loss of the answers and the number of their tokens, conversation by conversation.
+
+    Args:
+        exported: what has the tokenizer and its chat template.
+    """
+    model = MixtralForCausalLM.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
     total, targets = 0.0, 0
-    for row in map(json.loads, chats.data.read_text().splitlines()):
+    for row in map(json.loads, data.read_text().splitlines()):
         question = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
         text = str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
         answer = tokenizer(text.removeprefix(str(question)), add_special_tokens=False)["input_ids"]
@@ -43,10 +46,39 @@ def test_evaluation_is_that_of_transformers(chats: Runs) -> None:
             logits = model(input_ids=tokens).logits[0, -len(answer) - 1 : -1]
         total += float(F.cross_entropy(logits, tokens[0, -len(answer) :], reduction="sum"))
         targets += len(answer)
+    return total / targets, targets
+
+
+@pytest.mark.slow
+def test_evaluation_is_that_of_transformers(chats: Runs) -> None:
+    """The last evaluation against the exported model and tokenizer in transformers."""
+    ended = chats(2, f"--ep-size 2 --max-steps 3 --learning-rate 1e-3 --eval-dataset {chats.data}")
+    loss, targets = by_transformers(ended.out / "hf", chats.data, ended.out / "hf")
     (found,) = ended.lines("eval_loss")
     assert found["eval_target_tokens"] == targets
-    assert found["eval_loss"] == near(total / targets)
-    assert found["eval_perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-4)
+    assert found["eval_loss"] == near(loss)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_before_the_first_step(chats: Runs) -> None:
+    """The model as it was given is evaluated, answers, and never counts as the best, as no checkpoint has it. Training
+    is the same."""
+    common = f"--ep-size 2 --max-steps 2 --learning-rate 1 --eval-dataset {chats.data}"
+    flags = f"{common} --eval-on-start --generate-steps 2 --load-best-model-at-end --save-steps 2"
+    ended = chats(2, flags)
+    begun, trained = ended.lines("eval_loss")
+    assert (begun["step"], trained["step"]) == (0, 2)
+    assert begun["eval_loss"] == near(by_transformers(chats.model, chats.data, ended.out / "hf")[0])
+    assert begun["eval_loss"] < trained["eval_loss"]
+    assert [line["step"] for line in ended.lines("generations")] == [0, 2]
+    assert "; before training" in ended.printed
+    assert "hf has the weights of the last step, 2, and of the best evaluation (step 2" in ended.printed
+    assert_same_bits(ended.weights, chats(2, common, "without").weights)
+    for left in ("checkpoints", "hf"):  # of a run that was killed in its first step
+        shutil.rmtree(ended.out / left)
+    (ended.out / "finished.json").unlink()
+    again = chats(2, f"{flags} --resume auto")
+    assert [line["step"] for line in again.lines("eval_loss")] == [0, 2]
 
 
 def evaluated(runs: Runs, model: Path) -> float:

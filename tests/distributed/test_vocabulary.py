@@ -365,7 +365,7 @@ def _logits(path: Path) -> None:
 
 
 INDIVISIBLE = "its 320 tokens are not a multiple of --tp-size 3"
-LIGER = "--cross-entropy liger computes with all of it; chunked computes with parts"
+WHOLE = "--cross-entropy full computes with all of it; chunked computes with parts"
 
 
 @pytest.mark.parametrize(
@@ -376,14 +376,14 @@ LIGER = "--cross-entropy liger computes with all of it; chunked computes with pa
             *(lambda: tiny_mixtral(tie_word_embeddings=True), 2, "auto"),
             *("tied to the head", "tied to the embedding"),
         ),
-        (tiny_mixtral, 2, "liger", None, LIGER),
+        (tiny_mixtral, 2, "full", None, WHOLE),
         (tiny_mixtral, 2, "chunked", None, None),
         *(
             (make, 2, "auto", None, "its logits are scaled or capped afterwards")
             for make in (scaled_logits, capped_logits)
         ),
     ],
-    ids=["indivisible", "tied", "liger", "chunked", "scaled", "capped"],
+    ids=["indivisible", "tied", "full", "chunked", "scaled", "capped"],
 )
 def test_what_is_divided(make: Any, tp_size: int, cross_entropy: str, embedding: str | None, head: str | None) -> None:
     config = make().config

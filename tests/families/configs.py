@@ -197,9 +197,9 @@ def few_choices(family: str) -> dict[str, Any]:
     return changes
 
 
-def has_auxiliary_loss(family: str) -> bool:
-    """Whether its own class adds a loss that balances the load of experts."""
-    return hasattr(tiny_config(family), "router_aux_loss_coef")
+def has_auxiliary_loss(config: PreTrainedConfig) -> bool:
+    """Whether its own class adds a loss that balances the load of experts (as test_balancing.py finds)."""
+    return hasattr(config.get_text_config(), "router_aux_loss_coef")
 
 
 def tiny_like(config: PreTrainedConfig) -> PreTrainedConfig:

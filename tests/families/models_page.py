@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from expertmesh.moe.hf_model.build import NOT_MARKED, build_model
-from expertmesh.moe.hf_model.families import _source, _type_by_class, causal_families
+from expertmesh.moe.hf_model.families import _type_by_class, causal_families, family_source
 from expertmesh.moe.hf_model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.cluster.support import METHODS, support_of
@@ -124,7 +124,9 @@ def families_passed_over() -> list[str]:
     }
     known = {classes[model_type] for model_type in causal_families()}
     others = {
-        name: kind for name, kind in classes.items() if kind not in known and EXPERTS.search(_source("modeling", name))
+        name: kind
+        for name, kind in classes.items()
+        if kind not in known and EXPERTS.search(family_source("modeling", name))
     }
     return sorted(_type_by_class(others).values())
 

@@ -5,13 +5,13 @@ import contextlib
 import io
 import json
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import expertmesh
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.adapters import adapter as adapter_module
-from expertmesh.checkpoints.adapters import initial
 from expertmesh.checkpoints.adapters.initial import load_adapter, read_adapter
+from expertmesh.checkpoints.files.dtypes import Array
+from expertmesh.checkpoints.files.open_files import OpenFiles
+from expertmesh.checkpoints.files.tensors import StoredTensor
 from expertmesh.checkpoints.training_state.state_table import StateReader
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.topology import Topology
@@ -358,12 +359,15 @@ def test_another_adapter_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("form", ["per-expert", "packed"])
-def test_each_tensor_of_an_adapter_is_read_once(runs: Runs, models: dict[str, Path], tmp_path: Path, form: str) -> None:
+def test_each_row_of_an_adapter_is_read_once(runs: Runs, models: dict[str, Path], tmp_path: Path, form: str) -> None:
+    """By the rank that has it; of packed experts, which alternate in a tensor, all rows by each rank."""
     runs.train(1, models["mixtral"], tmp_path, "--max-steps", 0, "--adapter-format", form)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(weights)
-    for reads in runs.ranks.run(_reads_of_adapter, 2, models["mixtral"], tmp_path / "adapter"):
-        assert reads == sorted(tensors)
+    reads = runs.ranks.run(_rows_of_adapter_read, 2, models["mixtral"], tmp_path / "adapter")
+    for name, tensor in tensors.items():
+        readers = 2 if form == "packed" and ".experts." in name else 1
+        assert sorted(row for rows in reads for row in rows[name]) == sorted([*range(len(tensor))] * readers), name
     if form == "packed":
         # gate and up that share an A of twice the rank, which only their values tell
         b = next(key for key in tensors if key.endswith("experts.base_layer.lora_B.weight"))
@@ -373,29 +377,19 @@ def test_each_tensor_of_an_adapter_is_read_once(runs: Runs, models: dict[str, Pa
         assert f"experts.gate_up_proj has rank {2 * RANK}, the largest" in said
 
 
-def _reads_of_adapter(model: Path, adapter: Path) -> list[str]:
-    """Names of the tensors that this rank reads to begin as an adapter, as often as it reads them."""
-    names: list[str] = []
+def _rows_of_adapter_read(model: Path, adapter: Path) -> dict[str, list[int]]:
+    """By tensor, the rows that this rank reads to begin as an adapter, as often as it reads them."""
+    found: dict[str, list[int]] = defaultdict(list)
+    array = OpenFiles.array
 
-    class Counted:
-        def __init__(self, path: Path, framework: str):
-            self.path, self.file = path, safe_open(path, framework=framework)
-
-        def __enter__(self) -> "Counted":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.file.__exit__(*error)
-
-        def get_tensor(self, name: str) -> Tensor:
-            names.append(name)
-            tensor: Tensor = self.file.get_tensor(name)
-            return tensor
+    def counted(files: OpenFiles, stored: StoredTensor, rows: range | None = None) -> Array:
+        found[stored.name] += range(stored.shape[0]) if rows is None else rows
+        return array(files, stored, rows)
 
     begun: dict[str, Any] = {"adapter": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(adapter)}
-    with mock.patch.object(adapter_module, "safe_open", Counted), mock.patch.object(initial, "safe_open", Counted):
+    with mock.patch.object(OpenFiles, "array", counted):
         expertmesh.load(str(model), use_cpu=True, **begun)
-    return sorted(names)
+    return found
 
 
 def as_one(adapter: Path) -> Tensor:

@@ -153,6 +153,17 @@ def test_answers(family: str) -> None:
     assert_near(torch.stack(ours.logits), torch.stack(eager.logits))
 
 
+def test_labels_change_no_attention() -> None:
+    """A Gemma 4 that sees images hands them down to its attention when it is asked for its loss, as each model is that
+    is probed."""
+    config, theirs = tiny_config("gemma4"), tiny_model("gemma4", seed=1)
+    tokens_BS, losses = torch.tensor([A.tokens]), []
+    for attention in (OWN, "eager"):
+        model = loaded(build_model(config, attention), theirs).eval()
+        losses.append(model(tokens_BS, labels=tokens_BS).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

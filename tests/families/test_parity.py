@@ -97,7 +97,7 @@ def row_of(name: str, layout: str, settings: dict[str, Any], family: str) -> Row
         changes |= {"num_key_value_heads": 4}  # which four ranks can divide
     if hasattr(tiny_config(family), "kv_lora_rank"):
         changes.pop("num_key_value_heads", None)  # its heads share a compressed key
-    if not has_auxiliary_loss(family):
+    if not has_auxiliary_loss(tiny_config(family)):
         what |= {"balance": 0.0, "z": 0.0}
     # micro-batches are summed up one after the other
     allowed = replace(OF_FAMILIES, grads=2e-5 if "pp" in layout else OF_FAMILIES.grads)

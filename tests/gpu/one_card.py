@@ -14,8 +14,9 @@ THREE_STEPS = (
 )
 """With an epsilon so large that updates are nearly gradients, with another rate."""
 
-SECONDS = 150.0
-"""That a run on a card may take, what it compiles included: `benchmarks.first_gpu` gives a file eight minutes."""
+SECONDS = 90.0
+"""That a run on a card may take, what it compiles included: `benchmarks.first_gpu` gives a file two or three
+minutes."""
 
 
 def tell_on(argv: list[str], device: str) -> Told:

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.kernels import megablocks_ops
-from expertmesh.moe.kernels.carve_out import beside_all_to_alls
 from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Kind, Storage, dequantize, quantize
 from expertmesh.training.loss import head
-from tests.moe.kernel_contract import COUNTS, check_bias, check_kernel
+from tests.moe.kernel_contract import COUNTS, check_bias, check_kernel, rows_of
 from tests.moe.test_fp8 import RAGGED
 from tests.moe.test_fp8 import inputs as fp8_inputs
 from tests.moe.test_fp8 import product as fp8_product
@@ -23,7 +22,7 @@ from tests.moe.test_permute import PADDING, SHAPES, order_of, results
 from tests.rounding import OTHER_ORDER, assert_near
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
-from tests.training.test_head import check_halves, inputs, loss_and_gradients
+from tests.training.test_head import check_halves
 from tests.training.test_low_bit_compiled import EXACT, PARAMETERS, USUAL, both, check_usual
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -112,12 +111,11 @@ def test_multiprocessors_left_to_nccl_change_nothing() -> None:
         pytest.skip("needs a GPU with a kernel for grouped_mm")
     generator, sizes = torch.Generator("cuda").manual_seed(0), ((512, 256), (4, 128, 256))
     x, weight = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes)
-    counts_e, product = torch.tensor([100, 0, 300, 112], device="cuda"), KERNELS.get("torch-grouped").product
+    counts, product = [100, 0, 300, 112], KERNELS.get("torch-grouped").product
     assert product is not None
     found = []
     for is_beside in (False, True):
-        with beside_all_to_alls(is_beside):
-            found.append(product(x, counts_e, weight))
+        found.append(product(x, rows_of(counts, "cuda", is_beside=is_beside), weight))
     assert torch.equal(*found)
 
 
@@ -200,16 +198,6 @@ def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
     assert_near(loss, expected.detach())
     torch.testing.assert_close(found_CV.float(), gradient_CV, rtol=rtol, atol=1e-6)
     check_halves(logits_CV, targets_C, rtol)
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_cross_entropy_by_liger(share: float, dtype: torch.dtype, has_bias: bool) -> None:
-    pytest.importorskip("liger_kernel")
-    found, expected = (loss_and_gradients(kind, inputs(share, dtype, "cuda", has_bias)) for kind in ("liger", "full"))
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < (OTHER_ORDER if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("settings", [EXACT, USUAL], ids=["exact", "usual"])

@@ -15,7 +15,7 @@ from tests.distributed.whole_runs import ROOT, Ended, Runs, assert_same_bits, li
 from tests.gpu.one_card import assert_near, run_on
 
 LAYOUTS = {
-    # the axes first: a half hour on a card may not reach the end
+    # the axes first: a quarter hour on a card may not reach the end
     "ep 2": "--ep-size 2",
     "FSDP": "",
     "a row a rank": "--ep-size 2 --dispatch rank",

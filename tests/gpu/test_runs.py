@@ -40,7 +40,6 @@ FEATURES: dict[str, tuple[str, str, float]] = {
     "looped": ("--bf16", "--expert-kernel loop", 2e-2),
     "MegaBlocks": ("--bf16", "--expert-kernel megablocks-sparse", 2e-2),
     "whole logits": ("--bf16", "--cross-entropy full", 2e-2),
-    "liger": ("--bf16", "--cross-entropy liger", 2e-2),
     "eager": ("--bf16", "--attn-implementation eager", 2e-2),
     "experts in fp8": ("--bf16 --expert-precision fp8", "", 2e-2),
     "dense layers in fp8": ("--bf16 --dense-precision fp8", "", 2e-2),
@@ -65,9 +64,8 @@ def on_cpu(card_runs: Runs) -> dict[str, Ended]:
 
 
 def skip_what_is_not_there(flags: str) -> None:
-    for said, package in ((MEGABLOCKS_SPARSE_ENTRY.name, "megablocks"), ("liger", "liger_kernel")):
-        if said in flags and find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    if MEGABLOCKS_SPARSE_ENTRY.name in flags and find_spec("megablocks") is None:
+        pytest.skip("megablocks is not installed")
     if "fp8" in flags and "base-dtype" not in flags and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("torch multiplies so on Hopper alone")
 

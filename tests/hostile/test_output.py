@@ -12,11 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.files import lock
 from expertmesh.checkpoints.files.lock import DirectoryLock
+from expertmesh.checkpoints.hf.side_files import SideFiles
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.monitoring.log import RunLog
 from tests.checkpoints.commands import contents as tree
@@ -120,27 +120,26 @@ def _full_log(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _full_tokenizer(out: Path) -> Iterator[None]:
-    """A disk that fills when a tokenizer's file is written: the package that does it raises a plain Exception."""
-    save = PreTrainedTokenizerFast.save_pretrained
+    """A disk that fills when a tokenizer's file is written."""
+    write = SideFiles.write
 
-    def to_a_full_device(tokenizer: PreTrainedTokenizerFast, directory: Path) -> Any:
-        (Path(directory) / "tokenizer.json").unlink(missing_ok=True)
-        (Path(directory) / "tokenizer.json").symlink_to("/dev/full")
-        return save(tokenizer, directory)
+    def to_a_full_device(beside: SideFiles, directory: Path) -> None:
+        (directory / "tokenizer.json").symlink_to("/dev/full")
+        write(beside, directory)
 
-    with mock.patch.object(PreTrainedTokenizerFast, "save_pretrained", to_a_full_device):
+    with mock.patch.object(SideFiles, "write", to_a_full_device):
         yield
 
 
 @contextmanager
 def _full_hf(out: Path) -> Iterator[None]:
     """The same, of a merged model's alone."""
-    save = PreTrainedTokenizerFast.save_pretrained
+    write = SideFiles.write
 
-    def fails_in_hf(tokenizer: PreTrainedTokenizerFast, directory: Path) -> Any:
-        return (_full if Path(directory).name.startswith(".hf-") else save)(tokenizer, directory)
+    def fails_in_hf(beside: SideFiles, directory: Path) -> None:
+        (_full if directory.name.startswith(".hf-") else write)(beside, directory)
 
-    with mock.patch.object(PreTrainedTokenizerFast, "save_pretrained", fails_in_hf):
+    with mock.patch.object(SideFiles, "write", fails_in_hf):
         yield
 
 
@@ -190,7 +189,7 @@ NO_SAVE = ("--no-export", "--save-steps", "1")
     ("fault", "flags", "said", "left"),
     [
         (_full_log, (), f"metrics.jsonl: {NO_ROOM}", None),
-        (_full_tokenizer, NO_SAVE, "checkpoint of step 1: OSError: No space left", "checkpoints"),
+        (_full_tokenizer, NO_SAVE, "checkpoint of step 1: OSError: [Errno 28] No space left", "checkpoints"),
         (_full_tokenizer, (*NO_SAVE, "--on-save-error", "continue"), None, "checkpoints"),
         (_full_tokenizer, ("--save-steps", "0"), f"hf: {NO_ROOM}", "finished.json.announced"),
         (_full_tokenizer, ("--save-steps", "0", "--adapter", "lora"), f"adapter: {NO_ROOM}", "finished.json.announced"),
@@ -367,7 +366,7 @@ def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path) -> None:
 def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that the one before had finished are gone: transformers would read them in the place of the index."""
     with monkeypatch.context() as patch:
-        patch.setattr("expertmesh.checkpoints.convert.export_side_files", _full)
+        patch.setattr(SideFiles, "write", _full)
         run("export", small, tmp_path / "begun", code=2)
     assert (tmp_path / "begun" / "model.safetensors").exists()
     for out in ("whole", "begun"):
@@ -375,17 +374,16 @@ def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypa
     assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("parts", [("copy_side_files", "export_side_files"), ("write_files",)])
+@pytest.mark.parametrize("part", ["hf.side_files.SideFiles.write", "convert.write_files"])
 def test_conversion_whose_directory_goes_away(
-    small: Path, tmp_path: Path, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object, **__: object) -> None:
         shutil.rmtree(out)
         (out / "x").write_text("")
 
     out = tmp_path / "out"
-    for part in parts:
-        monkeypatch.setattr(f"expertmesh.checkpoints.convert.{part}", gone)
+    monkeypatch.setattr(f"expertmesh.checkpoints.{part}", gone)
     for command in (("convert", small, out, "--ep-size", 2), ("export", small, out)):
         errors = run(*command, code=2)
         assert f"{out}" in errors

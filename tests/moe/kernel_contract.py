@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.moe.kernels.expert_products import AddBias, Product
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel
 from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.rounding import OTHER_ORDER, assert_near
@@ -31,12 +32,17 @@ RANK = 3
 """Of adapters: of no width that GEMMs like."""
 
 
+def rows_of(counts: Sequence[int], device: str = "cpu", **how: Any) -> ExpertRows:
+    """What a kernel is told of experts with so many rows each."""
+    return ExpertRows(torch.tensor(counts, device=device), sum(counts), **how)
+
+
 @dataclass(frozen=True)
 class Form:
     """One of the functions of a kernel.
 
     Attributes:
-        run: run(rows, counts_e, *weights, needs_output=True), on weights of three dimensions, an expert each.
+        run: run(x, experts, *weights, needs_output=True), on weights of three dimensions, an expert each.
         plain: what it computes for one expert.
         widths: of rows, and of each weight: those of an expert's matrix.
         products: grouped GEMMs in its forward.
@@ -79,23 +85,23 @@ def _times(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
-def _in_rows(fused: Callable[..., Tensor], x: Tensor, counts_e: Tensor, *weights: Tensor, **options: bool) -> Tensor:
-    return fused(x, counts_e, *(weight.flatten(0, 1) for weight in weights), **options)
+def _in_rows(fused: Callable[..., Tensor], x: Tensor, experts: ExpertRows, *weights: Tensor, **options: bool) -> Tensor:
+    return fused(x, experts, *(weight.flatten(0, 1) for weight in weights), **options)
 
 
 def _side_by_side(
-    joined: Callable[..., Tensor], x: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, **options: bool
+    joined: Callable[..., Tensor], x: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, **options: bool
 ) -> Tensor:
-    return joined(x, counts_e, torch.cat([w1, v1], dim=1), w2.flatten(0, 1), **options)
+    return joined(x, experts, torch.cat([w1, v1], dim=1), w2.flatten(0, 1), **options)
 
 
-def _single(product: Product, x: Tensor, counts_e: Tensor, weight: Tensor, needs_output: bool = True) -> Tensor:
+def _single(product: Product, x: Tensor, experts: ExpertRows, weight: Tensor, needs_output: bool = True) -> Tensor:
     with for_backward_alone(not needs_output):
-        return product(x, counts_e, weight)
+        return product(x, experts, weight)
 
 
-def _transposed(product: Product, x: Tensor, counts_e: Tensor, weight: Tensor, **options: bool) -> Tensor:
-    return _single(product, x, counts_e, weight.transpose(1, 2), **options)
+def _transposed(product: Product, x: Tensor, experts: ExpertRows, weight: Tensor, **options: bool) -> Tensor:
+    return _single(product, x, experts, weight.transpose(1, 2), **options)
 
 
 class Calls(TorchDispatchMode):
@@ -150,7 +156,7 @@ def _check_form(
     width, matrices = form.widths
     shapes = [(sum(counts), width), *((len(counts), *matrix) for matrix in matrices)]
     inputs = [(0.5 * torch.randn(shape, generator=generator)).to(device, dtype).requires_grad_() for shape in shapes]
-    counts_e = torch.tensor(counts, device=device)
+    experts = rows_of(counts, device)
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
 
     def plain() -> Tensor:
@@ -158,7 +164,7 @@ def _check_form(
         return torch.cat([form.plain(x, *weights) for x, *weights in by_expert])
 
     def run(needs_output: bool = True) -> Tensor:
-        return form.run(inputs[0], counts_e, *inputs[1:], needs_output=needs_output)
+        return form.run(inputs[0], experts, *inputs[1:], needs_output=needs_output)
 
     grad = torch.randn(plain().shape, generator=generator).to(device, dtype)
     with Calls() as with_output:

@@ -36,7 +36,7 @@ def read_elsewhere() -> dict[str, set[str]]:
     """By family, names of linear layers whose weight, not only its dtype, its file in transformers reads."""
     found: dict[str, set[str]] = {}
     for family in families.causal_families():
-        text = families._source("modeling", family)
+        text = families.family_source("modeling", family)
         for name in re.findall(r"self\.(\w+) = [\w.]*Linear\(", text):
             # a family's head may be called in its weight's dtype only: what else is done with it is not of a layer
             if re.search(rf"self\.{name}\.weight\b(?!\.dtype)", text.partition("PreTrainedModel)")[0]):
@@ -45,7 +45,7 @@ def read_elsewhere() -> dict[str, set[str]]:
 
 
 READ = read_elsewhere()
-HANDED = [family for family in READ if "outproj_weight=" in families._source("modeling", family)]
+HANDED = [family for family in READ if "outproj_weight=" in families.family_source("modeling", family)]
 
 
 def test_whose_weights_transformers_takes() -> None:

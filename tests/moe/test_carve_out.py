@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from expertmesh.moe.experts import expert_mlp
-from expertmesh.moe.kernels.carve_out import LEFT, beside_all_to_alls
+from expertmesh.moe.kernels.carve_out import LEFT
 from expertmesh.moe.kernels.kernel_registry import KERNELS
+from tests.moe.kernel_contract import rows_of
 from tests.tiny import tiny_block
 
 get_left: Any = torch._C._get_sm_carveout_experimental
@@ -31,19 +31,18 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 @pytest.mark.parametrize("name", ["fused", "joined", "product"])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_forward_and_backward(left: list[int | None], name: str, is_beside: bool) -> None:
-    x, counts_e = torch.randn(5, 8, requires_grad=True), torch.tensor([2, 3])
+    x, experts = torch.randn(5, 8, requires_grad=True), rows_of([2, 3], is_beside=is_beside)
     w1, v1, w2 = (torch.randn(2 * 4, 8, requires_grad=True) for _ in range(3))
     kernel = KERNELS.get("torch-grouped")
     assert kernel.fused is not None
     assert kernel.joined is not None
     assert kernel.product is not None
-    with beside_all_to_alls(is_beside):
-        if name == "fused":
-            out = kernel.fused(x, counts_e, w1, v1, w2)
-        elif name == "joined":
-            out = kernel.joined(x, counts_e, torch.cat([w1, v1]).view(2, 8, 8), w2)
-        else:
-            out = kernel.product(x, counts_e, w1.view(2, 4, 8))
+    if name == "fused":
+        out = kernel.fused(x, experts, w1, v1, w2)
+    elif name == "joined":
+        out = kernel.joined(x, experts, torch.cat([w1, v1]).view(2, 8, 8), w2)
+    else:
+        out = kernel.product(x, experts, w1.view(2, 4, 8))
     out.sum().backward()
     assert len(left) == {"fused": 9, "joined": 6, "product": 3}[name]
     assert set(left) == {LEFT if is_beside else None}
@@ -57,18 +56,11 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(F, "grouped_mm", fail)
     product = KERNELS.get("torch-grouped").product
     assert product is not None
-    with pytest.raises(RuntimeError, match="no memory"), beside_all_to_alls(True):
-        product(torch.randn(5, 8), torch.tensor([2, 3]), torch.randn(2, 4, 8))
+    with pytest.raises(RuntimeError, match="no memory"):
+        product(torch.randn(5, 8), rows_of([2, 3], is_beside=True), torch.randn(2, 4, 8))
     assert get_left() is None
 
 
-def test_on_a_cpu_and_in_one_chunk_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def record(is_beside: bool) -> Any:
-        asked.append(is_beside)
-        return beside_all_to_alls(is_beside)
-
-    monkeypatch.setattr(expert_mlp, "beside_all_to_alls", record)
+def test_on_a_cpu_and_in_one_chunk_nothing_is_left(left: list[int | None]) -> None:
     tiny_block("torch-grouped")(torch.randn(1, 5, 32))
-    assert asked == [False]
+    assert set(left) == {None}

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 WITHIN = {
     "moe/hf_model/probe.py": "for a trial, undone after it",
     "moe/hf_model/trial.py": "for a trial, undone after it",
+    "checkpoints/upcycle.py": "for a trial, and of a model that only makes routers, undone after it",
     "sharding/pipeline/survey.py": "for a trial, undone after it",
     "moe/linear/linear.py": "one layer, for the changes of linear layers",
     "training/fused/liger_norm.py": "one module, for liger",

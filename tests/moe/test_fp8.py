@@ -28,7 +28,7 @@ from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.gpus import SetCapability
 from tests.interpreter import interpreted, round_to_nearest
-from tests.moe.kernel_contract import COUNTS
+from tests.moe.kernel_contract import COUNTS, rows_of
 from tests.moe.test_experts import KINDS, TOP_K, adapted, experts_of, of_family, random
 from tests.moe.test_kernels import fused
 from tests.rounding import OTHER_ORDER
@@ -71,7 +71,7 @@ def plain(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
 
 def product(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
     assert FP8.product is not None
-    return FP8.product(x_RI, torch.tensor(counts, device=x_RI.device), weight_eOI)
+    return FP8.product(x_RI, rows_of(counts, x_RI.device.type), weight_eOI)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -198,7 +198,7 @@ def test_rows_of_several_products_are_cast_once() -> None:
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in [(20, D), *[(2 * WIDTH, D)] * 3]]
     assert FP8.fused is not None
     with mock.patch.multiple(expertmesh.moe.kernels.fp8, **calls):
-        out = FP8.fused(tensors[0], torch.tensor([13, 7]), *tensors[1:])
+        out = FP8.fused(tensors[0], rows_of([13, 7]), *tensors[1:])
         # rows, hidden numbers, w1 and v1; w2, which lies transposed
         assert [call.call_count for call in calls.values()] == [4, 1, 0]
         out.sum().backward()
@@ -315,10 +315,10 @@ def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ExpertMeshError, match=r"--expert-precision fp8 takes fewer than 2\^31 elements.*--max-seq-length$"
     ):
-        FP8.fused(rows, torch.tensor([2**16]), weight, weight, weight)
+        FP8.fused(rows, rows_of([2**16]), weight, weight, weight)
 
 
 def test_rows_that_are_none_need_no_cast() -> None:
-    gmm = for_any_rows(expertmesh.moe.kernels.fp8.fp8_products(torch.tensor([0]), 0), 1)
+    gmm = for_any_rows(expertmesh.moe.kernels.fp8.fp8_products(rows_of([0])), 1)
     rows = torch.empty(0, D)
     assert gmm.cast(rows, False) is rows

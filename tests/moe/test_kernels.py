@@ -14,6 +14,7 @@ from torch import Tensor
 from expertmesh.moe.kernels import expert_products
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
 from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, KernelNeeds
@@ -22,7 +23,7 @@ from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.gpu import computing_values, is_gpu, rehearsing_gpu
 from tests.gpus import SetCapability
-from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome
+from tests.moe.kernel_contract import COUNTS, Calls, check_bias, check_kernel, forms_of, outcome, rows_of
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -73,11 +74,11 @@ def test_the_contract_is_not_met_by_all() -> None:
 
     def changed(spoil: Callable[[Tensor], Tensor], tensor: str) -> ExpertKernel:
         def run(
-            rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+            rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
         ) -> Tensor:
             if tensor == "weight":
                 w1 = spoil(w1)
-            out = fused("loop")(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
+            out = fused("loop")(rows_RD, experts, w1, v1, w2, needs_output=needs_output)
             return spoil(out) if tensor == "output" else out
 
         return replace(LOOP, fused=run, product=None)
@@ -100,7 +101,7 @@ def test_the_contract_is_not_met_by_all() -> None:
 
 
 def test_grouped_refuses_widths_and_dtypes() -> None:
-    function, joined, product, counts_e = fused("torch-grouped"), GROUPED.joined, GROUPED.product, torch.tensor([2])
+    function, joined, product, experts = fused("torch-grouped"), GROUPED.joined, GROUPED.product, rows_of([2])
     assert joined is not None
     assert product is not None
     narrow, double = torch.zeros(2, 6), torch.zeros(2, 8).double()
@@ -109,11 +110,11 @@ def test_grouped_refuses_widths_and_dtypes() -> None:
         (double, double, "float64"),
     ):
         with pytest.raises(ExpertMeshError, match=said):
-            function(x, counts_e, weight, weight, weight)
+            function(x, experts, weight, weight, weight)
         with pytest.raises(ExpertMeshError, match=said):
-            joined(x, counts_e, torch.cat([weight, weight]).unsqueeze(0), weight)
+            joined(x, experts, torch.cat([weight, weight]).unsqueeze(0), weight)
         with pytest.raises(ExpertMeshError, match=said):
-            product(x, counts_e, weight.unsqueeze(0))
+            product(x, experts, weight.unsqueeze(0))
 
 
 def test_grouped_refuses_2_to_the_31_elements() -> None:
@@ -126,7 +127,7 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
     function, joined, product = fused("torch-grouped"), GROUPED.joined, GROUPED.product
     assert joined is not None
     assert product is not None
-    calls: list[tuple[int, int, Callable[[Tensor, Tensor], Tensor], str]] = [
+    calls: list[tuple[int, int, Callable[[Tensor, ExpertRows], Tensor], str]] = [
         (149_797, 4096, lambda x, n: function(x, n, weight, weight, weight), "149797 tokens .* have 2147489792"),
         (149_797, 4096, lambda x, n: joined(x, n, empty(1, 2 * 14336, 4096), weight), "149797 tokens .* 2147489792"),
         (2**21, 16, lambda x, n: product(x, n, empty(1, 1024, 16)), "2097152 tokens on this rank, 16 and 1024 wide"),
@@ -134,8 +135,8 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
     ]
     for rows, width, call, said in calls:
         with pytest.raises(ExpertMeshError, match=f"{said}.*; use a smaller --per-device-train-batch"):
-            call(empty(rows, width), torch.tensor([rows], device="meta"))
-        assert len(call(empty(rows - 1, width), torch.tensor([rows - 1], device="meta"))) == rows - 1
+            call(empty(rows, width), rows_of([rows], "meta"))
+        assert len(call(empty(rows - 1, width), rows_of([rows - 1], "meta"))) == rows - 1
 
 
 @pytest.mark.parametrize(("counts", "products"), [([1, 0, 3], 6), ([2, 0, 3], 9)])
@@ -147,7 +148,7 @@ def test_gate_and_up_are_two_gemms_where_one_is_too_large(
     gate_up, w2 = torch.randn(3, 2 * WIDTH, D, requires_grad=True), torch.randn(3 * WIDTH, D, requires_grad=True)
     rows = torch.randn(sum(counts), D, requires_grad=True)
     with mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped_mm:
-        GROUPED.joined(rows, torch.tensor(counts), gate_up, w2).sum().backward()
+        GROUPED.joined(rows, rows_of(counts), gate_up, w2).sum().backward()
     assert grouped_mm.call_count == products
     check_kernel(replace(GROUPED, fused=None, product=None, low_rank=None), counts, is_frugal=False)
 
@@ -161,11 +162,11 @@ def test_one_expert_goes_by_ordinary_matmuls(name: str, dtype: torch.dtype) -> N
     x = torch.randn(37, D, dtype=dtype, requires_grad=True)
     weights = [torch.randn(2, *matrix, dtype=dtype, requires_grad=True) for matrix in form.widths[1]]
     alone = [weight[:1].detach().requires_grad_() for weight in weights]
-    grad = torch.randn(37, *form.run(x, torch.tensor([37, 0]), *weights).shape[1:]).to(dtype)
+    grad = torch.randn(37, *form.run(x, rows_of([37, 0]), *weights).shape[1:]).to(dtype)
     with Calls() as of_two:
-        expected = outcome(lambda: form.run(x, torch.tensor([37, 0]), *weights), [x, *weights], grad)
+        expected = outcome(lambda: form.run(x, rows_of([37, 0]), *weights), [x, *weights], grad)
     with Calls() as of_one:
-        found = outcome(lambda: form.run(x, torch.tensor([37]), *alone), [x, *alone], grad)
+        found = outcome(lambda: form.run(x, rows_of([37]), *alone), [x, *alone], grad)
     assert of_two.count["aten::_grouped_mm"] == of_one.count["aten::mm"] == of_one.products() == 3 * form.products
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is not None

@@ -75,9 +75,9 @@ def test_dispatch_gradients_by_finite_differences(has_padding: bool) -> None:
 
     def there_and_back(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
         sent = dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, has_padding)
-        rows, counts = sent.parts[0].arrive(sent.rows[0])
+        rows, experts = sent.parts[0].arrive(sent.rows[0]), sent.parts[0].experts
         scale = torch.arange(1, rows.shape[0] + 1, dtype=rows.dtype).unsqueeze(1)
-        assert counts.sum() == rows.shape[0] == (4 if has_padding else 6)
+        assert experts.counts_e.sum() == experts.num_rows == rows.shape[0] == (4 if has_padding else 6)
         return sent.combine([sent.parts[0].give_back(rows * scale)])
 
     torch.manual_seed(0)

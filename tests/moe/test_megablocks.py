@@ -15,7 +15,7 @@ from expertmesh.moe.kernels.megablocks import MEGABLOCKS_SPARSE, _topology, load
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
-from tests.moe.kernel_contract import check_kernel
+from tests.moe.kernel_contract import check_kernel, rows_of
 from tests.moe.test_kernels import fused
 from tests.rounding import OTHER_ORDER, assert_near
 from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral
@@ -45,14 +45,14 @@ def test_contract(counts: list[int], width: int) -> None:
 def test_more_blocks_than_sixteen_bits_hold() -> None:
     """A block's index times 128 must not wrap around. Here columns are as many; as many rows would take minutes."""
     prepare_megablocks()
-    counts = torch.tensor([0] * 256 + [2, 0, 1])
+    experts = rows_of([0] * 256 + [2, 0, 1])
     torch.manual_seed(0)
     weights = 0.2 * torch.randn(3, 259 * WIDTH, D)
     x, grad = torch.randn(2, 3, D)
     figures = {}
     for kernel in ("loop", "megablocks-sparse"):
         rows = x.clone().requires_grad_()
-        out = fused(kernel)(rows, counts, *weights)
+        out = fused(kernel)(rows, experts, *weights)
         figures[kernel] = (out.detach(), *torch.autograd.grad(out, rows, grad))
     for mine, theirs in zip(figures["megablocks-sparse"], figures["loop"], strict=True):
         assert relative_error(mine, theirs) < OTHER_ORDER
@@ -179,7 +179,7 @@ def test_helper_operators_on_bins() -> None:
 def test_sparse_refuses_broken_blocks() -> None:
     weight = torch.zeros(2 * 100, D)
     with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 100"):
-        fused("megablocks-sparse")(torch.zeros(2, D), torch.tensor([1, 1]), weight, weight, weight)
+        fused("megablocks-sparse")(torch.zeros(2, D), rows_of([1, 1]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="multiples of 128"):
         original_dmoe(MoEShape(D, 100, 2, 1), torch.zeros(2, D), weight, weight, weight)
 
@@ -187,9 +187,9 @@ def test_sparse_refuses_broken_blocks() -> None:
 def test_sparse_refuses_tensors_past_its_offsets() -> None:
     """On the meta device: 150 000 rows of Mixtral 8x7B have 2^31 hidden activations."""
     rows = torch.empty(150_000, 4096, device="meta")
-    counts, weight = torch.empty(8, dtype=torch.int64, device="meta"), torch.empty(8 * 14336, 4096, device="meta")
+    experts, weight = rows_of([18_750] * 8, "meta"), torch.empty(8 * 14336, 4096, device="meta")
     with pytest.raises(ExpertMeshError, match=r"151016 tokens and weights \(114688, 4096\) on this rank"):
-        fused("megablocks-sparse")(rows, counts, weight, weight, weight)
+        fused("megablocks-sparse")(rows, experts, weight, weight, weight)
 
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +197,6 @@ def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     load_megablocks.cache_clear()  # other tests have loaded it
     weight = torch.zeros(D, D)
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
-        fused("megablocks-sparse")(torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
+        fused("megablocks-sparse")(torch.zeros(2, D), rows_of([2]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="dMoE needs megablocks"):
         original_dmoe(MoEShape(D, D, 1, 1), torch.zeros(1, D), weight, weight, weight)

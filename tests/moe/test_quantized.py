@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.kernels.expert_products import host_counts
+from expertmesh.moe.kernels import expert_rows
+from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.kernels.loop import looped_product
 from expertmesh.moe.linear.quantized import (
@@ -24,22 +26,30 @@ from expertmesh.moe.linear.quantized import (
     fill,
     mxfp4_pairs,
     nf4_pairs,
-    places_of_few,
     quantize,
+    rows_for_few,
     stored_linear,
     stored_product,
 )
 from expertmesh.moe.util.gpu import rehearsing_gpu
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from tests.interpreter import interpreted
+from tests.moe.kernel_contract import rows_of
 from tests.rounding import assert_near
 from tests.tiny import in_memory, tiny_config
 
 KINDS: list[Any] = ["fp8", "nf4"]
+SOME = [0, 3, 4, 0, 2]
+"""Rows of experts."""
 
 
 def stored(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor, Storage]:
     storage = Storage(kind, weight.shape[1])
+    if kind == "mxfp4":  # of which there are codes alone: any, with scales from 1/8 to 4
+        generator, num_rows = torch.Generator().manual_seed(0), weight.shape[0]
+        codes = torch.randint(256, (num_rows, storage.code_bytes), generator=generator)
+        scales = torch.randint(124, 130, (num_rows, storage.scale_bytes), generator=generator)
+        return codes.to(torch.uint8), scales.to(torch.uint8), storage
     return *quantize(weight, storage), storage
 
 
@@ -149,15 +159,25 @@ def test_products_are_those_of_the_dequantized_weight(kind: Any, is_transposed: 
         ("nf4", False, "torch-grouped", 1),
         ("nf4", True, "loop", 2),
         ("fp8", False, "torch-grouped", 5),
+        ("mxfp4", False, "loop", 2),
+        ("mxfp4", True, "torch-grouped", 1),
     ],
 )
+@pytest.mark.parametrize("how", [{}, {"on_host": SOME}, {"on_host": SOME, "most_apart": 4}], ids=["", "told", "apart"])
 def test_experts_a_few_at_a_time(
-    kind: Any, is_transposed: bool, kernel: str, few: int, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    is_transposed: bool,
+    kernel: str,
+    few: int,
+    how: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five experts of which two get no row, with room for so many at once."""
+    """Five experts of which two get no row, with room for so many at once. The host has been told of their rows, as
+    with expert parallelism, or reads them once for forward and backward."""
     monkeypatch.setattr("expertmesh.moe.linear.quantized._WIDENED_BYTES", few * 16 * 64 * 4)
     generator = torch.Generator().manual_seed(0)
-    counts_e = torch.tensor([0, 3, 4, 0, 2])
+    read = mock.Mock(side_effect=expert_rows.read_counts)
+    monkeypatch.setattr(expert_rows, "read_counts", read)
     weight = torch.randn(5 * 16, 64, generator=generator)
     codes, scales, storage = stored(weight, kind)
     weight_eOI = dequantize(codes, scales, storage, torch.float32).unflatten(0, (5, -1))
@@ -167,15 +187,15 @@ def test_experts_a_few_at_a_time(
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
     product = KERNELS.get(kernel).product
     assert product is not None
-    places = places_of_few(x, counts_e, {"w": codes}, {"w": storage})
-    assert bool(places) == (few < 5)
-    out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed, places=places)
-    want = looped_product(x_2, counts_e, weight_eOI)
+    experts = rows_for_few(x, rows_of(SOME, **how), {"w": codes}, {"w": storage})
+    out = stored_product(x_1, experts, codes, scales, storage, product, is_transposed)
+    want = looped_product(x_2, rows_of(SOME, on_host=SOME), weight_eOI)
     assert_near(out, want)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)
     want.backward(grad)
     assert_near(x_1.grad, x_2.grad)
+    assert few == 5 or read.call_count == (0 if how else 1)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -186,10 +206,11 @@ def test_the_host_waits_once_a_layer(mode: Any, monkeypatch: pytest.MonkeyPatch)
 
     def read(counts_e: torch.Tensor, num_rows: int) -> list[int]:
         waits.append(num_rows)
-        return host_counts(counts_e, num_rows)
+        counts: list[int] = counts_e.tolist()
+        return counts
 
     monkeypatch.setattr("expertmesh.moe.linear.quantized._WIDENED_BYTES", 1)
-    monkeypatch.setattr("expertmesh.moe.linear.quantized.host_counts", read)
+    monkeypatch.setattr(expert_rows, "read_counts", read)
     model: Any = build_model(tiny_config(), "eager")
     model.requires_grad_(False)
     store_frozen(model, "nf4")
@@ -210,10 +231,9 @@ def test_the_host_waits_once_a_layer(mode: Any, monkeypatch: pytest.MonkeyPatch)
 def test_on_a_gpu_more_experts_are_dequantized_at_once() -> None:
     storage = Storage("nf4", 2**12)
     codes, x = torch.empty(2**15, 1, device="meta"), torch.empty(3, 2**12, dtype=torch.bfloat16)
-    counts_e = torch.tensor([1, 2])
-    assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == [slice(0, 1), slice(1, 3)]
+    assert rows_for_few(x, rows_of([1, 2]), {"w": codes}, {"w": storage}).on_host == [1, 2]
     with rehearsing_gpu():
-        assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == ()
+        assert rows_for_few(x, rows_of([1, 2]), {"w": codes}, {"w": storage}).on_host is None
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -221,15 +241,15 @@ def test_a_gradient_with_gaps(is_transposed: bool) -> None:
     """As that of interleaved gate and up has: `grouped_mm` takes none on a GPU, which a CPU would not tell."""
     codes, scales, storage = stored(torch.randn(2 * 64, 64), "nf4")
 
-    def product(x_RI: torch.Tensor, counts_e: torch.Tensor, weight_eOI: torch.Tensor) -> torch.Tensor:
+    def product(x_RI: torch.Tensor, experts: ExpertRows, weight_eOI: torch.Tensor) -> torch.Tensor:
         assert x_RI.is_contiguous()
-        return looped_product(x_RI, counts_e, weight_eOI)
+        return looped_product(x_RI, experts, weight_eOI)
 
-    x_RI, counts_e = torch.randn(5, 64, requires_grad=True), torch.tensor([2, 3])
+    x_RI, experts = torch.randn(5, 64, requires_grad=True), rows_of([2, 3])
     grad_RO = torch.randn(5, 128)[:, ::2]
     found: list[torch.Tensor] = []
     for grad in (grad_RO, grad_RO.contiguous()):
-        out = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+        out = stored_product(x_RI, experts, codes, scales, storage, product, is_transposed)
         found += torch.autograd.grad(out, x_RI, grad)
     assert torch.equal(*found)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.truncation import Tokenized, truncate
 from tests.families.configs import tiny_model
 from tests.parity.reference import MAX_GRAD_NORM as MAX_GRAD_NORM
 from tests.tiny import tiny_mixtral
@@ -79,6 +80,13 @@ def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3)
         Sample.of_prompt(torch.randint(0, vocabulary, (length,), generator=generator).tolist(), length // 3)
         for length in lengths
     ]
+
+
+def split_texts(lengths: Sequence[int], max_length: int) -> list[Sample]:
+    """Pieces of texts, as --truncation split makes them."""
+    texts = [Tokenized(text.tokens, [True] * len(text.tokens)) for text in random_samples(lengths)]
+    parts = [text.part(*part) for text in texts for part in truncate(text, "split", max_length).parts]
+    return [Sample(list(part.tokens), list(part.is_trained)) for part in parts]
 
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])

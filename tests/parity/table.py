@@ -13,7 +13,7 @@ import torch
 from tests.families.configs import TEXT_IDS
 from tests.interpreter import interpreted, with_liger
 from tests.parity import within
-from tests.parity.case import SAMPLES, random_samples
+from tests.parity.case import SAMPLES, random_samples, split_texts
 from tests.parity.compare import Bits, Tolerance
 from tests.parity.rows import EXACT, OF_FAMILIES, Row, rows
 
@@ -153,6 +153,7 @@ SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
     *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
+    *rows("packed, split texts", "2 ep 2", **(PACKED | {"samples": split_texts([61, 5, 40, 17, 2], 16)})),
     # what the log tells of routing, too
     *rows("packed or not", "1", **PACKED, against={"packing": None}),
     *rows("packed, all heads", "2 ep 2, slow", **PACKED, changes={"num_key_value_heads": 4}),
@@ -224,6 +225,9 @@ AS_PUBLISHED: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "family": "gpt_oss", "mxfp4": True, "base_dtype": "mxfp4",
     "changes": {"intermediate_size": 64}, "against": {"base_dtype": "bfloat16"},
 } | LORA  # fmt: skip
+IN_PARTS: dict[str, Any] = LORA | {
+    "samples": HALF, "steps": 2, "bits": "all", "within": within.few_at_a_time, "against": {"within": nullcontext}
+}  # fmt: skip
 COPIES: dict[str, Any] = {
     "samples": HALF, "steps": 2, "bits": "all", "accumulation": 2, "keep_expert_copies": True,
     "against": {"keep_expert_copies": None},
@@ -260,6 +264,9 @@ BITS: list[Row] = [
     *rows("MXFP4 as published, bf16", "2, slow | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
     *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
     *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
+    *rows("a few experts at a time, nf4", "2 ep 2", **IN_PARTS, **SELECTIVE, base_dtype="nf4"),
+    *rows("a few experts at a time, fp8", "2 ep 2, slow", **IN_PARTS, **FULL, **GROUPED, base_dtype="fp8"),
+    *rows("a few experts at a time, MXFP4", "2 ep 2, slow", **(AS_PUBLISHED | IN_PARTS)),
     *rows("experts offloaded", "1 | 2 ep 2, slow | 2, slow", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
     *rows("experts offloaded, not recomputed", "1, slow | 4 ep 2 tp 2, slow", **FROM_HOST, **BF16),
     *rows("experts offloaded, frozen", "4 ep 2, slow", **(FROM_HOST | {"adapter": "none"}), freeze=["experts"]),

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts import expert_mlp
+from expertmesh.moe.kernels.expert_rows import ExpertRows
+from expertmesh.moe.linear import quantized
 from expertmesh.training.engine import assembly
 from expertmesh.training.fused import trial
 from expertmesh.training.fused.liger import use_liger
@@ -91,6 +93,26 @@ def _as_on_gpu() -> Iterator[mock.Mock]:
         mock.patch.object(expert_mlp.WorkingWeights, "take", autospec=True, side_effect=take) as taken,
     ):
         yield taken
+
+
+@contextmanager
+def few_at_a_time() -> Iterator[None]:
+    """Quantized experts' matrices dequantized in several parts, as those of large experts are."""
+    sizes: list[list[int]] = []
+    divide = ExpertRows.parts
+
+    def parts(experts: ExpertRows, size: int) -> list[ExpertRows]:
+        found = divide(experts, size)
+        sizes.append([part.num_experts for part in found])
+        return found
+
+    with (
+        mock.patch.object(quantized, "_WIDENED_BYTES", 2**14),
+        mock.patch.object(ExpertRows, "parts", parts),
+    ):
+        yield
+    assert sizes
+    assert all(len(each) > 1 for each in sizes)
 
 
 @contextmanager

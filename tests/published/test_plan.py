@@ -9,8 +9,12 @@ from expertmesh.moe.experts.model_layers import moe_shape
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning.planner.model_config import find_config
+from expertmesh.training.planning.rehearsal.building import build_rehearsed
+from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers
+from expertmesh.training.planning.rehearsal.short import Short
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED
+from tests.training.dry_runs import flags_of
 
 GPUS = 16
 TOKENS = 1024
@@ -46,6 +50,16 @@ PLANNED = [BY_SIZE[0], *OTHERS.values()]
 def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: str) -> tuple[int, str]:
     code = main([command, "--model", str(CONFIGS / name), "--gpus", str(GPUS), *flags])
     return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [("gemma-4-26b-a4b", 18), ("trinity-mini", 20), ("kimi-linear-48b-a3b", 18), ("qwen3-next-80b", 12)],
+)
+def test_a_dry_run_has_few_layers(name: str, run: int) -> None:
+    """Of hybrids, whose first and last layers are of other kinds."""
+    model = build_rehearsed(flags_of(), find_config(str(CONFIGS / name)).load(), "cuda")
+    assert Short.complete(kinds_of_layers(model)).shortest.run == run
 
 
 @pytest.mark.release

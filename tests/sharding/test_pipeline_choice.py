@@ -188,18 +188,18 @@ def test_plan_and_dry_run_and_run_tell_one_memory(
     )
     asked = Asked(config, 4, cluster_of(), 0, GivenRouting(samples=1))
     forecasts = Forecasts(model_config.to_dict(), lambda: model_config, is_kept=False)
-    (_, memory), chosen = _forecast_alone(forecasts, asked, True, True, config)
+    held, chosen = _forecast_alone(forecasts, asked, True, True, config)
     assert chosen is not None
     assert list(chosen.layers) == best["stage_layers"]
-    assert round(memory.total) == best["memory"]["total"]
+    assert round(held.memory.total) == best["memory"]["total"]
 
 
 def test_what_is_in_host_memory_is_not_held_on_a_gpu() -> None:
     config = flags_of(offload=True, gradient_checkpointing="full")
     asked = Asked(config, 2, cluster_of(), 0, GivenRouting(samples=1))
-    (_, memory), _ = _forecast_alone(by_formula(), asked, False, True, config)
-    assert memory.lasting == 0
-    assert memory.total == pytest.approx(by_formula().account(asked).fit(PLENTY).total)
+    held, _ = _forecast_alone(by_formula(), asked, False, True, config)
+    assert held.memory.lasting == 0
+    assert held.memory.total == pytest.approx(by_formula().account(asked).fit(PLENTY).total)
 
 
 def test_plan_and_dry_run_have_the_stages_of_a_run(
@@ -222,7 +222,7 @@ def test_plan_and_dry_run_have_the_stages_of_a_run(
     assert main(plan) == 0
     assert f"--pipeline-layers {told}" in capsys.readouterr().out
     seen = ByFormula(forecasts.said, lambda asked: "seen" if asked.config.pp_size > 1 else None)
-    monkeypatch.setattr(rehearse_command, "Forecasts", lambda *_: seen)
+    monkeypatch.setattr(rehearse_command, "Forecasts", lambda *_, **__: seen)
     dry = ["rehearse", "--model", str(tmp_path), "--gpus", "4", *batch, "--bf16", "--max-seq-length", "32"]
     dry += ["--per-device-train-batch-size", "2", "--pipeline-schedule", best["schedule"]]
     for layers in ([], ["--pipeline-layers", told]):

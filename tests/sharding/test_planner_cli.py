@@ -251,6 +251,39 @@ def test_published_in_mxfp4_is_advised_to_stay_so() -> None:
         assert plan_command._fewer_bytes(str(CONFIGS / name))[-1] == {"adapter": "lora", "base_dtype": base}
 
 
+@pytest.mark.parametrize(
+    ("fits_from", "refused", "found", "tried"),
+    [
+        (2, (), 2, [2]),
+        (8, (), 8, [2, 64, 4, 8]),
+        (64, (), 64, [2, 64, 4, 8, 16, 32]),
+        (128, (), None, [2, 64]),
+        (8, (2, 32, 64), 8, [2, 64, 32, 16, 4, 8]),
+        (2, (2, 4, 8, 16, 32, 64), None, [2, 64, 32, 16, 8, 4]),
+    ],
+)
+def test_of_more_the_least_that_fits(
+    fits_from: int, refused: tuple[int, ...], found: int | None, tried: list[int]
+) -> None:
+    """And where the most does not, nothing between is dry-run."""
+    asked = []
+
+    def fit(changes: dict[str, int]) -> Any:
+        asked.append(changes["gpus"])
+        if changes["gpus"] in refused:
+            raise ExpertMeshError("not so many")
+        return "a plan" if changes["gpus"] >= fits_from else None
+
+    got = plan_command._first([{"gpus": 2**n} for n in range(1, 7)], fit)
+    assert got == (None if found is None else ({"gpus": found}, "a plan"))
+    assert asked == tried
+
+
+def test_of_no_more_none_fits() -> None:
+    """As of shorter sequences where they are short already."""
+    assert plan_command._first([], lambda changes: None) is None
+
+
 def test_what_fits_in_no_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The card has less than CUDA's context: nothing is named as if it helped."""
     card = ["--gpus", "1", "--gpu-memory", "1MiB", "--gradient-checkpointing", "full"]
@@ -623,6 +656,7 @@ def test_nodes_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_plan_that_a_run_names_has_its_nodes(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, world_size: int, here: int, planned: int
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     line = _plan_line(TrainConfig(model=str(tiny), dataset=["d"]), world_size, 2**30)
     asked = read_flags(shlex.split(line)[4:])

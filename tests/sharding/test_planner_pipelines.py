@@ -252,7 +252,7 @@ def test_what_a_run_says_of_its_stages() -> None:
     )
     why, balance = "by forecast zero-bubble gains less than 1%", "balanced by forecast seconds"
     chosen = ChosenPipeline("1f1b", (2,) * 4, why, balance)
-    known = Forecast("", "update", Memory(), 0.0, 1.0, chosen)
+    known = Forecast("", "update", Memory(), 0.0, 1.0, pipeline=chosen)
     line, warning = pipeline_lines(engine_of(4, 2), known)
     assert f"2 layers ({balance}); 1f1b ({why}), bubble " in line
     assert warning == (

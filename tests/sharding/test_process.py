@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.runtime import watchdog
-from expertmesh.sharding.runtime.agreement import _gather, raise_at_start, wait_for_all
+from expertmesh.sharding.runtime.agreement import gather, raise_at_start, wait_for_all
 from expertmesh.sharding.runtime.failures import Notice
 from expertmesh.sharding.runtime.process import (
     _OTHER_DESCRIPTORS,
@@ -31,6 +32,7 @@ from expertmesh.sharding.runtime.process import (
 )
 from expertmesh.sharding.runtime.watchdog import Watchdog
 from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.torchrun import node_name
 from tests.distributed.pool import RankPool
 
 
@@ -125,7 +127,7 @@ def test_nobody_goes_on_before_all_have_come() -> None:
 
 def test_why_a_rank_cannot_start_is_told_though_another_is_gone_by_then() -> None:
     here, other = ranks_at_one_store(2)
-    thread = threading.Thread(target=_gather, args=(other, "start", json.dumps(["", "node 1 (b)"]), 5.0))
+    thread = threading.Thread(target=gather, args=(other, "start", json.dumps(["", "node 1 (b)"]), 5.0))
     thread.start()
     with pytest.raises(ExpertMeshError, match="no such directory"):
         raise_at_start(here, "no such directory", 0.5)
@@ -187,10 +189,15 @@ def test_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)), raising=False)
     try:
-        for ranks, threads in (("4", 3), ("24", 1), (None, 12)):
-            monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-            if ranks is not None:
-                monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        for ranks, threads in ((4, 3), (24, 1), (1, 12)):
+            # beside them, ranks of another node, and one that its launcher has bound to cores of its own
+            others = [("node 1 (b)", list(range(12))), (node_name(), [12, 13])]
+
+            def gathered(cores: list[Any], mine: Any, ranks: int = ranks, others: list[Any] = others) -> None:
+                cores[:] = [mine] * ranks + others
+
+            monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+            monkeypatch.setattr("torch.distributed.all_gather_object", gathered)
             use_own_cores()
             assert torch.get_num_threads() == threads
     finally:

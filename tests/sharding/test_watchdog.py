@@ -1,6 +1,7 @@
 """How a rank's process really ends: by itself where it hangs, and with which exit code."""
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -90,6 +91,13 @@ def _lose(dog: Watchdog, kind: str) -> None:
     time.sleep(30)
 
 
+def _lose_store(dog: Watchdog) -> None:
+    """The node that holds it is out of reach, while this rank waits where no time limit is."""
+    dog.at("waiting for the checkpoint", limited=False)
+    dog.notices.is_lost = True
+    time.sleep(30)
+
+
 ENDS: dict[str, tuple[int, Callable[[Watchdog], None], str]] = {
     "an error of its own": (1, lambda dog: _raise(OSError("no such file")), "no such file"),
     "a mistake that others do not meet": (1, lambda dog: _raise(ExpertMeshError("no such flag")), "no such flag"),
@@ -97,6 +105,7 @@ ENDS: dict[str, tuple[int, Callable[[Watchdog], None], str]] = {
     "a failure that was told": (1, lambda dog: _lose(dog, "error"), ""),
     "another's hang": (1, lambda dog: _lose(dog, "stuck"), "rank 0 has made no progress"),
     "silence": (1, lambda dog: _lose(dog, ""), "lost rank 1: no heartbeat"),
+    "a store out of reach": (1, _lose_store, "lost rank 0: no answer from its node's store"),
     "an interruption": (INTERRUPTED, lambda dog: _raise(KeyboardInterrupt()), "rank 0 was interrupted"),
 }
 
@@ -108,3 +117,20 @@ def test_exit_codes(tmp_path: Path, what: str) -> None:
     code, shown = end_of(work, 1800, tmp_path)
     assert code == expected, shown
     assert told in shown
+
+
+def test_its_threads_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Python's own end, as of a script that calls train_ep.main, aborts the process when one of them comes back
+    from the store."""
+    answer = Notices.give_sign
+
+    def late(notices: Notices, text: str) -> bool:
+        time.sleep(0.2)
+        return answer(notices, text)
+
+    monkeypatch.setattr(Notices, "give_sign", late)
+    monkeypatch.setattr(watchdog, "NOTICE_SECONDS", 0.01)
+    before = threading.enumerate()
+    with Watchdog(Ranks(0, 1, torch.device("cpu"), dist.HashStore()), 1800).watching():
+        time.sleep(0.1)
+    assert threading.enumerate() == before

@@ -18,8 +18,9 @@ Train with a config of transformers, trl, axolotl, LLaMA-Factory, ms-swift or Me
 torchrun --nproc-per-node 8 train_ep.py --config theirs.yaml
 ```
 
-1. One error names every key that is not [a flag here](../reference/flags.md), with what to give instead, or why it has
-   no counterpart. Flags and arguments of `expertmesh.load` are answered in the same way.
+1. One error names every key that is not [a flag here](../reference/flags.md), each in a line, with what to give
+   instead, or why it has no counterpart; and what LLaMA-Factory, ms-swift and axolotl have by default that is
+   something else here, such as LoRA. Flags and arguments of `expertmesh.load` are answered in the same way.
 2. Write that into the file, with underscores: `max_seq_length: 4096` for `--max-seq-length 4096`.
 3. Look at the data with [`--preview`](prepare-data.md#look-at-what-the-model-sees). A list of tables, such as axolotl's
    `datasets`, becomes a list of files; their columns are found by name.
@@ -88,7 +89,7 @@ KEYS: dict[str, str] = {
         system task_type use_liger_kernel loss_type=sigmoid,ipo,kto gradient_checkpointing eval_strategy rpo_alpha beta
         desirable_weight undesirable_weight label_smoothing teacher_model gkd_logits_topk sft_alpha lmbda temperature
         loss_scale=default,last_round,all adapters router_aux_loss_coef max_steps experts_impl sequence_parallel_size
-        streaming shuffle_buffer_size truncation_strategy=right,delete val_dataset quant_method quant_bits=4,8
+        streaming shuffle_buffer_size truncation_strategy=right,delete,split val_dataset quant_method quant_bits=4,8
         init_weights optimizer use_hf modules_to_save metric_for_best_model report_to max_pixels new_special_tokens
     """,
     "Megatron-SWIFT and Megatron-LM": """

@@ -121,7 +121,7 @@ def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"balance": 0.0}, "; turn the balancing loss on, for example with --router-aux-loss-coef 0.02"),
+        ({"balance": 0.0}, "; turn the balancing loss on, as with --router-aux-loss-coef 0.02 --router-aux-loss-per"),
         ({}, "; balance each layer separately with --router-aux-loss-per-layer, raise --router-aux-loss-coef"),
         ({"per_layer": True}, "; raise --router-aux-loss-coef"),
         ({"balance": 0.0, "bias_rate": 0.0}, "; update the router's bias with --router-bias-update-rate 0.001, or"),
@@ -170,6 +170,16 @@ def test_few_tokens_are_no_collapse() -> None:
     alarm = router_alarm(router_warn_steps=1000, top_k=1)
     few = np.array([[0, 0, 0, 20]])
     assert [number for number in range(1, 20) if alarm.check(10, few)] == [7]
+
+
+@pytest.mark.parametrize(("steps", "warns"), [(1, False), (4, False), (5, True)])
+def test_the_first_steps_are_no_collapse(steps: int, warns: bool) -> None:
+    """However many tokens they have, a run that ends with them is not judged; one that asks for windows of one step
+    is."""
+    collapsed = np.array([[0, 4000, 0, 0, 0, 4000, 0, 0]])
+    alarm = router_alarm(router_warn_steps=100)
+    assert bool([*alarm.check(steps, collapsed), *alarm.end()]) == warns
+    assert router_alarm(router_warn_steps=1).check(1, collapsed)
 
 
 @pytest.mark.parametrize(("tokens", "warns"), [(2000, True), (100, False)])

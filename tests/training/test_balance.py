@@ -27,7 +27,7 @@ def balance(family: str, changes: dict[str, Any] | None = None, **settings: Any)
         ("mixtral", {}, {}, "routers: balancing loss 0 (config.json does not set output_router_logits)"),
         (
             "mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.001}, {},
-            "routers: balancing loss 0.001 (router_aux_loss_coef of config.json, which sets output_router_logits)",
+            "routers: balancing loss 0.001 (config.json, which sets output_router_logits)",
         ),
         (
             "mixtral", {"output_router_logits": True}, {"router_aux_loss_coef": 0.0},

@@ -217,14 +217,18 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         ("--profile 5 --profile-ranks -1", "--profile-ranks -1: give numbers of ranks, or all"),
         ("--streaming", "--streaming: the number of steps of an epoch is not known; give --max-steps"),
         ("--streaming --num-train-epochs 2", "--streaming: the number of steps of an epoch is not known"),
-        ("--streaming --max-steps 5 --task dpo", "--task dpo: does not work with --streaming: the reference"),
+        ("--streaming --max-steps 5 --task dpo", "--streaming: --task dpo needs a fixed set of data; leave it out"),
         ("--streaming --max-steps 5 --eval-ratio 0.1 --eval-steps 2", "--eval-ratio: does not work with --streaming"),
         ("--streaming --max-steps 5 --group-by-length", "--group-by-length: does not work with --streaming"),
         ("--streaming --max-steps 5 --prepare-only", "--prepare-only: does not work with --streaming"),
         ("--streaming --max-steps 5 --dataset-num-proc 2", "--dataset-num-proc: does not work with --streaming"),
         ("--streaming --max-steps 5 --eval-dataset e", "--streaming: evaluations follow no epochs; give --eval-steps"),
         ("--preview --prepare-only", "--preview and --prepare-only: give one of them"),
-        ("--task dpo --weight-column w", "--weight-column is for supervised fine-tuning; leave it out with --task dpo"),
+        ("--task dpo --weight-column w", "--weight-column w: --task dpo does not read it; leave it out"),
+        (
+            "--adapter lora --merge --merge-dtype float32 --export-encoding source",
+            "--merge-dtype: --export-encoding source quantizes as --model is quantized; leave out one of the two",
+        ),
         ("--profile 5 --profile-ranks all 1", "--profile-ranks all 1: give numbers"),
     ],
 )
@@ -244,7 +248,7 @@ VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
     "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",
     "export_encoding": "source", "lora_dropout": "0.5", "preference_loss": "ipo",
-    "teacher_weight": "0.5",
+    "teacher_weight": "0.5", "merge_dtype": "float32",
 }  # fmt: skip
 """Of those that do not take 2."""
 WITHOUT = {

@@ -22,7 +22,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
 from expertmesh.training.data.digest import samples_facts
-from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
+from expertmesh.training.data.formats import TOOLS, Columns, Conversation, PlainText, find_format, read_row
 from expertmesh.training.data.preview import describe_origin
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.samples import (
@@ -102,6 +102,17 @@ TURNS = ("user: a", "assistant: b", "user: c", "assistant: d")
 PLAIN: dict[str, Any] = {"prompt_template": "{prompt}\\n"}
 THOUGHT = "<s><|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{<think>\nhm\n</think>\n\nb<|im_end|></s>}\n"
 ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+SAID_CALL = f"<tool_call>\n{ADD}\n</tool_call>"
+
+
+def call(name: str, number: str | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"a": 1}}} | ({"id": number} if number else {})
+
+
+def result(number: str | None, content: str = "r") -> dict[str, Any]:
+    return {"role": "tool", "content": content} | ({"tool_call_id": number} if number else {})
 
 
 def parts(**texts: str) -> list[dict[str, str]]:
@@ -197,7 +208,32 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         ), {},
         f"<s> {CALLED.replace('}}}]', '}}}, ' + CALL_TEXT[1:])} [TOOL_RESULTS] 2 [/TOOL_RESULTS] two</s>",
     ),
-    "functions": (chat(*HELLO, functions=[{"name": "add"}]), {}, TOLD_TEXT + ANSWERED[3:]),
+    **{
+        column: (chat(*HELLO, **{column: value}), {}, TOLD_TEXT + ANSWERED[3:])
+        for column, value in zip(TOOLS[1:], [[{"name": "add"}], '[{"name": "add"}]'] * 2, strict=True)
+    },
+    "a text and its calls": (
+        chat(HELLO[0], "assistant: see", f"tool_call: {ADD}", f"tool_call: {ADD}", "tool: 2", "tool: 2", HELLO[1]),
+        {"template": "chatml"},
+        f"<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{{see\n{SAID_CALL}\n{SAID_CALL}<|im_end|></s>}}\n"
+        + "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        + "<|im_start|>assistant\n{yo<|im_end|></s>}\n",
+    ),
+    "sharegpt's text and its call": (
+        {
+            "conversations": [
+                {"from": "human", "value": "1?"}, {"from": "gpt", "value": ""}, {"from": "function_call", "value": ADD}
+            ]
+        }, {}, "<s> " + CALLED,
+    ),
+    "results in the order of their calls": (
+        chat(HELLO[0], calls(call("f", "a"), call("g", "b")), result("b", "RB"), result("a", "RA"), HELLO[1]),
+        {"template": "chatml"},
+        "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        f"{{{SAID_CALL.replace('add', 'f')}\n{SAID_CALL.replace('add', 'g')}<|im_end|></s>}}\n<|im_start|>user\n"
+        "<tool_response>\nRA\n</tool_response>\n<tool_response>\nRB\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n{yo<|im_end|></s>}\n",
+    ),
     "alpaca": ({"instruction": "h", "input": "i", "output": "yo"}, {}, "<s> [INST] h\ni [/INST]{ yo</s>}"),
     "alpaca without input, with history": (
         {"instruction": "again", "input": "", "output": "b", "history": [["say a", "a"]]}, {},
@@ -383,12 +419,104 @@ def read(*turns: dict[str, Any]) -> list[dict[str, Any]]:
     return found.messages
 
 
-def test_messages_as_they_are_read() -> None:
-    """A call that says more than itself is no part of the message before it."""
+def test_turns_of_one_answer() -> None:
+    """Calls are part of the assistant's turn before them; a thought behind other calls begins another answer."""
     call, thinking = ({"from": "function_call", "value": text} for text in (ADD, "<think>why</think>" + ADD))
-    assert [len(message["tool_calls"]) for message in read(call, call)] == [2]
-    first, second = read(call, thinking)
-    assert (len(first["tool_calls"]), len(second["tool_calls"]), second["reasoning_content"]) == (1, 1, "why")
+    text, thoughtful = {"from": "gpt", "value": "see"}, {"role": "assistant", "content": "see", "reasoning": "why"}
+    images = {"role": "assistant", "content": "see", "name": "bot"}
+    for turns, expected in (
+        ([call, call], [("", 2, "")]),
+        ([text, call, call], [("see", 2, "")]),
+        ([thoughtful, call], [("see", 1, "why")]),
+        ([text, thinking], [("see", 1, "why")]),
+        ([images, call], [("see", 1, "")]),
+        ([call, thinking], [("", 1, ""), ("", 1, "why")]),
+        ([text, call, thinking], [("see", 1, ""), ("", 1, "why")]),
+        ([call, text], [("", 1, ""), ("see", 0, "")]),
+        ([text, calls(CALL)], [("see", 0, ""), ("", 1, "")]),
+        ([{"role": "user", "content": "see"}, call], [("see", 0, ""), ("", 1, "")]),
+    ):
+        found = read(*turns)
+        assert [
+            (message["content"], len(message.get("tool_calls", ())), message.get("reasoning_content", ""))
+            for message in found
+        ] == expected
+    assert read(images, call)[0]["name"] == "bot"
+
+
+A, B = call("f", "a"), call("g", "b")
+
+
+@pytest.mark.parametrize(
+    ("made", "results", "order", "told"),
+    [
+        ([A, B], ["b", "a"], ["b", "a"][::-1], ""),
+        ([A, B, call("h", "c")], ["c", "a", "b"], ["a", "b", "c"], ""),
+        ([A, B], ["a", "b"], ["a", "b"], ""),
+        ([A], ["a"], ["a"], ""),
+        ([A], [None], [None], ""),
+        ([call("f")], [None], [None], ""),
+        ([call("f"), call("g")], [None, None], [None, None], ""),
+        ([A], ["zz"], ["zz"], "tool_call_id is not that of the only call before it"),
+        ([A], ["a", "a"], ["a", "a"], "several results of one call"),
+        ([A, B], ["a"], ["a"], "the last ones have no result"),
+        ([A, B], [None, None], [None, None], "incomplete or repeat"),
+        ([A, B], ["a", None], ["a", None], "incomplete or repeat"),
+        ([A, A], ["a", "a"], ["a", "a"], "incomplete or repeat"),
+        ([call("f"), call("g")], ["b", "a"], ["b", "a"], "incomplete or repeat"),
+        ([], ["a"], ["a"], "tool_call_id is that of no call before it"),
+    ],
+)
+def test_order_of_results(made: list[Any], results: list[Any], order: list[Any], told: str) -> None:
+    answer = calls(*made) if made else say("assistant: see")
+    row = chat("user: hi", answer, *(result(number) for number in results), say("assistant: yo"))
+    found = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(found, Conversation)
+    assert [message.get("tool_call_id") for message in found.messages[2:-1]] == order
+    assert len(found.told) == bool(told)
+    assert all(told in each for each in found.told)
+
+
+def test_results_keep_what_is_said_of_them() -> None:
+    """What is trained on moves with a result; results of an earlier call are none of the calls before them."""
+    row = chat(calls(A, B), result("b") | {"train": True}, result("a"), say("assistant: yo"), result("a"))
+    found = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(found, Conversation)
+    assert (found.is_trained, found.told) == ([None, None, True, None, None], [])
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        (chat(*HELLO, tool_schema=[{"name": "f"}]), "tool_schema"),
+        (chat(*HELLO, Functions_json='[{"name": "f"}]'), "Functions_json"),
+        ({"text": "a", "tools": [{"name": "f"}]}, "tools"),
+        (chat(*HELLO, tool_used="hammer", parallel_tool_calls=False, tool_defs=None, toolbox=[]), ""),
+        (chat(*HELLO, functionality="[1"), ""),
+    ],
+)
+def test_columns_like_tools_that_are_not_read_are_told(row: dict[str, Any], column: str) -> None:
+    found = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(found, Conversation | PlainText)
+    assert len(found.told) == bool(column)
+    assert all(each.startswith(f"have the column {column}, which looks like tools") for each in found.told)
+
+
+def test_what_is_told_of_records(tmp_path: Path, tokenizer: Any) -> None:
+    """Each kind once, with its number and the place of the first."""
+    set_chat_template(tokenizer, "chatml")
+    odd = chat("user: hi", calls(A), result("zz"), say("assistant: yo"))
+    rows = [chat(*HELLO), odd, odd | {"tool_list": [1]}, chat(*HELLO, tool_list=[1])]
+    file = write(tmp_path / "data.jsonl", rows)
+    notes = [line for line in said_of(load(tokenizer, file), tokenizer) if line.startswith("note")]
+    assert [(line.partition(" have ")[0], line[-6:]) for line in notes] == [
+        (f"note: {file}: 2 of 4 records", "line 2"),
+        (f"note: {file}: 2 of 4 records", "line 3"),
+    ]
+
+
+def test_messages_as_they_are_read() -> None:
+    """Empty content, arguments, and their names."""
     for content in ("", None):
         assert read({"role": "user", "content": content, "value": "text"}) == [say("user: text")]
     for given in ({}, {"arguments": None}, {"arguments": " "}, {"arguments": "null"}):
@@ -736,6 +864,7 @@ def test_records_to_look_at_are_told(tmp_path: Path, tokenizer: Any, row: dict[s
     file = tmp_path / "data.jsonl"
     samples = load(tokenizer, write(file, [kind, row, kind, row]))
     for lines in (told_of(samples, tokenizer), told_of(good, tokenizer, samples), told_of(samples, tokenizer, samples)):
+        lines = [line for line in lines if "are lost" not in line]
         assert len(lines) == bool(said)
         for line in lines:
             assert line.startswith(f"warning: {file}: 2 of 4 records")
@@ -764,7 +893,7 @@ def test_answers_that_never_end_are_counted(
         tokenizer.eos_token = None
     samples = load(tokenizer, write(tmp_path / "data.jsonl", rows))
     assert [origin.endless for origin in samples.origins] == [endless]
-    told = told_of(samples, tokenizer)
+    told = [line for line in told_of(samples, tokenizer) if "are lost" not in line]
     assert len(told) == bool(endless)
     assert all("no special token ends the trained text" in line for line in told)
 
@@ -792,9 +921,8 @@ def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     assert shown(tokenizer, samples) == ["a\n{gh}", "\n{ghi}"]
     (origin,) = samples.origins
     assert (origin.rows, origin.cut, origin.without_target, origin.used) == (3, 3, 1, 2)
-    assert "note: 2 of 2 evaluation samples are truncated at --max-seq-length 512" in said_of(
-        samples, tokenizer, samples
-    )
+    (line,) = (line for line in told_of(samples, tokenizer, samples) if "are lost" in line)
+    assert "3 of 3 samples are truncated at --max-seq-length 512: 14 tokens of 22 (63.6%) are lost" in line
     with pytest.raises(ExpertMeshError, match="no record has a trained token within --max-seq-length 2"):
         load(tokenizer, file, max_seq_length=2, prompt_template="{prompt}{prompt}  ")
     untrained = chat("user: ab", say("assistant: cd", train=False))
@@ -967,6 +1095,19 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (chat(calls({"function": {"name": "f", "arguments": {}}, "arguments": {"a": 1}})), "two different sets of"),
         (chat(calls({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}})), "two different sets of"),
         (call_of({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses; give each result as its"),
+        (chat("assistant: a", f"tool_call: <think>b</think>{ADD}", say(f"tool_call: {ADD}", loss=True)),
+         "message 3: is one answer with the message before it, which says otherwise whether"),
+        (chat(say("assistant: a", loss=0.5), f"tool_call: {ADD}"), "message 2: is one answer with the message before"),
+        (chat(say("assistant: a", reasoning="b"), f"tool_call: <think>c</think>{ADD}"),
+         "message 2: is one answer with the message before it, and both have reasoning_content; give it in one"),
+        (one({"content": parts(reasoning="a", text=f"<think>b</think>{ADD}"), "role": "tool_call"}),
+         "message 1 has reasoning inside and outside of its call"),
+        (chat(calls(A, B), result("a"), result("zz")), "message 3 is the result of a call 'zz', but the calls before "),
+        (chat(calls(A, B), result("a"), result("a")), "message 2 is one of 2 results of the call 'a' among those of"),
+        (chat(calls(A, B), result("b")), "have no result of the call 'a', but one of 'b', made"),
+        (chat(calls(A, B), result("b"), result(None)), "message 2 is the result of the call 'b', in another"),
+        (chat(calls(A), result("a"), result("zz")), "message 3 is the result of a call 'zz', but the calls before it"),
+        (PAIR | {"tool_defs": [{"name": "f"}], "tools": [{"name": "g"}]}, "different tools and tool_defs; leave one"),
         (PAIR | {"tools": "hammer"}, "tools is 'hammer', neither a list nor the JSON of one"),
         (PAIR | {"tools": '{"a": 1}'}, "tools is .*, not a list"),
         (PAIR | {"tools": [None]}, "tools has an entry that is None, not an object"),
@@ -1266,14 +1407,24 @@ def test_a_file_that_cannot_be_read_is_not_the_cache_s_fault(
 def test_progress_is_told(
     tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    """By `datasets`, while records are read and while they are tokenized; not of what is kept."""
+    """While records are read and while they are tokenized, in lines that stay; not of what is kept."""
+    import datasets  # which tests forbid to show bars
 
-    monkeypatch.setattr(sys.modules["datasets.utils.tqdm"], "_hf_datasets_progress_bars_disabled", False)
+    switches = sys.modules[f"{datasets.__name__}.utils.tqdm"]
+    monkeypatch.setattr(switches, "_hf_datasets_progress_bars_disabled", False)
+    monkeypatch.setattr(switches, "HF_DATASETS_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr("expertmesh.moe.util.progress.QUIET", 0)
+    monkeypatch.setattr("expertmesh.moe.util.progress.APART", 0)
     file = write(tmp_path / "data.jsonl", [{"text": str(number)} for number in range(200)])
-    for is_new in (True, False):
-        load(tokenizer, file, num_workers=workers)
-        told = capfd.readouterr().err
-        assert (f"tokenizing {file}" in told) == ("200/200" in told) == is_new
+    load(tokenizer, file, num_workers=workers)
+    told = capfd.readouterr().err.splitlines()
+    line = re.compile(r"(reading|tokenizing) \S+: \d+( of 200)? records, \d+ s(, about \d+ s left)?")
+    assert told == [each for each in told if line.fullmatch(each)]
+    assert any(each.startswith(f"reading {file}: 200 records") for each in told)
+    assert any(each.startswith(f"tokenizing {file}: 200 of 200 records") for each in told)
+    load(tokenizer, file, num_workers=workers)
+    assert capfd.readouterr().err == ""
 
 
 def test_several_processes_tokenise_alike(tmp_path: Path, tokenizer: Any) -> None:

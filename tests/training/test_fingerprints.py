@@ -37,6 +37,7 @@ BASES: list[dict[str, Any]] = [
     {"gradient_checkpointing": "selective"}, {"optim": "shampoo"}, {"teacher": "t"}, {"eval_dataset": ["e"]},
     {"eval_ratio": 0.1, "early_stopping_patience": 1}, {"streaming": True, "max_steps": 5}, {"resume": "auto"},
     {"generate_steps": 1}, {"profile": ["1"]}, {"adapter": "lora", "add_tokens": ["t"]}, {"group_by_length": True},
+    {"adapter": "lora", "merge": True},
     {"add_tokens": ["t"], "eval_ratio": 0.5}, {"dataset": [], "max_steps": 0},
     {"dataset": [], "max_steps": 0, "images": True},
 ]
@@ -135,8 +136,8 @@ def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
 _COLUMNS = '{"prompt": "", "response": "", "messages": "", "text": "", "system": "", "weight": ""}'
 _OPTIONS = (
     '{"max_seq_length": 64, "columns": %s, "prompt_template": "", "train_on": "assistant", "hub_config": null, '
-    '"split": null, "num_workers": null, "sample_by": "line", "template_date": "", "pairs": %s, "labelled": %s, '
-    '"split_turns": %s}'
+    '"split": null, "num_workers": null, "sample_by": "line", "template_date": "", "truncation": "right", '
+    '"pairs": %s, "labelled": %s, "split_turns": %s}'
 )
 
 
@@ -268,6 +269,23 @@ def test_what_differs_is_told_by_name() -> None:
     compare_run(Path("step-2"), saved, asdict(grown), grown, of_tokens, earlier.append)
     assert "an earlier release saved no record of tokens" in earlier[0]
     assert "has other new tokens" in resumed(grown, replace(grown, add_tokens=["b,a"], allow_changed=["model"]))
+
+
+def test_an_image_processor_is_compared() -> None:
+    config = TrainConfig(model="m", dataset=["d"], images=True)
+    facts, _ = keys_in(config)
+    facts["data"]["images"] = "3: 0123"
+    own, other = ({"image processor": {"image_mean:": mean}} for mean in ("[0.5]", "[0.0]"))
+    told: list[str] = []
+    with pytest.raises(ExpertMeshError, match=r"image processor \(it began with m's\): in that run: image_mean"):
+        compare_run(Path("step-2"), facts | own, asdict(config), config, facts | other, told.append)
+    compare_run(Path("step-2"), facts | own, asdict(config), config, facts | own, told.append)
+    assert told == []
+    allowed = replace(config, allow_changed=["data"])
+    compare_run(Path("step-2"), facts | own, asdict(config), allowed, facts | other, told.append)
+    assert told.pop().startswith("warning: resuming with a different image processor (--allow-changed): in that run:")
+    compare_run(Path("step-2"), facts, asdict(config), config, facts | own, told.append)
+    assert "an earlier release saved no record of image processor" in told.pop()
 
 
 def test_an_earlier_release_recorded_one_micro_batch_where_nobody_gave_any(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.forecasts import Forecasts, alike
 from expertmesh.training.planning.planner.model_config import find_config
-from expertmesh.training.planning.rehearsal import engine
+from expertmesh.training.planning.rehearsal import engine, world
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
@@ -143,7 +143,8 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(rank_memory, "available_memory", lambda device, before: CLUSTER.memory)
     monkeypatch.setattr(rank_memory, "in_child", never)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     config = parse_config(line).settled()
     lengths = torch.full((8,), 32)
     samples = SimpleNamespace(
@@ -153,8 +154,8 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
     ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]
     own = rank_memory._asked(config.topology(2), kernel, config, inputs, ranks, Padding())
-    (_, held), _ = rank_memory._forecast(open_source(model), own, False, True, config)
-    assert round(held.total) == plan["memory"]["total"]
+    held, _ = rank_memory._forecast(open_source(model), own, False, True, config)
+    assert round(held.memory.total) == plan["memory"]["total"]
     assert files(own_cache) == found_out
 
 
@@ -233,6 +234,21 @@ def test_a_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(refused, ExpertMeshError)
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), ImportError("no such package")])
+def test_what_fails_for_the_machines_sake_is_not_kept(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Within a process it is not tried again; the next one is told."""
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "train_step", mock.Mock(side_effect=error))
+        own = forecasts_of()
+        for _ in range(2):
+            with pytest.raises(ExpertMeshError, match=f"the dry run fails .*{error}"):
+                own.account(asked())
+    assert not [file for file in files(own_cache) if "refused" in file.read_text()]
+    assert isinstance(forecasts_of().account(asked()), Account)
+
+
 def test_what_code_from_outside_may_change_is_not_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts, "has_code_from_outside", lambda config: True)
     own = forecasts_of()
@@ -248,15 +264,23 @@ def test_an_optimizer_from_outside_is_code_from_outside() -> None:
     assert forecasts.has_code_from_outside(flags_of(attn_implementation="theirs"))
 
 
+class Told(list[tuple[str, int, int]]):
+    """What is told; other processes get a copy."""
+
+    def __call__(self, what: str, done: int, number: int) -> None:
+        self.append((what, done, number))
+
+
 @pytest.mark.slow
 def test_several_at_once_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     several = [asked(ep_size=ep_size) for ep_size in (1, 2)] + [replace(asked(), config=flags_of(max_seq_length=2**26))]
     monkeypatch.setattr(forecasts, "cores", lambda: 2)
-    own, told = forecasts_of(), list[int]()
-    own.tell = partial(told.append, 1)
+    own, told = forecasts_of(), Told()
+    own.tell = told
     found = own.accounts(several)
     assert [isinstance(each, Account) for each in found] == [True, True, False]
-    assert len(told) == len(several)
+    assert told[0] == ("looking at the model's layers", 0, 0)
+    assert told[1:] == [("dry-running layouts", done, len(several)) for done in range(len(several) + 1)]
     alone = Forecasts(tiny_mixtral().to_dict(), tiny_mixtral, is_kept=False)
     assert [alone.account(each) for each in several[:2]] == found[:2]
     assert forecasts_of(never).known(several[0]) == found[0]

@@ -1,11 +1,9 @@
 """The chunked loss of the target tokens, tested against the loss from unchunked logits."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +24,6 @@ import expertmesh.training.loss.head as head
 from expertmesh.moe.experts.forward import Forward, Targets
 from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.state import state_of
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, collate
@@ -35,7 +32,6 @@ from expertmesh.training.loss.head import (
     LOSS_SUMS,
     LossHead,
     attach_loss_head,
-    choose_cross_entropy,
     loss_head,
 )
 from tests.distributed.pool import RankPool
@@ -252,33 +248,6 @@ def test_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
 def _two_rows_in_a_chunk(path: Path, topology: Topology, case: Case) -> Figures | None:
     with mock.patch.dict(head.CHUNK_BYTES, cpu=2 * 4 * 320):
         return ours(path, topology, case)
-
-
-def test_choice() -> None:
-    assert choose_cross_entropy("auto", "cpu") == "chunked"
-    assert choose_cross_entropy("full", "cuda") == "full"
-    with pytest.raises(ExpertMeshError, match="--cross-entropy liger needs a GPU"):
-        choose_cross_entropy("liger", "cpu")
-    with (
-        mock.patch.object(head, "find_spec", return_value=None),
-        pytest.raises(ExpertMeshError, match=r"pip install 'expertmesh\[gpu\]'"),
-    ):
-        choose_cross_entropy("liger", "cuda")
-    with mock.patch.object(head, "find_spec", return_value=mock.sentinel.found):
-        assert choose_cross_entropy("auto", "cuda") == "chunked"
-        with mock.patch.object(head, "liger_failure", return_value=""):
-            assert choose_cross_entropy("liger", "cuda") == "liger"
-
-
-def test_an_old_liger_is_refused_at_the_start() -> None:
-    """Before a model is loaded: its function takes other arguments."""
-    old = SimpleNamespace(LigerFusedLinearCrossEntropyFunction=SimpleNamespace(apply=lambda x, weight, targets: x))
-    with (
-        mock.patch.dict(sys.modules, {"liger_kernel.ops": old}),
-        mock.patch.object(head, "find_spec", return_value=mock.sentinel.found),
-        pytest.raises(ExpertMeshError, match=r"does not run \(TypeError.*\); pip install 'expertmesh\[gpu\]'"),
-    ):
-        choose_cross_entropy("liger", "cuda")
 
 
 @interpreted

@@ -215,7 +215,7 @@ def figures(family: str, flags: dict[str, Any], is_large: bool, is_real: bool) -
     limit = 0 if is_large else tower.LARGEST_IN_ROOT
     with on_a_cpu(is_real), mock.patch.object(tower, "LARGEST_IN_ROOT", limit):
         model = build_rehearsed(config, image_config(family), "cpu")
-        step = world._rehearse(asked(config, samples=2, image_tokens=TOKENS), model)
+        step = world._rehearse(asked(config, samples=2, image_tokens=TOKENS), model, model.config)
     events = [(event.name, str(event.place), event.phase, event.flops) for event in step.recorder.events]
     return events, max(map(sum, step.held.values()))
 

@@ -1,5 +1,6 @@
 """Batches with images: what is taken out of them, and what is refused, each by a line that names it."""
 
+import re
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, Padding, batch_of
 from expertmesh.training.data.images import ImageReader
-from expertmesh.training.model_setup.freezing import freeze, freeze_images
+from expertmesh.training.model_setup.freezing import freeze, freeze_images, images_line
 from expertmesh.training.model_setup.lora_targets import adapt
 from tests.families.configs import skip_if_older, tiny_config
 from tests.images import collated, image_config, image_model, is_vision, sample
@@ -119,10 +120,37 @@ def test_what_is_trained(model: Any) -> None:
     facts = images_of(model)
     assert facts is not None
     assert len(parts["tower"]) + len(parts["projector"]) == len(list(model.get_submodule(facts.paths[0]).parameters()))
-    assert "frozen, projector" in (line := freeze_images(model, ["projector"]))
+    freeze_images(model, ["projector"])
+    assert "frozen, projector" in (line := images_line(model))
     assert line.endswith("trained")
     assert not any(p.requires_grad for p in parts["tower"])
     assert all(p.requires_grad for p in parts["projector"])
+
+
+def test_freezing_beside_a_trained_tower() -> None:
+    """What is meant for the language model stays out of the tower; what takes all of a part that --train-vision names
+    contradicts it; and what is said to be trained has gradients."""
+
+    def frozen(*entries: str) -> tuple[set[str], str]:
+        freeze_images(model := build_model(image_config("qwen3_vl_moe"), images=True), ["tower", "projector"])
+        freeze(model, list(entries))
+        return {name for name, p in model.named_parameters() if not p.requires_grad}, images_line(model)
+
+    for entry in ("attention", "norms", "embeddings", "norm", "attn"):
+        names, line = frozen(entry)
+        assert names
+        assert not any(map(is_vision, names)), entry
+        assert line.count("trained") == 2
+        assert "M trained" not in line
+    names, line = frozen(r"visual\.blocks\.[01]\.")
+    assert names
+    assert all(name.startswith(("model.visual.blocks.0.", "model.visual.blocks.1.")) for name in names)
+    assert re.search(r"tower \(0\.1 M parameters\) 0\.\d M trained, projector \(0\.\d M parameters\) trained$", line), (
+        line
+    )
+    for entry, part in ((r"visual\.", "tower"), (r"visual\.merger|deepstack", "projector")):
+        with pytest.raises(ExpertMeshError, match=rf"--freeze .* freezes all that --train-vision {part} is to train"):
+            frozen(entry)
 
 
 def test_ep_shards_carry_the_tower_over(tmp_path: Path) -> None:
@@ -152,6 +180,10 @@ def test_what_names_the_tower() -> None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         assert any(map(is_vision, trained)) == of_images
         assert any(not is_vision(name) for name in trained) == of_text
+    adapt(model := deepcopy(seeing), config(lora_targets=["attention"], modules_to_save=["norms"]))
+    whole = {name for name, p in model.named_parameters() if p.requires_grad and "norm" in name}
+    assert whole
+    assert not any(map(is_vision, whole))
     with pytest.raises(ExpertMeshError, match=r"--freeze vision: it is frozen unless --train-vision names it"):
         freeze(seeing, ["vision"])
     with pytest.raises(ExpertMeshError, match=r"--lora-targets vision: there is no vision tower without --images"):
@@ -161,7 +193,10 @@ def test_what_names_the_tower() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "dpo"}, r"--images: does not work with --task dpo: pairs and labels are of text alone"),
+        (
+            {"task": "dpo"},
+            r"--images: is not for pairs of answers .*, which --task dpo reads",
+        ),
         ({"teacher": "t"}, r"--images: does not work with --teacher"),
         ({"prompt_template": "{prompt}"}, r"--images: does not work with --prompt-template"),
         ({"generate_steps": 5}, r"--images: samples are generated from texts alone"),

@@ -10,10 +10,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from expertmesh.checkpoints.training_state.saving import Saver
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime import memory
 from expertmesh.sharding.runtime.memory import available_memory, free_of_process, free_on_host, resident
@@ -26,6 +28,7 @@ from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.planning import rank_memory
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, longest_sequence
+from expertmesh.training.run import run
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 from tests.families.configs import tiny_config
@@ -66,6 +69,7 @@ def test_what_would_fit_is_tried_by_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     """The refusal of a run on GPUs names a command that takes what it says, and tries."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     tiny_config("mixtral").save_pretrained(tmp_path)
     given = ["--model", str(tmp_path), "--dataset", "d", "--max-seq-length", "64", "--resume", "auto"]
@@ -89,8 +93,67 @@ def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
     assert any(line.startswith("warning: ") for line in lines) == warned
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_steps", "beyond"),
+    [
+        ("--save-steps 2", 3, 24),
+        ("--save-steps 2 --eval-ratio 0.1", 2, 24),
+        ("--save-steps 2", 2, 24 - 7),  # the last step's: its activations are gone
+        ("--save-steps 2 --no-async-save", 3, 0),
+        ("--save-steps 0", 3, 0),
+        ("--save-steps 2", 0, 0),
+    ],
+)
+def test_copies_for_a_checkpoint_are_a_part_of_it(flags: str, num_steps: int, beyond: float) -> None:
+    """On a CPU; on a GPU they are in another memory."""
+    config = parse_config(["--model", "m", "--dataset", "d", *flags.split()])
+    plain = replace(forecast_of(10, 7, 100), copies=24.0 * GIB)
+    found = plain.of_run(config, num_steps)
+    assert found.total - plain.total == beyond * GIB
+    assert found.copies == (24 * GIB if beyond else 0)
+    on_gpu = replace(plain, before=0.0).of_run(config, num_steps)
+    assert (on_gpu.total, on_gpu.copies) == (17 * GIB, found.copies)
+    for forecast, where in ((found, f"{beyond:.2f} GiB beyond that peak"), (on_gpu, "in host memory")):
+        lines = [line for line in forecast.details() if "24.00 GiB per rank, " + where in line]
+        assert len(lines) == (beyond > 0)
+
+
+def forecast_and_copied(argv: list[str]) -> tuple[float, int]:
+    """Bytes of this rank's copies for a checkpoint."""
+    found: dict[str, Any] = {}
+    forecast, measure = run.forecast_memory, Saver.bytes_to_copy
+
+    def forecasting(*given: Any) -> Forecast:
+        found["forecast"] = forecast(*given)
+        return found["forecast"]
+
+    def measuring(saver: Saver, *given: Any) -> int:
+        found["copied"] = measure(saver, *given)
+        return found["copied"]
+
+    with (
+        mock.patch.object(run, "forecast_memory", forecasting),
+        mock.patch.object(Saver, "bytes_to_copy", measuring),
+    ):
+        code, errors = run_main(argv)
+    assert code == 0, errors
+    return found["forecast"].copies, found["copied"]
+
+
+@pytest.mark.parametrize("flags", ["--ep-size 2", "--ep-size 2 --adapter lora"])
+def test_copies_are_forecast_as_they_are_made(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, flags: str
+) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
+    argv += ["--max-steps", "2", "--save-steps", "1", "--no-export", *flags.split()]
+    found = ranks.run(forecast_and_copied, 2, argv, join_group=False)
+    # AdamW counts its steps in four bytes for each parameter
+    assert found[0][0] == pytest.approx(max(copied for _, copied in found), rel=0.01)
+
+
 def test_ranks_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_on_host", lambda: 6.0 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert available_memory(torch.device("cpu"), before=0.5 * GIB) == (0.5 + 1.5) * GIB
     # what limits a process each rank has of its own

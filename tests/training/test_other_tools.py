@@ -10,11 +10,12 @@ import transformers
 from torch.distributed.run import get_args_parser
 from transformers.training_args import OptimizerNames
 
-from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.errors import ExpertMeshError, SeveralMistakes
 from expertmesh.moe.util.parser import nearest
+from expertmesh.train_ep import main as train_ep
 from expertmesh.training.config.optimizers import OPTIMIZERS
 from expertmesh.training.config.other_tools import WITHOUT_EQUIVALENT
-from expertmesh.training.config.train_config import TrainConfig, make_config, make_parser, parse_config
+from expertmesh.training.config.train_config import TrainConfig, given_settings, make_config, make_parser, parse_config
 from tests.training.migrate_page import TRL
 
 NEEDED = ["--model", "m", "--dataset", "d"]
@@ -107,6 +108,10 @@ def test_every_field_of_transformers_and_trl_has_an_answer() -> None:
         ("loss_type: kto", {"task": "kto", "preference_loss": "sigmoid"}),
         ("loss_type: apo_zero_unpaired", {"task": "kto", "preference_loss": "apo_zero_unpaired"}),
         ("disable_gradient_checkpointing: false", {"gradient_checkpointing": "full"}),
+        ("freeze_vit: false", {"images": True, "train_vision": ["tower"]}),
+        ("freeze_aligner: false", {"images": True, "train_vision": ["projector"]}),
+        ("freeze_vision_tower: false", {"images": True, "train_vision": ["tower"]}),
+        ("freeze_multi_modal_projector: false", {"images": True, "train_vision": ["projector"]}),
         ("finetuning_type: lora", {"adapter": "lora"}),
         ("tuner_type: lora", {"adapter": "lora"}),
         ("target_modules: all-linear", {"lora_targets": ["all-linear"]}),
@@ -124,7 +129,8 @@ def test_an_answer_trains_what_was_asked_for(key: str, settings: dict[str, Any],
     file = tmp_path / "theirs.yaml"
     file.write_text(key)
     said = refusal("--config", str(file))
-    config = parse_config([*NEEDED, *said.partition(": give ")[2].split()])
+    answer = said.partition(": give ")[2].partition("; ")[0]
+    config = parse_config([*NEEDED, *answer.split()])
     assert {name: getattr(config, name) for name in settings} == settings
 
 
@@ -200,6 +206,91 @@ def test_what_asks_for_what_is_done_anyway_is_no_error() -> None:
         assert parse_config([*NEEDED, "--bf16", *flags.split()]) == parse_config([*NEEDED, "--bf16"])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "stage: sft\ncutoff_len: 512\nlora_rank: 8",
+            ["num_train_epochs is left out: LLaMA-Factory has 3 by default; give --num-train-epochs 3",
+             "adapter is left out: LLaMA-Factory has lora by default; give --adapter lora",
+             "lora_targets is left out: LLaMA-Factory has all-linear by default; give --lora-targets all-linear",
+             "lora_alpha is left out: LLaMA-Factory has 16 by default; give --lora-alpha 16"],
+        ),
+        ("finetuning_type: full\ncutoff_len: 512\nmax_steps: 10", []),
+        (
+            "dataset_dir: d\nfinetuning_type: full\nnum_train_epochs: 2",
+            ["max_seq_length is left out: LLaMA-Factory has 2048 by default; give --max-seq-length 2048"],
+        ),
+        ("cutoff_len: 512\nfinetuning_type: lora\nlora_rank: 16\nlora_target: all\nmax_steps: 10", []),
+        (
+            "tuner_type: lora\ntarget_modules: all-linear\nlora_alpha: 16\nlr_scheduler_type: linear\n"
+            "weight_decay: 0\nadam_beta2: 0.99\nnum_train_epochs: 1\ngradient_accumulation_steps: 2\n"
+            "truncation_strategy: delete",
+            ["learning_rate is left out: ms-swift has 0.0001 by default; give --learning-rate 0.0001",
+             "lora_rank is left out: ms-swift has 8 by default; give --lora-rank 8",
+             "lora_dropout is left out: ms-swift has 0.05 by default; give --lora-dropout 0.05"],
+        ),
+        (
+            "tuner_type: full\nlearning_rate: 2e-5\nmax_epochs: 1",
+            ["lr_scheduler_type is left out: ms-swift has cosine by default; give --lr-scheduler-type cosine",
+             "weight_decay is left out: ms-swift has 0.1 by default; give --weight-decay 0.1",
+             "adam_beta2 is left out: ms-swift has 0.95 by default; give --adam-beta2 0.95",
+             "global_batch_size is left out: ms-swift has 16 by default; give --global-batch-size 16",
+             "truncation is left out: ms-swift has drop by default; give --truncation drop"],
+        ),
+        (
+            "base_model: m\nlora_r: 8\nmicro_batch_size: 2\nwarmup_steps: 10",
+            ["lr_scheduler_type is left out: axolotl has cosine by default; give --lr-scheduler-type cosine",
+             "max_seq_length is left out: axolotl has 512 by default; give --max-seq-length 512",
+             "truncation is left out: axolotl has drop by default; give --truncation drop"],
+        ),
+        ("max_length: 512\nlora_r: 8\nunheard_of: 1", []),
+    ],
+)  # fmt: skip
+def test_defaults_that_are_others_elsewhere(text: str, said: list[str], tmp_path: Path) -> None:
+    """Each by a tool's own keys; where its default is ours, nothing is said."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    with pytest.raises(SeveralMistakes) as error:
+        parse_config([*NEEDED, "--config", str(file)])
+    assert [each for each in error.value.problems if "left out" in each] == said
+
+
+@pytest.mark.parametrize("more", ["", "unheard_of: 1\n"])
+def test_what_only_a_run_finds_is_told_with_the_rest(more: str, tmp_path: Path) -> None:
+    """A template that there is not, and TF32 without a GPU; to a forecast, the machine it is made on is nothing."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text(f"{more}use_cpu: true\ntf32: true\nchat_template: qwen3\n")
+    with pytest.raises(SeveralMistakes) as error:
+        parse_config([*NEEDED, "--config", str(file)])
+    *_, template, tf32 = error.value.problems
+    assert len(error.value.problems) == (3 if more else 2)
+    assert "--chat-template qwen3: neither a built-in template" in template
+    assert template.endswith("; leave it out: the tokenizer's own is used")
+    assert tf32 == "--tf32 needs a GPU; this run is on cpu; leave it out"
+    if not more:
+        assert given_settings([*NEEDED, "--config", str(file)], beside=["--gpus"]).all["tf32"] is True
+
+
+def test_a_value_that_asks_for_what_is_done_anyway(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("chat_template: tokenizer_default\nadapter: full\n")
+    config = parse_config([*NEEDED, "--config", str(file)])
+    assert (config.chat_template, config.adapter) == ("", "none")
+
+
+def test_all_mistakes_of_a_file_are_told_at_once_each_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("chat_template: qwen3\nmax_length: 512\nep_size: x\nlearning_rate: -1\nepochs: 2\n")
+    assert train_ep([*NEEDED, "--config", str(file)]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "train_ep.py: error: 5 mistakes:"
+    wanted = ["max_length: give --max-seq-length", "--ep-size", "epochs", "template qwen3: neither a", "-1"]
+    assert all(told in line for line, told in zip(lines, wanted, strict=True)), lines
+
+
 def test_keys_and_keyword_arguments_answer_likewise(tmp_path: Path) -> None:
     """All of them in one error, as it takes to rewrite another tool's file."""
     file = tmp_path / "axolotl.yaml"
@@ -214,7 +305,7 @@ def test_keys_and_keyword_arguments_answer_likewise(tmp_path: Path) -> None:
     )
     assert "unknown key load_in_4bit: give --adapter lora --base-dtype nf4" in said
     assert "unknown key sequence_len: give --max-seq-length" in said
-    assert said.endswith("unknown key learning_rte; did you mean learning_rate?")
+    assert "unknown key learning_rte; did you mean learning_rate?; lr_scheduler_type is left out: axolotl" in said
     for name in ("load_in_8bit", "special_tokens", "wandb_project", "use_reentrant", "bf16"):
         assert name not in said
     with pytest.raises(ExpertMeshError, match=r"^unknown key load_in_4bit: give --adapter lora --base-dtype nf4"):

@@ -30,6 +30,8 @@ CALL = {
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
 }
 
+TOOL_CALL = {"role": "tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'}
+
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
@@ -81,6 +83,17 @@ WRITTEN: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "ms-swift": ({"messages": [{"role": "system", "content": "s"}, *ASKED, *YES], "rejected_response": "no"}, SYSTEM),
     "ms-swift, conversations": ({"messages": [{"role": "system", "content": "s"}, *ASKED, *YES],
         "rejected_messages": [{"role": "system", "content": "s"}, *ASKED, *NO]}, SYSTEM),
+    "ms-swift, a text and its call": (
+        {"messages": [*ASKED, answer("see"), TOOL_CALL], "rejected_response": "no"},
+        ("[u]q[a]{seef{\"x\": 1}</s>}", TOLD[1]),
+    ),
+    "answers that begin with one text": (
+        {
+            "messages": [*ASKED, answer("see"), TOOL_CALL],
+            "rejected_messages": [*ASKED, answer("see"), TOOL_CALL | {"content": '{"name": "g"}'}],
+        },
+        ("[u]q[a]{seef{\"x\": 1}</s>}", "[u]q[a]{seeg{}</s>}"),
+    ),
     "openai": (
         {"input": {"messages": ASKED, "tools": [TOOL]}, "preferred_output": [CALL], "non_preferred_output": NO},
         ("<f>[u]q[a]{f{\"x\": 1}</s>}", "<f>[u]q[a]{no</s>}"),

@@ -15,12 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import ParameterCounts, training_flops
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import choose_balance
 from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.planning.planner.account import KINDS, PartCost
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
 from expertmesh.training.planning.planner.model_config import find_config
+from expertmesh.training.planning.rehearsal import world
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.figures import needed_flops, parts_of, times_of
 from expertmesh.training.planning.rehearsal.recorder import Event, Recorder
@@ -248,3 +250,17 @@ def test_a_dry_run_runs_no_kernel() -> None:
         for _ in range(2):
             told = rehearse(Asked(flags_of(ep_size=4, packing=True), 8, CLUSTER), tiny_config("deepseek_v3"))
     assert "_triton_rope" in {event.name for event in told.recorder.events}
+
+
+def test_a_balancing_loss_of_config_json_is_computed() -> None:
+    """As a run with these flags would."""
+
+    class Chosen(Exception):
+        pass
+
+    def note(*args: Any) -> None:
+        raise Chosen(choose_balance(*args).weights.balance)
+
+    model_config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.001)
+    with mock.patch.object(world, "choose_balance", note), pytest.raises(Chosen, match=r"0\.001"):
+        rehearse(Asked(flags_of(), 1, CLUSTER, 0, device="cpu"), model_config)

@@ -104,10 +104,22 @@ def test_content(tmp_path: Path) -> None:
     changed = rows(page, "Differs from the defaults")
     assert changed["learning_rate"] == "0.25"
     assert {"run_name", "max_steps"} < changed.keys()
-    assert "seed" not in changed
+    assert not {"seed", "pipeline_chunks"} & changed.keys()
     assert rows(page, "Environment") == {"torch": "2.13.0", "ranks": "4", "num_steps": "20"}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"metrics.jsonl", "config.yaml", "environment.json", "report.html"}
+
+
+@pytest.mark.parametrize(("given", "shown"), [("expertmesh", "Mixtral-8x7B / first"), ("trial", "trial")])
+def test_a_page_is_titled_by_model_and_run(tmp_path: Path, given: str, shown: str) -> None:
+    """The name that trackers take where none is given says nothing of a run."""
+    out = tmp_path / "first"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text(json.dumps(training(1)) + "\n")
+    TrainConfig(model="/models/Mixtral-8x7B", dataset=["d"], run_name=given).save(out / "config.yaml")
+    page, content = content_of(write_report(out))
+    assert f"<title>{shown}</title>" in page
+    assert content["runs"][0]["label"] == shown
 
 
 @pytest.mark.parametrize(
@@ -135,7 +147,7 @@ def test_a_file_of_an_older_release_alone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     page, content = report(tmp_path)
     assert not {"Wall time", "Dropped tokens"} & tiles(page).keys()
-    assert (content["load"]["entropy"], content["label"]) == ([[None, None]], "expertmesh")
+    assert (content["load"]["entropy"], content["label"]) == ([[None, None]], tmp_path.name)
     assert "<h2>Settings" not in page
 
 
@@ -412,8 +424,7 @@ def test_several_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(command) == 0
     assert capsys.readouterr().out.strip() == str(page)
     text, content = content_of(page)
-    # both have the default name
-    assert [run["label"] for run in content["runs"]] == list(map(str, runs))
+    assert [run["label"] for run in content["runs"]] == ["model / a", "model / b"]
     assert re.search(r"<tr><td>learning_rate</td><td>0\.25</td><td>0\.5</td></tr>", text)
     assert "<td>model</td>" not in text.partition("<details")[0], "which is the same"
     assert content["refresh_seconds"] is None
@@ -516,6 +527,7 @@ NARROW = """
   const right = (shown) => shown.getBoundingClientRect().right;
   const parts = [...page.querySelectorAll(".plot .main-svg, .bar")];
   found.parts = parts.map((part) => [right(part), right(part.closest(".card")) - 1]);
+  found.tables = [...page.querySelectorAll(".wide")].map((table) => table.scrollWidth - table.clientWidth);
   found.too_wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
   const drawn = (plot) => plot.querySelectorAll(".trace, .heatmaplayer image").length;
   found.drawn = [...page.querySelectorAll(".plot")].map(drawn);
@@ -532,7 +544,8 @@ WARNING = "experts without <b>tokens</b> & <a href='javascript:alert(1)'>more</a
 
 
 def write_two_runs(directory: Path) -> None:
-    lines = [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)]
+    timed = {"steps": 1, "step_seconds": 1.5, "data_seconds": 0.25}
+    lines = [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10], **timed) for step in range(1, 6)]
     lines += [
         evaluation(3, 3.0),
         {"step": 4, "save_seconds": 1.0},
@@ -554,6 +567,9 @@ def test_in_a_narrow_window(tmp_path: Path, source: str) -> None:
     write_two_runs(tmp_path)
     measured = in_browser(tmp_path, source, NARROW)
     assert measured["too_wide"] == 0
+    assert len(measured["tables"]) > 1
+    # those that compare runs scroll
+    assert not any(measured["tables"]) or source == "both.html", measured["tables"]
     assert len(measured["parts"]) > 8
     assert all(right <= card for right, card in measured["parts"]), measured["parts"]
     assert all(measured["drawn"])

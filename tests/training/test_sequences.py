@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.preview import print_preview
-from expertmesh.training.data.samples import _table
+from expertmesh.training.data.samples import DataOptions, _lines
 from expertmesh.training.data.sequences import DataOrder, make_rows, pack
+from expertmesh.training.data.truncation import Tokenized
 from tests.training.test_data import load, write
 
 
@@ -133,9 +134,9 @@ def test_group_by_length(seed: int) -> None:
 
 def test_targets_are_what_a_token_comes_before() -> None:
     """Nothing predicts the first token, and what is cut off is no target."""
-    found: Any = [([5, 6, 7], [True, False, True], {7}, []), ([5, 6, 7, 8], [True] * 4, {8}, [])]
-    rows = _table(found, [3, 3], {7, 8})
-    assert rows["num_targets"] == [1, 2]
-    assert rows["length"] == [3, 3]
-    assert rows["is_cut"] == [False, True]
-    assert rows["ends"] == [[7], []]
+    texts = [Tokenized([5, 6, 7], [True, False, True], {7}), Tokenized([5, 6, 7, 8], [True] * 4, {8})]
+    lines = [line for text in texts for line in _lines(text, (), DataOptions(3), {7, 8})]
+    assert [line["num_targets"] for line in lines] == [1, 2]
+    assert [line["length"] for line in lines] == [3, 3]
+    assert [line["is_cut"] for line in lines] == [False, True]
+    assert [line["ends"] for line in lines] == [[7], []]

@@ -12,6 +12,7 @@ from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_facts
+from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers
 from expertmesh.training.planning.rehearsal.short import Repeats, Short, runs_of
 from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral
@@ -22,8 +23,10 @@ RUNS: dict[str, tuple[Sequence[Any], list[Repeats]]] = {
     "dense first": ("DDD" + "A" * 58, [Repeats(0, 1, 3), Repeats(3, 1, 58)]),
     "every second one": ("AB" * 18, [Repeats(0, 2, 18)]),
     "three and one": ("AAAB" * 12, [Repeats(0, 4, 12)]),
+    "five and one": ("AAAAAB" * 5, [Repeats(0, 6, 5)]),
     "one before a period": ("D" + "ABB" * 4, [Repeats(0, 1, 1), Repeats(1, 3, 4)]),
-    "a period and a rest": ("AAAB" * 3 + "AA", [Repeats(0, 4, 3), Repeats(12, 1, 2)]),
+    "a period and a rest": ("AAAB" * 3 + "AA", [Repeats(0, 4, 3, 2)]),
+    "others at both ends": ("D" + "BBCB" * 6 + "BC", [Repeats(0, 1, 1), Repeats(1, 4, 6, 1), Repeats(26, 1, 1)]),
     "no two alike": ("ABCDE", [Repeats(n, 1, 1) for n in range(5)]),
     "none": ("", []),
 }
@@ -46,7 +49,8 @@ def test_a_short_model_has_the_first_and_the_last_of_each_run(name: str) -> None
         [layer for layer in base.layers if run.start <= layer < run.stop][i] for run in base.runs for i in (0, -1)
     ]
     assert of_runs == [layer for run in base.runs for layer in (run.start, run.stop - 1)]
-    # each layer that is left out is in a repeat that one longer model has once more
+    # each kind has its layers, and each layer that is left out is in a repeat that one longer model has once more
+    assert {kinds[layer] for layer in base.layers} == set(kinds)
     longer = base.longer
     added = sum((len(each.layers) - len(base.layers)) * times for each, times in longer)
     assert len(base.layers) + added == len(kinds)
@@ -61,6 +65,23 @@ def test_a_short_model_has_the_first_and_the_last_of_each_run(name: str) -> None
     )
 
 
+def test_of_a_long_block_the_shortest_model_has_one() -> None:
+    """Half of it from either end: each layer has the neighbours that it has in the complete model."""
+    base = Short.complete("AAAAAB" * 5).shortest
+    assert base.layers == [0, 1, 2, 27, 28, 29]
+    assert base.names == [(n,) for n in base.layers]
+    ((longer, times),) = base.longer
+    assert (longer.layers, times) == ([0, 1, 2, 3, 4, 5, 24, 25, 26, 27, 28, 29], 4)
+
+
+def test_runs_are_kept_where_models_of_them_would_take_more_layers() -> None:
+    """Of three layers of a run of four, for which all others would be run once more."""
+    kinds = "A" * 4 + "BC" * 20
+    base = Short.complete(kinds).shortest
+    assert base.layers == [0, 1, 2, 3, 4, 5, 42, 43]
+    assert (len(base.longer), base.run) == (1, 8 + 10)
+
+
 def test_stages_keep_layers_of_their_own() -> None:
     """Runs end with their stage; of other ranks' stages a repeat is kept, and none added."""
     complete = Short.complete([0] * 12, (7, 5), [1])
@@ -70,8 +91,8 @@ def test_stages_keep_layers_of_their_own() -> None:
     ((longer, times),) = base.longer
     assert (longer.layers, longer.layers_of_stages, times) == ([0, 7, 8, 10, 11], [1, 4], 2)
     assert [each.number for each in (complete, base, longer)] == [5, 3, 4]
-    of_all = Short.complete([0] * 12, (7, 5))
-    assert (of_all.number, of_all.shortest.layers_of_stages) == (12, [3, 3])
+    of_all = Short.complete([0] * 80, (50, 30))
+    assert (of_all.number, of_all.shortest.layers_of_stages) == (80, [3, 3])
 
 
 def deep(family: str) -> Any:
@@ -124,9 +145,13 @@ ENDS = ("1,024 ranks", "shared experts, dense first layers, MLA")
 QUICK = ("LoRA", "kept casts")
 IRREGULAR = {
     # an attention of another kind from layer to layer, which begins anew with each copy of the tiny model
-    "biases, windows, sinks": ("full_attention", "sliding_attention"),
-    "DeltaNet": ("linear_attention", "full_attention"),
+    "biases, windows, sinks": (
+        ("full_attention", "sliding_attention"),
+        ("full_attention", "full_attention", *("sliding_attention",) * 2, "full_attention"),
+    ),
+    "DeltaNet": (("linear_attention", "full_attention"), (*("linear_attention",) * 3, "full_attention")),
 }
+"""Periods, of two layers and of more."""
 
 
 def lines() -> list[Any]:
@@ -167,11 +192,11 @@ def test_figures_of_a_model_that_drafts(flags: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", IRREGULAR)
-def test_figures_of_a_hybrid_are_told_by_few_periods(name: str) -> None:
+@pytest.mark.parametrize(("name", "period"), [(name, period) for name in IRREGULAR for period in IRREGULAR[name]])
+def test_figures_of_a_hybrid_are_told_by_few_periods(name: str, period: Sequence[str]) -> None:
     family, world_size, flags = SETTINGS[name]
     config = tiny_config(family)
-    config.layer_types = list(IRREGULAR[name]) * 8
+    config.layer_types = (list(period) * 8)[: 16 if len(period) == 2 else 22]
     config.num_hidden_layers = len(config.layer_types)
     told, run = both(config, world_size, **flags)
     check(told, run)
@@ -237,6 +262,15 @@ def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     facts = rehearsed_facts(flags_of(), model_config, "cuda")
     # in transformers 5.17 both layers with full attention differ
     assert 2 <= len(facts.kinds) <= model_config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("takers", "kinds"), [(0, [0, 1] * 3), (2, [0, 1, 2, 3, 4, 5])])
+def test_layers_that_hand_on_what_none_takes_are_like_others(takers: int, kinds: list[int]) -> None:
+    """Gemma 4 says of the last layer of each type that it hands its keys and values on, also where none takes them."""
+    types = ["sliding_attention", "full_attention"] * 3
+    changes = {"layer_types": types, "per_layer_config": {layer: {"head_dim": 32} for layer in (1, 3, 5)}}
+    config = tiny_config("gemma4_text", num_hidden_layers=6, num_kv_shared_layers=takers, **changes)
+    assert kinds_of_layers(build_rehearsed(flags_of(), config, "cuda")) == kinds
 
 
 def test_what_cannot_be_computed_is_refused() -> None:

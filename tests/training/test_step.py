@@ -21,7 +21,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.nonfinite import MAX_SKIPPED_IN_A_ROW, NonFiniteGuard
-from expertmesh.training.run.loop import _had_enough
+from expertmesh.training.run.loop import _had_enough, _without_beginning
 from expertmesh.training.steps.evaluate import Best
 from expertmesh.training.steps.micro_batch import Denominators, LossSums, PooledCounts, weigh_losses
 from expertmesh.training.steps.step import StepResult, after_update
@@ -137,3 +137,10 @@ def test_a_step_is_finite_where_all_of_its_figures_are() -> None:
     assert result.is_finite
     for figure, value in product(["loss", "balance_loss", "z_loss", "grad_norm"], [math.nan, math.inf, -math.inf]):
         assert not replace(result, **{figure: value}).is_finite  # type: ignore[arg-type]
+
+
+def test_prompts_are_shown_without_what_a_template_begins_all_with() -> None:
+    system = "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n"
+    assert _without_beginning([system + "How far?", system + "How much?\nNow."]) == ["…How far?", "…How much?\nNow."]
+    assert _without_beginning(["How far?", "How much?"]) == ["How far?", "How much?"]
+    assert _without_beginning([system + "How far?"]) == [system + "How far?"]

@@ -73,7 +73,8 @@ def test_every_record_once_an_epoch_and_from_any_step_on(tmp_path: Path, tokeniz
         assert max(map(len, itertools.chain(*steps))) > 1
     for step in range(17, 24):
         later = stream_of(tmp_path / "data", tokenizer, packing=packing)
-        later.begin = place_in(json.loads(json.dumps(stream.place(step).state())))
+        later.begin_at(step, place_in(json.loads(json.dumps(stream.place(step).state()))))
+        assert later.place(step) == stream.place(step), "saved again before a batch is made"
         assert [names_of(tokenizer, later.batch(at, 4)) for at in range(step, 24)] == steps[step:]
     other = stream_of(tmp_path / "data", tokenizer, packing=packing, seed=4)
     assert [names_of(tokenizer, other.batch(step, 4)) for step in range(24)] != steps
@@ -90,7 +91,8 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     def batches(begin: StreamPosition, step: int, last: int) -> tuple[list[Any], list[StreamPosition]]:
         opened = open_files("--dataset", str(tmp_path / "data"), "", "train")
         stream = Stream("--dataset", opened, tokenizer, options, packing=False, size=5, seed=3)
-        stream.begin, found, places = begin, [], [begin]
+        stream.begin_at(step, begin)
+        found, places = [], [begin]
         for at in range(step, last):
             found.append([rows[number][0].tokens for rows, number in stream.batch(at, 7)])
             places.append(stream.place(at + 1))
@@ -117,7 +119,7 @@ def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:
     assert {place.epoch for place in places} == {0, 1, 2}
     for step, place in enumerate(places[:-1]):
         later = stream_of(tmp_path / "data", tokenizer, size=5)
-        later.begin = place
+        later.begin_at(step, place)
         assert names_of(tokenizer, later.batch(step, 5)) == steps[step], step
 
 
@@ -130,7 +132,7 @@ def test_epochs_are_those_of_samples_in_the_cache(tmp_path: Path, tokenizer: Any
         stream.batch(step - 1, 5)
         assert stream.epoch(step) == math.floor(step / order.steps_per_epoch)
         later = Stream("--dataset", stream.files, tokenizer, stream.options, packing=False, size=size, seed=3)
-        later.begin = stream.place(step)
+        later.begin_at(step, stream.place(step))
         later.batch(step, 5)
         assert later.epoch(step + 1) == math.floor((step + 1) / order.steps_per_epoch)
 

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from unittest.mock import patch
 import datasets
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from huggingface_hub import HfApi
 from torch import Tensor
@@ -38,6 +36,7 @@ from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
 
+pytestmark = pytest.mark.usefixtures("leaving_group")
 CPU = torch.device("cpu")
 
 
@@ -219,13 +218,6 @@ def rows() -> list[dict[str, list[int]]]:
     lengths = torch.randint(4, 20, (24,), generator=drawn).tolist()
     tokens = [torch.randint(3, 300, (length,), generator=drawn).tolist() for length in lengths]
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
-
-
-@pytest.fixture(autouse=True)
-def _leave_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -561,6 +553,15 @@ def test_family_without_a_balancing_loss(tmp_path: Path) -> None:
     with pytest.raises(ExpertMeshError, match=r"--router-aux-loss-coef 0.5: transformers' .* has no balancing loss"):
         train_sft(tmp_path / "model", tmp_path, load(tmp_path / "model"), router_aux_loss_coef=0.5)
     assert train_sft(tmp_path / "model", tmp_path, load(tmp_path / "model")).engine.balance.weights.balance == 0
+
+
+def test_a_balancing_loss_by_a_nested_config(tmp_path: Path) -> None:
+    """Of a class that has no attribute of that name."""
+    model: Any = model_of_family("qwen3_vl_moe", seed=1)
+    model.config.text_config.router_aux_loss_coef = 0.03
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    assert train_sft(tmp_path / "model", tmp_path, load(tmp_path / "model")).engine.balance.weights.balance == 0.03
 
 
 def test_defaults_of_trl_warn_of_nothing(tiny_model: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

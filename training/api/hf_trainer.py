@@ -30,6 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ...checkpoints.files.directories import write_errors
 from ...checkpoints.model_card import CARD, is_kept
 from ...checkpoints.training_state.marker import check_resumable
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import moe_layers, moe_shape
 from ...moe.experts.router_stats import Routing
 from ...moe.transformers_private import in_place_of_trainers
@@ -50,6 +51,7 @@ from ..steps.step import Gradients, add_gradients, step_result
 from ..tasks.dpo import pair_objective
 from ..tasks.trl_pairs import pairs_in_turn, with_reference
 from .trainer_arguments import heeded_arguments, overruled_settings
+from .trainer_methods import replaced_methods, uncalled_methods
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""
@@ -246,16 +248,24 @@ class TrainerMixin(_Base):
         return more
 
     def _check_class(self, given: dict[str, Any]) -> None:
-        for kind in type(self).__mro__:
-            if "compute_loss" in vars(kind):
-                if kind.__module__ not in _LOSS_OWNERS:
-                    raise ExpertMeshError(
-                        f"{kind.__name__} computes its own loss, which TrainerMixin would ignore: it is for "
-                        "classes whose loss is the cross-entropy of the labels, such as transformers.Trainer and "
-                        "trl's SFTTrainer, and for trl's DPOTrainer; use train_ep.py --task dpo or kto, or the "
-                        "engine's forward_backward in your own loop"
-                    )
-                break
+        for kind, name in uncalled_methods(type(self), TrainerMixin):
+            if kind.__module__ in _LOSS_OWNERS:
+                continue
+            if name == "compute_loss":
+                raise ExpertMeshError(
+                    f"{kind.__name__} computes its own loss, which TrainerMixin would ignore: it is for "
+                    "classes whose loss is the cross-entropy of the labels, such as transformers.Trainer and "
+                    "trl's SFTTrainer, and for trl's DPOTrainer; use train_ep.py --task dpo or kto, or the "
+                    "engine's forward_backward in your own loop"
+                )
+            instead = "leave it out, or use the engine's step in your own loop"
+            if name in replaced_methods(TrainerMixin):
+                instead = (
+                    f"put it in a class before TrainerMixin, where super().{name} is the engine's, or leave it out"
+                )
+            raise ExpertMeshError(
+                f"{kind.__name__}.{name} would never be called, as the engine does what Trainer does there: {instead}"
+            )
         for name, instead in _NOT_TAKEN.items():
             if given.get(name) is not None:
                 raise ExpertMeshError(f"{name}: not possible for a model that is already sharded; {instead}")
@@ -330,11 +340,10 @@ class TrainerMixin(_Base):
             return
         coefficient, origin = asked, f"{name} of the training arguments"
         if asked is None:
-            text_config = engine.model.config.get_text_config()
-            has_loss = hasattr(text_config, "output_router_logits") and hasattr(engine.model, name)
-            if not has_loss or any(layer.router is None for layer in moe_layers(engine.model)):
+            in_config = facts_of(engine.model).balance
+            if in_config is None or any(layer.router is None for layer in moe_layers(engine.model)):
                 return
-            coefficient, origin = getattr(text_config, name, 0.0), f"{name} of config.json, by which trl balances"
+            coefficient, origin = in_config, "config.json, by which trl balances"
         engine.weigh_balance(coefficient, origin)
 
     def _check_columns(self, args: Any, given: dict[str, Any]) -> None:
@@ -577,8 +586,9 @@ class TrainerMixin(_Base):
                 self.accelerator._models.append(self.model)
             self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.engine.ranks.device)
             with inference(self.model):
-                output = super().evaluation_loop(
-                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                # that of no class between: it would be called here alone
+                output = transformers.Trainer.evaluation_loop(
+                    self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
             loss_sum, targets = self._evaluated.tolist()
             if output.metrics is not None and f"{metric_key_prefix}_loss" in output.metrics:
@@ -671,11 +681,12 @@ class TrainerMixin(_Base):
         if is_checkpoint and not (self.args.save_only_model or pushes):
             return
         self._end_answers()
-        self._tell(*self.engine.export(partial, overwrite=True))
+        is_tokenizer = isinstance(self.processing_class, transformers.PreTrainedTokenizerBase)
+        self._tell(*self.engine.export(partial, self.processing_class if is_tokenizer else None, overwrite=True))
         with raise_together(), write_errors(out):
             if self.args.should_save:
                 _move_into(partial, out)
-                if self.processing_class is not None:
+                if self.processing_class is not None and not is_tokenizer:
                     self.processing_class.save_pretrained(out)
                 torch.save(self.args, out / _ARGUMENTS)
         if self.args.push_to_hub and not _internal_call:

@@ -13,12 +13,12 @@ from ...sharding.runtime.process import join_process_group, raise_together
 from ...sharding.runtime.watchdog import collectives_limit
 from ..config.flags import default_of, group_of
 from ..config.load_settings import LoadSettings
+from ..config.tasks import SFT
 from ..config.train_config import SETTINGS, TrainConfig, make_config, read_by
-from ..data.record_kinds import CONVERSATIONS
 from ..engine.engine import Engine, start_engine
 from ..start.consistency import start_facts
 from ..start.process import prepare_process
-from ..start.resume import find_resume, recorded_balance
+from ..start.resume import Resumed, find_resume
 
 _SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
 """Settings that mean something once it is known how many steps there are."""
@@ -43,10 +43,11 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
-    if config.task_entry.records is not CONVERSATIONS:
+    if config.task != SFT.name:
+        dpo = ", put TrainerMixin before trl's DPOTrainer" if config.task_entry.has_reference else ""
         raise ExpertMeshError(
-            f"task={config.task!r}: only train_ep.py trains on preferences, whose reference it computes from its data; "
-            "use it, put TrainerMixin before trl's DPOTrainer, or give engine.step a loss of your own"
+            f"task={config.task!r}: only train_ep.py trains on it, whose loss needs its data; use it{dpo}, or give "
+            "engine.step a loss of your own"
         )
     if config.teacher:
         raise ExpertMeshError(
@@ -73,9 +74,11 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         resume_from = find_resume(config.resume, directory, engine.tell, ranks)
     if resume_from is not None and config.router_aux_loss_coef is None:
         with raise_together():
-            if (weight := recorded_balance(resume_from)) not in (None, engine.balance.weights.balance):
+            if (weight := Resumed.read(resume_from).balance) not in (None, engine.balance.weights.balance):
                 engine.weigh_balance(weight, f"of {resume_from}")
                 engine.tell(f"router_aux_loss_coef: {weight:g}, as {resume_from} had it")
+    engine.open(resume_from, config.ddp_timeout)
+    engine.plan_exports()  # what an export would refuse is better told of now
     engine.place(resume_from, config.ddp_timeout)
     if config.max_steps >= 0:
         engine.schedule(config.max_steps)

@@ -39,7 +39,10 @@ CP_PREFIX = "expertmesh_shared_"
 """Prefix of the name of a context-parallel attention; the rest is the name of the attention within."""
 
 _NOT_FOR_ATTENTION = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"}
+    {
+        *("labels", "position_ids", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"),
+    }
 )
 """Arguments that models of transformers hand down to all their parts, and that no attention's result depends on; and
 the window, which is in the mask."""

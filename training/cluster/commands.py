@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ...moe.util.child import hide_gpus
 from ...moe.util.command import run_command
-from ...moe.util.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError, as_printed
 from ...moe.util.parser import Parser
 from ...moe.util.terminal import ends_with_reader
 from ...sharding.torchrun import tell_mistake
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return mesh(arguments)
     except ExpertMeshError as error:
-        return tell_mistake(f"sharding: error: {' '.join(str(error).split())}")
+        return tell_mistake(f"sharding: error: {as_printed(error)}")
 
 
 def plan_script() -> NoReturn:

@@ -2,7 +2,6 @@
 `commands.py`."""
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.parser import tell_without_effect
+from ...moe.util.process_place import process_place
 from ...moe.util.terminal import folded, terminal_width
 from ...sharding.pipeline.balance import cut_stages
 from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
-from ...sharding.torchrun import read_environment
 from ..planning.columns import Column, open_console, print_table
 from ..planning.planner.facts import Cuts
 from ..planning.planner.hardware import MOST, check_positive, gpus_per_node, save_measured, tell_nodes
@@ -40,7 +39,8 @@ def mesh(arguments: argparse.Namespace) -> int:
     Raises:
         ExpertMeshError: the flags do not go together, or a group does not answer.
     """
-    rank, torchrun_world, _ = read_environment()
+    place = process_place()
+    rank, torchrun_world = place.rank, place.world_size
     of_all = ("world_size", "num_experts", "pipeline_chunks", "num_layers", "hidden_size")
     check_positive(arguments, *of_all, most=MOST)
     check_positive(arguments, "gpus_per_node", "timeout")
@@ -63,7 +63,7 @@ def mesh(arguments: argparse.Namespace) -> int:
     sizes = (arguments.cp_size, arguments.pp_size, arguments.tp_size)
     topology = Topology(world, arguments.ep_size, arguments.dense_shard, *sizes)
     check_sizes(topology, arguments.num_experts)
-    here = _torchrun_ranks_a_node() if arguments.gpus_per_node is None else None
+    here = place.local_world_size if arguments.gpus_per_node is None and torchrun_world > 1 else None
     if here is None:
         here = gpus_per_node(world, arguments.gpus_per_node, "--world-size")
         if rank == 0:
@@ -92,11 +92,6 @@ def _layers_by_pp_index(arguments: argparse.Namespace) -> list[list[range]]:
     alike = Cuts("the model", (1.0,) * num_layers + (0.0,), ())
     stages = cut_stages(alike, pp_size, chunks, None)
     return [list(stages[pp_rank::pp_size]) for pp_rank in range(pp_size)]
-
-
-def _torchrun_ranks_a_node() -> int | None:
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if local_size is None else int(local_size)
 
 
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:

@@ -11,9 +11,9 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ...moe.util.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError, SeveralMistakes
 from ...moe.util.parser import Parser, Switch, flag_of, nearest
-from .other_tools import TORCHRUN, OtherTools
+from .other_tools import LEAVE_OUT, TORCHRUN, OtherTools
 
 LIMITS = {
     "least": (operator.ge, "{} or more"),
@@ -103,7 +103,7 @@ class FlagParser(Parser):
             if not equals:
                 del words[: len(values)]
         if refused:
-            raise ExpertMeshError("; ".join(refused))
+            raise SeveralMistakes(refused)
         return super().parse_known_args(kept, namespace)
 
     def instead_of(self, name: str, values: Sequence[str]) -> str | None:
@@ -118,6 +118,10 @@ class FlagParser(Parser):
         if instead == "":
             self.passed_over.append((name, values))
         return "give --gpus and --gpus-per-node" if instead == TORCHRUN and "--gpus" in self.beside else instead
+
+    def passes_over(self, name: str, value: Any) -> bool:
+        """Whether a setting has another tool's value that asks only for what is done anyway."""
+        return isinstance(value, str) and self.others.answer_to_value(name, value) == LEAVE_OUT
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         try:

@@ -12,6 +12,7 @@ from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
+from ..data.truncation import Truncation
 from .settings import (
     Adapter,
     AdapterFormat,
@@ -19,6 +20,7 @@ from .settings import (
     CrossEntropy,
     ExportEncoding,
     LossAverage,
+    MergeDtype,
     OnNonfinite,
     OnSaveError,
     PreferenceLoss,
@@ -63,6 +65,8 @@ class LoadSettings(TypedDict, total=False):
     train_on: TrainOn
     split_turns: bool
     max_seq_length: int
+    truncation: Truncation
+    skip_bad_records: int
     packing: bool
     group_by_length: bool
     streaming: bool
@@ -172,6 +176,7 @@ class LoadSettings(TypedDict, total=False):
     init_adapter: str | Path
     adapter_format: AdapterFormat
     merge: bool
+    merge_dtype: MergeDtype
     freeze: list[str] | str
     train_vision: list[str] | str
 
@@ -180,6 +185,7 @@ class LoadSettings(TypedDict, total=False):
     eval_dataset_split: str
     eval_ratio: float
     eval_steps: int
+    eval_on_start: bool
     per_device_eval_batch_size: int
     early_stopping_patience: int
     early_stopping_threshold: float

@@ -1,5 +1,5 @@
 """What a setting moves, which decides of all that is kept or resumed whether it still holds (see
-`training.fingerprints`)."""
+`training.start.fingerprints`)."""
 
 from enum import Flag, auto
 

@@ -18,6 +18,8 @@ from ...moe.util.parser import Switch, truth_of
 Others = Mapping[str, str] | Callable[[], Mapping[str, str]]
 """What stands beside settings (see `OtherTools`); a function where it depends on what is registered."""
 
+LEAVE_OUT = "leave it out"
+"""What to do with a value that asks for what is done anyway."""
 TORCHRUN = "give torchrun the number of processes and nodes: --nproc-per-node and --nnodes"
 _NEVER = "has no equivalent here"
 _PAIRS = "the loss of pairs is DPO's or IPO's as published"
@@ -55,10 +57,7 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("dataset_prepared_path tokenized_path", "tokenized data are cached by themselves", ""),
     ("overwrite_cache load_from_cache_file", "the cache follows the data and their settings", "true"),
     ("dataset_dir custom_dataset_info", "give --dataset with the files, directories or hub ids themselves", ""),
-    ("truncation_mode truncation_strategy", "samples keep their first --max-seq-length tokens", "keep_start right"),
-    ("excess_length_strategy", "samples are cut to --max-seq-length tokens", "truncate"),
-    ("packing_strategy", "--packing packs complete samples, which never see each other", "bfd binpack"),
-    ("eval_packing eval_sample_packing", "--packing also packs evaluation data", ""),
+    ("eval_packing eval_sample_packing", "evaluation data are never packed, and their loss is the same", "false"),
     ("pad_to_sequence_len pad_to_multiple_of", "the engine pads as its kernels need", "false auto"),
     ("train_sampling_strategy", "--seed shuffles the samples; give --group-by-length to batch by length", "random"),
     ("shuffle_dataset shuffle_merged_datasets dataset_shuffle", "--seed shuffles the samples every epoch", "true"),
@@ -68,7 +67,9 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("default_system_message system", "give --system-column, or write it into the data", ""),
     ("dataset_kwargs remove_unused_columns length_column_name strict", _NEVER, "length true false"),
     ("skip_prepare_dataset", _NEVER, "false"),
-    ("image_* video_* max_pixels", "only text is trained on", ""),
+    ("image_* min_pixels max_pixels crop_to_patches",
+     "sizes of images are those of preprocessor_config.json in the model's directory", "false"),
+    ("video_* audio_*", "--images trains on images; videos and sounds are not read", "false"),
     ("dataloader_drop_last", "no sequence is dropped: the last step of an epoch may be short", "false"),
     ("dataloader_*", "batches are made without a data loader's workers", "true 0"),
     # ---- ranks and memory ----
@@ -125,11 +126,9 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("pissa_* lora_bias lora_dtype create_new_adapter peft_*", _NEVER, "false none"),
     ("init_weights", _NEVER, "true"),
     ("unfrozen_parameters trainable_parameters freeze_llm freeze_trainable_layers", _FREEZE, "[] false"),
-    ("freeze_vit freeze_aligner freeze_vision_tower freeze_multi_modal_projector",
-     "a vision tower is not trained", "true"),
     # ---- evaluations, checkpoints and logs ----
     ("do_train", "the command always trains (--max-steps 0: does not)", "true"),
-    ("do_eval do_predict eval_strategy evals_per_epoch eval_delay eval_on_start", _EVALUATES, ""),
+    ("do_eval do_predict eval_strategy evals_per_epoch eval_delay", _EVALUATES, ""),
     ("metric_for_best_model", _LOWEST, "loss eval_loss"),
     ("greater_is_better", _LOWEST, "false"),
     ("prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics",
@@ -158,7 +157,43 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("debug", "give --detect-anomaly or --debug-ranks", "false"),
 )  # fmt: skip
 """Keys without a setting of the same meaning: for `expertmesh.Trainer` too, where it refuses them (see
-`training.trainer_arguments`)."""
+`training.api.trainer_arguments`)."""
+
+
+_LORA_BY_DEFAULT = {"adapter": "lora", "lora_rank": "8", "lora_targets": "all-linear"}
+_THREE_EPOCHS = {"num_train_epochs max_steps": "3"}
+OTHER_DEFAULTS: tuple[tuple[str, str, Mapping[str, str], Mapping[str, str]], ...] = (
+    # a tool, keys that no other one has, and what settings are there, of adapters and of any run, if a file leaves them
+    # out, and those behind them
+    (
+        "LLaMA-Factory",
+        "stage finetuning_type cutoff_len dataset_dir overwrite_cache val_size neat_packing",
+        # hparams/finetuning_args.py
+        _LORA_BY_DEFAULT | {"lora_alpha": "2 lora_rank"},
+        # hparams/data_args.py, and transformers' TrainingArguments
+        _THREE_EPOCHS | {"max_seq_length": "2048"},
+    ),
+    (
+        "ms-swift",
+        "tuner_type train_type split_dataset_ratio freeze_vit freeze_aligner rlhf_type",
+        # arguments/tuner_args.py, arguments/sft_args.py
+        _LORA_BY_DEFAULT | {"lora_dropout": "0.05", "learning_rate": "0.0001"},
+        # arguments/sft_args.py, trainers/arguments.py, arguments/base_args/template_args.py
+        _THREE_EPOCHS
+        | {"learning_rate": "1e-05", "lr_scheduler_type": "cosine", "weight_decay": "0.1", "adam_beta2": "0.95"}
+        | {"global_batch_size gradient_accumulation_steps": "16", "truncation": "drop"},
+    ),
+    (
+        "axolotl",
+        "base_model sequence_len num_epochs sample_packing val_set_size lora_target_linear excess_length_strategy",
+        {},
+        # utils/schemas/training.py and config.py, core/builders/base.py
+        {"lr_scheduler_type": "cosine", "warmup_ratio warmup_steps": "0.03", "per_device_train_batch_size": "1"}
+        | {"max_seq_length": "512", "truncation": "drop"},
+    ),
+)
+"""Where these are other than here, of the settings that decide what is trained: as LLaMA-Factory 0.9.5, ms-swift 4.6.0
+and axolotl 0.19.0 have them, in which a LoRA has no rank, alpha or targets by default."""
 
 
 def advice_for(name: str) -> str:
@@ -192,6 +227,7 @@ class OtherTools:
     """
 
     def __init__(self, settings: Mapping[str, argparse.Action], tables: Iterable[Mapping[str, str]]):
+        self.settings = settings
         self.same: dict[str, argparse.Action] = {}
         self.asking: dict[str, list[tuple[str, str]]] = {}
         for here, theirs in (row for table in tables for row in table.items()):
@@ -230,12 +266,39 @@ class OtherTools:
         if action is not None:
             return [action.dest] if given.get(action.dest, action.default) != action.default else []
         asked = [flags for _, flags in self.asking.get(name, ()) if flags and _have(given, flags)]
-        return [word[2:].replace("-", "_") for flags in asked for word in flags.split() if word.startswith("--")]
+        # the others are what the last one needs
+        last = [[word for word in flags.split() if word.startswith("--")][-1] for flags in asked]
+        return [flag[2:].replace("-", "_") for flag in last]
+
+    def other_defaults(self, written: Mapping[str, str], given: Mapping[str, Any]) -> list[str]:
+        """What to give where a file of another tool's leaves out what is something else by default there, in words.
+
+        Args:
+            written: its keys and values.
+            given: the settings that the file and flags give.
+        """
+        named = {self.same[name].dest if name in self.same else name: value for name, value in written.items()}
+        said = []
+        for tool, keys, of_adapter, always in OTHER_DEFAULTS:
+            if not written.keys() & set(keys.split()):
+                continue
+            adapts = str(given.get("adapter", named.get("adapter", "lora"))) in ("lora", "qlora")
+            for names, value in ({**always, **of_adapter} if adapts else always).items():
+                name, *others = names.split()
+                number, _, factor = value.partition(" ")
+                if factor:
+                    value = f"{float(number) * float(given.get(factor, of_adapter[factor])):g}"
+                action = self.settings[name]
+                is_other = str(action.default).removesuffix(".0") != value
+                if is_other and {name, *others}.isdisjoint({*named, *given}):
+                    flag = action.option_strings[0]
+                    said.append(f"{name} is left out: {tool} has {value} by default; give {flag} {value}")
+        return said
 
     def answer_to_value(self, name: str, value: str) -> str:
         """What to give instead of another tool's value of a setting; empty: unknown."""
         if (flags := self._asked(name, _plain(value))) is not None:
-            return f"give {flags}" if flags else "leave it out"
+            return f"give {flags}" if flags else LEAVE_OUT
         if name.endswith("_steps") and re.fullmatch(r"0?\.\d+", value):
             return "give a number of steps, not a fraction of all"
         return ""
@@ -268,7 +331,8 @@ def _have(given: Mapping[str, Any], flags: str) -> bool:
     """Whether settings have what these flags would give, any value where one is in capitals."""
     for flag, value in pairwise([*flags.split(), "--"]):
         found = given.get(flag[2:].replace("-", "_"))
-        if flag.startswith("--") and not (str(found) == value or (found and (value.isupper() or value[:2] == "--"))):
+        has_it = value in ",".join(found).split(",") if isinstance(found, list) else str(found) == value
+        if flag.startswith("--") and not (has_it or (found and (value.isupper() or value[:2] == "--"))):
             return False
     return True
 

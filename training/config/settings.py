@@ -22,17 +22,19 @@ from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
 from ..data.templates import BUILT_IN
+from ..data.truncation import Truncation
 from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 from .other_tools import Others
 from .tasks import SFT, TASKS, tasks_in_words
 
-CrossEntropy = Literal["auto", "chunked", "full", "liger"]
+CrossEntropy = Literal["auto", "chunked", "full"]
 LossAverage = Literal["token", "sample"]
 PreferenceLoss = Literal["sigmoid", "ipo", "apo_zero_unpaired"]
 Adapter = Literal["none", "lora"]
 QuantizedBase = Literal["fp8", "nf4", "mxfp4"]
 BaseDtype = Literal["auto", "float32", "bfloat16", QuantizedBase]
+MergeDtype = Literal["base", "float32", "bfloat16", "float16"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -164,6 +166,7 @@ _READS_EVALUATION = Needs(
     because="because nothing is trained (--max-steps 0)",
 )
 _EXPORTS = Needs("--export", lambda config: config.export)
+_MERGES = Needs("--merge", lambda config: config.merge)
 _RESUMES = Needs("--resume", lambda config: bool(config.resume))
 _EXPORTS_MODEL = Needs(
     "an exported model (--export; of adapters, --merge)",
@@ -229,13 +232,9 @@ def _of_next_tokens(name: str, value: str = "") -> list[Excludes]:
     """Of what needs the log-probability of each target token, and counts them by itself."""
     said = f"{flag_of(name)}{value}"
     return [
-        ("task", f"{said}: is for supervised fine-tuning; leave it out with --task {{task}}"),
+        _of_task(name, said),
         ("teacher", f"{said}: does not work with --teacher; leave out one of them"),
         ("train_mtp", f"{said}: does not work with --train-mtp; leave out one of them"),
-        (
-            lambda config: config.cross_entropy == "liger",
-            f"{said}: needs the loss of each token, which --cross-entropy liger does not give; give auto or chunked",
-        ),
     ]
 
 
@@ -243,8 +242,21 @@ def _evaluations_for(flag: str) -> Requires:
     return lambda config: config.evaluates, f"{flag}: needs evaluation data; give --eval-dataset or --eval-ratio"
 
 
-def _of_preferences(flag: str) -> Excludes:
-    return "task", f"{flag} is for supervised fine-tuning; leave it out with --task {{task}}"
+def _of_task(name: str, said: str) -> Excludes:
+    """Of a setting that only some tasks read.
+
+    Args:
+        said: the flag, with its value where it takes one.
+    """
+    return lambda config: not config.task_entry.reads(name), f"{said}: --task {{task}} does not read it; leave it out"
+
+
+def _of_records(name: str, said: str) -> Excludes:
+    """Of a setting that says how records are read, which only some kinds of them follow."""
+    return (
+        lambda config: not config.task_entry.reads(name),
+        f"{said}: is not for {{records}}, which --task {{task}} reads; leave it out",
+    )
 
 
 def _beside_mtp(name: str, why: str, value: str = "") -> Excludes:
@@ -313,7 +325,7 @@ class ModelSettings:
         False,
         "Train on the images in the data, too: load the vision tower with the model",
         excludes=[
-            _beside_images("task", "pairs and labels are of text alone", " {task}"),
+            _of_records("images", "--images"),
             _beside_images("teacher", "it predicts text alone"),
             _beside_images("prompt_template", "it has no place for images; a chat template has"),
             _beside_images("train_mtp", "drafts know no positions of images"),
@@ -354,10 +366,17 @@ class DataSettings:
         "chat_template": "chat_template_path chat_template_jinja",
         "train_on": "loss_scale roles_to_train train_on_eos",
         "--train-on all": "train_on_inputs train_on_prompt completion_only_loss=false assistant_only_loss=false",
-        "": "train_on=default train_on=turn completion_only_loss=true assistant_only_loss=true",
+        "": "chat_template=tokenizer_default train_on=default train_on=turn completion_only_loss=true "
+        "assistant_only_loss=true packing_strategy=bfd packing_strategy=binpack",
         "--train-on assistant": "train_on=completion",
         "--train-on last": "train_on=last_round mask_history",
         "max_seq_length": "max_length sequence_len cutoff_len model_max_length max_seq_len seq_length seq_len",
+        "truncation": "truncation_mode truncation_strategy excess_length_strategy",
+        "--truncation right": "truncation=keep_start truncation=truncate",
+        "--truncation left": "truncation=keep_end",
+        "--truncation drop": "truncation=delete",
+        "--truncation error": "truncation=raise",
+        "--truncation split --packing": "packing_strategy=bfd_split packing_strategy=wrapped",
         "packing": "sample_packing neat_packing padding_free",
         "streaming": "dataset_streaming",
         "shuffle_buffer": "buffer_size shuffle_buffer_size",
@@ -382,28 +401,44 @@ class DataSettings:
         "",
         "Column with the conversation (default: found by its name)",
         metavar="NAME",
-        excludes=(
-            "prompt_column response_column text_column",
-            "--messages-column: leave out prompt, response and text columns",
-        ),
+        excludes=[
+            (
+                "prompt_column response_column text_column",
+                "--messages-column: leave out prompt, response and text columns",
+            ),
+            _of_records("messages_column", "--messages-column {messages_column}"),
+        ],
     )
-    prompt_column: str = _flag("", "Column with the prompt", metavar="NAME")
-    response_column: str = _flag("", "Column with the response", metavar="NAME")
+    prompt_column: str = _flag(
+        "",
+        "Column with the prompt",
+        metavar="NAME",
+        excludes=_of_records("prompt_column", "--prompt-column {prompt_column}"),
+    )
+    response_column: str = _flag(
+        "",
+        "Column with the response",
+        metavar="NAME",
+        excludes=_of_records("response_column", "--response-column {response_column}"),
+    )
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
     text_column: str = _flag(
         "",
         "Column with plain text, trained on in full",
         metavar="NAME",
-        excludes=(
-            "prompt_column response_column system_column",
-            "--text-column: leave out prompt, response and system columns",
-        ),
+        excludes=[
+            (
+                "prompt_column response_column system_column",
+                "--text-column: leave out prompt, response and system columns",
+            ),
+            _of_records("text_column", "--text-column {text_column}"),
+        ],
     )
     weight_column: str = _flag(
         "",
         "Column with the weight of a record's loss, 0 or more",
         metavar="NAME",
-        excludes=_of_preferences("--weight-column"),
+        excludes=_of_task("weight_column", "--weight-column {weight_column}"),
     )
     sample_by: SampleBy = _flag("line", "Record of a .txt file; paragraphs end at blank lines")
     chat_template: str = _flag(
@@ -424,11 +459,13 @@ class DataSettings:
         excludes=[
             ("chat_template", "--prompt-template and --chat-template: give one of them"),
             ("template_date", "--template-date: --prompt-template writes no date; leave out one of them"),
-            _of_preferences("--prompt-template"),
+            _of_records("prompt_template", "--prompt-template"),
         ],
     )
     train_on: TrainOn = _flag(
-        "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
+        "assistant",
+        "Trained tokens: all; every assistant turn; last turn; final (without reasoning)",
+        excludes=_of_records("train_on", "--train-on {train_on}"),
     )
     split_turns: bool = _flag(
         False,
@@ -440,15 +477,48 @@ class DataSettings:
         ),
         excludes=[
             ("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
-            _of_preferences("--split-turns"),
+            _of_records("split_turns", "--split-turns"),
         ],
     )
     max_seq_length: int = _flag(
         1024,
-        "Truncate samples to this many tokens; length of packed sequences",
+        "Most tokens of a sample, see --truncation; length of packed sequences",
         least=2,
         of=_DATA._replace(readers=_DATA.readers | {"teacher"}),
         in_plans=True,
+    )
+    truncation: Truncation = _flag(
+        "right",
+        "Longer samples: cut off their right or left end, drop them, split plain text into several, or stop with an "
+        "error",
+        excludes=[
+            (
+                lambda config: config.truncation == "split" and config.split_turns,
+                "--truncation split: is for plain text, and --split-turns for conversations; leave out one of them",
+            ),
+            (
+                lambda config: config.truncation == "split" and not config.task_entry.records.in_pieces,
+                "--truncation split: is for plain text, which --task {task} does not train on; give another",
+            ),
+            (
+                lambda config: config.truncation == "left" and config.images,
+                "--truncation left: does not work with --images; give right, drop or error",
+            ),
+            (
+                lambda config: config.truncation == "left" and config.estimates_divergence,
+                "--truncation left: does not work with --task {task}, which joins a prompt and another answer; give "
+                "right, drop or error",
+            ),
+        ],
+        is_later=True,
+    )
+    skip_bad_records: int = _flag(
+        0,
+        "Leave out up to so many records that cannot be used, of each data set, instead of stopping",
+        least=0,
+        moves=Moves.NOTHING,
+        excludes=("images", "--skip-bad-records: does not work with --images; mend the records, or leave them out"),
+        is_later=True,
     )
     packing: bool = _flag(
         False,
@@ -477,7 +547,10 @@ class DataSettings:
             ),
         ],
         excludes=[
-            _of_a_stream("task", "the reference's log-probabilities are of a fixed set", " {task}"),
+            (
+                lambda config: not config.task_entry.reads("streaming"),
+                "--streaming: --task {task} needs a fixed set of data; leave it out",
+            ),
             _of_a_stream("teacher", "what it predicts is computed once, of a fixed set"),
             _of_a_stream("eval_ratio", "nothing can be held out of a stream; give --eval-dataset"),
             _of_a_stream("group_by_length", "lengths are not known; give --packing"),
@@ -538,7 +611,7 @@ class PreferenceSettings:
         "--task dpo --preference-loss ipo": "task=ipo preference_loss=ipo",
         "--task kto": "preference_loss=kto",
         "--task kto --preference-loss apo_zero_unpaired": "preference_loss=apo_zero_unpaired",
-        "--text-column text": "task=pt",
+        "--text-column text --truncation split --packing": "task=pt",
         "--teacher DIR": "task=gkd",
         "": "preference_loss=nll preference_loss=chunked_nll preference_sft_weight=0 preference_sft_weight=0.0",
         "preference_beta": "beta pref_beta rl_beta dpo_beta",
@@ -552,15 +625,6 @@ class PreferenceSettings:
         tasks_in_words,
         choices=TASKS.names,
         is_firm=True,
-        excludes=[
-            ("train_on", "--train-on {train_on}: --task {task} trains on answers only; leave it out"),
-            (
-                "prompt_column response_column messages_column text_column",
-                "--task {task}: pairs are found by the columns chosen and rejected, labelled answers by label or "
-                "kto_tag; give no --prompt-column, --response-column, --messages-column or --text-column",
-            ),
-            ("teacher", "--teacher: has no part in --task {task}; leave out one of them"),
-        ],
         of=_MODEL,
         moves=Moves.SAMPLES | Moves.OBJECTIVE,
     )
@@ -605,6 +669,7 @@ class DistillationSettings:
         scope="input",
         metavar="DIR",
         is_firm=True,
+        excludes=_of_task("teacher", "--teacher"),
         of=ENGINE,
         moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
@@ -900,8 +965,7 @@ class PrecisionSettings:
     )
     cross_entropy: CrossEntropy = _flag(
         "auto",
-        "Compute logits of part of the sequence at a time (chunked; liger: by liger-kernel), or of all of it (full). "
-        "auto: chunked",
+        "Compute logits of part of the sequence at a time (chunked), or of all of it (full). auto: chunked",
         of=ENGINE,
     )
     compile: bool = _flag(False, "Compile attention and norms with torch.compile", aliases=["torch_compile"], of=ENGINE)
@@ -1170,7 +1234,7 @@ class MTPSettings:
         is_firm=True,
         excludes=[
             _beside_mtp("adapter", "PEFT has no module for an adapter of the layer", " lora"),
-            _beside_mtp("task", "the layer learns tokens of samples, not preferences", " {task}"),
+            _of_task("train_mtp", "--train-mtp"),
             _beside_mtp("teacher", "a student's loss is of its own kind"),
             _beside_mtp("compile", "the layer is not among what is compiled"),
         ],
@@ -1197,6 +1261,8 @@ class AdapterSettings:
         "--adapter lora --base-dtype nf4": "adapter=qlora load_in_4bit base_dtype=4 base_dtype=4bit base_dtype=int4",
         "--adapter lora --base-dtype fp8": "load_in_8bit base_dtype=8 base_dtype=8bit base_dtype=int8",
         "--freeze NAME": "adapter=freeze",
+        "--images --train-vision tower": "freeze_vit=false freeze_vision_tower=false",
+        "--images --train-vision projector": "freeze_aligner=false freeze_multi_modal_projector=false",
         "": "adapter=full",
         "lora_targets": "lora_target lora_target_modules lora_target_parameters target_modules target_parameters",
         "--lora-targets all-linear": "lora_targets=all lora_targets=all?linear lora_target_linear",
@@ -1281,6 +1347,17 @@ class AdapterSettings:
         of=_OUTPUT,
         moves=Moves.NOTHING,
     )
+    merge_dtype: MergeDtype = _flag(
+        "base",
+        "Dtype of the merged model; base: as in --model. float32 keeps small LoRA deltas, which bfloat16 rounds away",
+        _MERGES,
+        of=_FILES,
+        moves=Moves.EXPORT,
+        excludes=(
+            lambda config: config.export_encoding == "source",
+            "--merge-dtype: --export-encoding source quantizes as --model is quantized; leave out one of the two",
+        ),
+    )
     freeze: list[str] = _list(
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
         "for parameters; separated by commas or spaces",
@@ -1352,6 +1429,12 @@ class EvaluationSettings:
         moves=Moves.SAMPLES,
     )
     eval_steps: int = _flag(0, "Evaluate every N steps, and at the end; 0: after every epoch", _EVALUATES, least=0)
+    eval_on_start: bool = _flag(
+        False,
+        "Also evaluate before the first step, and generate with --generate-steps",
+        _EVALUATES,
+        moves=Moves.NOTHING,
+    )
     per_device_eval_batch_size: int = _flag(
         8,
         "Sequences per micro-batch of an evaluation, per rank (or CP group)",

@@ -17,7 +17,9 @@ class TaskEntry:
         name, help: of the flag.
         records: what a record of its data is.
         has_reference: whether its loss compares with the model as it began.
-        heeds: the settings of preferences that it reads.
+        heeds: of the settings that not every task reads, those that it does: the settings of preferences,
+            `weight_column`, `loss_average`, `loss_by_dataset`, `streaming`, `teacher` and `train_mtp`. What of the
+            settings of data it reads is said by `records`.
         losses: the values of --preference-loss that it knows; with_divergence: those of them that need an estimate of
             the divergence from the reference.
     """
@@ -30,13 +32,17 @@ class TaskEntry:
     losses: tuple[str, ...]
     with_divergence: tuple[str, ...]
 
+    def reads(self, name: str) -> bool:
+        """Whether it, or what reads its records, follows a setting that not every task does."""
+        return name in self.heeds or name in self.records.heeds
+
 
 SFT = TaskEntry(
     name="sft",
     help="supervised fine-tuning",
     records=CONVERSATIONS,
     has_reference=False,
-    heeds=(),
+    heeds=("weight_column", "loss_average", "loss_by_dataset", "streaming", "teacher", "train_mtp"),
     losses=(),
     with_divergence=(),
 )

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 import yaml
 
 from ...moe.util.atomic_write import whole
-from ...moe.util.errors import ExpertMeshError
+from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
@@ -85,11 +85,14 @@ class TrainConfig(
         if not (problems or self.model):
             problems = ["--model is missing: the directory of a Hugging Face checkpoint"]
         if problems:
-            raise ExpertMeshError("; ".join(problems))
+            raise SeveralMistakes(problems)
 
     def broken_rules(self) -> list[str]:
         """What does not go together, in words."""
-        return [rule.said.format_map(vars(self)) for rule in RULES if rule.is_broken(self)]
+        broken = [rule.said for rule in RULES if rule.is_broken(self)]
+        records = self.task_entry.records if broken else None
+        named = vars(self) | {"records": records and (records.in_words or records.name)}
+        return [said.format_map(named) for said in broken]
 
     def _malformed(self) -> Iterator[str]:
         """What is wrong with single values, in words; those that are lists of names are put in order."""
@@ -376,7 +379,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     file = given.pop("config", None)
     words, refused = _arguments(parser, given)
     if refused:
-        raise ExpertMeshError("; ".join(refused))
+        raise SeveralMistakes(refused)
     return _parse(parser, words if file is None else [f"--config={file}", *words])
 
 
@@ -402,9 +405,9 @@ def _parse(parser: FlagParser, arguments: Sequence[str]) -> TrainConfig:
         vars(config).update(overridden=given.overridden, asked=frozenset(given.flags))
         problems += config.broken_rules()
     except ExpertMeshError as error:
-        problems.append(str(error))
+        problems += problems_of(error)
     if problems:
-        raise ExpertMeshError("; ".join(problems))
+        raise SeveralMistakes(problems)
     return config
 
 
@@ -563,7 +566,7 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
     """
     given = _given(make_parser(beside), arguments)
     if given.refused:
-        raise ExpertMeshError("; ".join(given.refused))
+        raise SeveralMistakes(given.refused)
     return given
 
 
@@ -572,9 +575,19 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     flags = _parsed(parser, arguments)
     config = flags.pop("config", None)
     of_flags = len(parser.passed_over)
-    words, refused = ([], []) if config is None else _arguments(parser, _read_yaml(Path(config)))
-    said = [f"--config {config}: {'; '.join(refused)}"] if refused else []
+    content = {} if config is None else _read_yaml(Path(config))
+    words, refused = _arguments(parser, content)
     given = GivenSettings(flags, _parsed(parser, words), config)
+    of_run: list[str] = []
+    if not parser.beside:
+        of_run += _unknown_template(given.file)
+        if refused or of_run:  # else no GPU is to be asked yet
+            of_run += _without_tf32(given)
+    if refused:
+        refused += [*parser.others.other_defaults(_written_by_name(content), given.all), *of_run]
+    elif len(of_run) > 1:  # a single one is told by what needs it
+        refused = of_run
+    said = [f"--config {config}: {refused[0]}", *refused[1:]] if refused else []
     overridden: list[str] = []
     for place, (key, values) in enumerate(parser.passed_over):
         for name in parser.others.contradicted(key.replace("-", "_"), given.all):
@@ -699,8 +712,41 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[list[str
             parser.parse_known_args(words)
             arguments += words
         except ExpertMeshError as error:
-            refused.append(str(error))
+            refused += problems_of(error)
     return arguments, refused
+
+
+def _written_by_name(content: Mapping[Any, Any]) -> dict[str, str]:
+    """The keys of a table of settings, as a flag would be called, with the word that is written there, if it is one."""
+    # aliases make a few lines of YAML lists of any length
+    words = {key: "" if isinstance(value, list | dict) else str(value) for key, value in content.items()}
+    return {str(key).replace("-", "_").lower(): word for key, word in words.items()}
+
+
+def _unknown_template(file: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the chat template that a file of settings names, in words."""
+    if not file.get("chat_template"):
+        return []
+    from ..data.chat import read_template
+
+    try:
+        read_template(file["chat_template"])
+    except ExpertMeshError as error:
+        return [str(error)]
+    return []
+
+
+def _without_tf32(given: GivenSettings) -> list[str]:
+    """What is wrong with the TF32 that a file of settings asks for, in words."""
+    if given.file.get("tf32") is not True:
+        return []
+    from ...sharding.runtime.process import check_tf32, device_type
+
+    try:
+        check_tf32(device_type(bool(given.all.get("use_cpu"))))
+    except ExpertMeshError as error:
+        return [str(error)]
+    return []
 
 
 def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> list[str]:
@@ -721,6 +767,8 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
     if name in given:
         raise ExpertMeshError(f"{given[name]} and {key} are one setting; give one of them")
     given[name] = key
+    if parser.passes_over(name, value):
+        return []
     if not _is_setting(value):
         raise ExpertMeshError(f"{name} must be a string, a number, or a list or table of these")
     if isinstance(value, list) and not parser.takes_list(name):

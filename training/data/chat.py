@@ -8,17 +8,20 @@ where the same text stands there. Where the words beside them are is found by re
 
 import itertools
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...moe.util.errors import ExpertMeshError
+from .encoding import Encoded, encode_texts
 from .formats import Conversation
 from .pictures import IMAGE
 from .templates import BUILT_IN, CHATML_TOKEN, NO_LONGER, built_in_template
+from .truncation import Calls, Tokenized
 from .turns import Written, with_reasoning, writes_empty_thought
 
 TrainOn = Literal["all", "assistant", "last", "final"]
@@ -58,7 +61,7 @@ def read_template(wanted: str) -> str:
     except (OSError, ValueError) as error:
         raise ExpertMeshError(
             f"--chat-template {wanted}: neither a built-in template ({', '.join(BUILT_IN)}) nor a "
-            f"readable file: {error}"
+            f"readable file: {error}; leave it out: the tokenizer's own is used"
         ) from error
 
 
@@ -98,13 +101,15 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
 class Rendered:
     """A conversation's text, the (begin, end) of its characters that are trained on, the special tokens that end the
     answers among them, and the parts with another weight than 1, in order. is_unexplained: whether there may be text
-    among them that only the template wrote (see `Written`)."""
+    among them that only the template wrote (see `Written`). calls: of each answer with tool calls that is trained on,
+    where it begins, where its calls do, at the latest behind its own text, and where both end."""
 
     text: str
     trained: list[tuple[int, int]]
     ends: frozenset[str] = frozenset()
     weights: Sequence[tuple[Span, float]] = ()
     is_unexplained: bool = False
+    calls: Sequence[tuple[int, int, int]] = ()
 
 
 def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn, date: str = "") -> Rendered:
@@ -125,17 +130,34 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn, date: 
     _check_reasoning(written, wanted)
     weights = {i: own for i, own in enumerate(conversation.is_trained) if type(own) is float}
     answers = [i for i, is_trained in enumerate(wanted) if is_trained and written.messages[i]["role"] == "assistant"]
+    calling = [i for i in answers if written.messages[i].get("tool_calls")]
     if train_on == "all":
         left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], "turn")
         trained = _complement(_merged(itertools.chain(*left_out.values())), len(written.text))
         last = [(0, len(written.text))] if answers[-1:] == [len(wanted) - 1] else []
         of_weights = find_spans(written, list(weights), "turn")
-        return Rendered(written.text, trained, _ends(written, last), _weighed(of_weights, weights))
+        calls = _calls(written, find_spans(written, calling, "turn"))
+        return Rendered(written.text, trained, _ends(written, last), _weighed(of_weights, weights), calls=calls)
     part: Part = "final" if train_on == "final" else "own"
     spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], part)
     ends = _ends(written, [span for answer in answers for span in spans[answer]])
     trained = _merged(itertools.chain(*spans.values()))
-    return Rendered(written.text, trained, ends, _weighed(spans, weights), written.is_unexplained)
+    calls = _calls(written, {i: spans[i] for i in calling})
+    return Rendered(written.text, trained, ends, _weighed(spans, weights), written.is_unexplained, calls)
+
+
+def _calls(written: Written, spans: Mapping[int, list[Span]]) -> list[tuple[int, int, int]]:
+    """See `Rendered`. What stands between an answer's own words and the name of the function that it calls first is
+    part of the call."""
+    found = []
+    for index, (begin, end) in ((index, parts[0]) for index, parts in spans.items() if parts):
+        message, at = written.messages[index], begin
+        for words in filter(None, (_words_of(message).strip(), message["content"].strip())):
+            where = written.text.find(words, at, end)
+            at = at if where < 0 else where + len(words)
+        is_before = written.text.find(_names(message)[0], at, end) >= 0
+        found.append((begin, at if is_before else begin, end))
+    return found
 
 
 def _weighed(spans: Mapping[int, list[Span]], weights: Mapping[int, float]) -> list[tuple[Span, float]]:
@@ -201,44 +223,25 @@ def split_turns(conversation: Conversation, train_on: TrainOn) -> list[Conversat
     ]
 
 
-def beginning(tokenizer: Any, text: str, max_length: int) -> str:
-    """The text; of one far longer than `max_length` tokens, a part that has more than so many: a token takes hundreds
-    of bytes while a text is tokenised, and what is beyond is cut off later. Tokens near the part's end may be others
-    than those of the full text, so that it ends well behind."""
-    length = max(64 * max_length, 2**16)
-    while length < len(text) and len(tokenizer(text[:length], add_special_tokens=False)["input_ids"]) < max_length + 64:
-        length *= 4
-    return text[:length]
-
-
-Tokens = tuple[list[int], list[bool], set[int], list[float]]
-"""Tokens, whether each is trained on, those that end the answers among them, and each one's weight; no weights where
-all are 1."""
-
-
-def tokenize(tokenizer: Any, rendered: Sequence[Rendered], max_length: int) -> list[Tokens]:
-    """Tokens of each text (of its `beginning`). Nothing is added: templates write the special tokens.
+def tokenize(tokenizer: Any, rendered: Sequence[Rendered]) -> Iterator[Tokenized]:
+    """Tokens of each text. Nothing is added: templates write the special tokens.
 
     A token belongs where its last character does, so one that begins in a question's closing bracket and ends in the
     answer is part of the answer.
     """
-    if not rendered:
-        return []
-    texts = [beginning(tokenizer, r.text, max_length) for r in rendered]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    found: list[Tokens] = []
-    for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True):
-        trained = [at is not None for at in _places(offsets, r.trained)]
-        places = _places(offsets, [part for part, _ in r.weights]) if r.weights else []
+    for encoded, r in zip(encode_texts(tokenizer, [r.text for r in rendered]), rendered, strict=True):
+        trained = [at is not None for at in _places(encoded, r.trained)]
+        places = _places(encoded, [part for part, _ in r.weights]) if r.weights else []
         weights = [1.0 if at is None else r.weights[at][1] for at in places]
-        found.append((tokens, trained, set(tokenizer.convert_tokens_to_ids(sorted(r.ends))), weights))
-    return found
+        calls = [Calls(*(bisect_right(encoded.ends, character) for character in one)) for one in r.calls]
+        ends = set(tokenizer.convert_tokens_to_ids(sorted(r.ends)))
+        yield Tokenized(encoded.tokens, trained, ends, weights, calls)
 
 
-def _places(offsets: Iterable[tuple[int, int]], spans: Sequence[Span]) -> list[int | None]:
+def _places(encoded: Encoded, spans: Sequence[Span]) -> list[int | None]:
     """The number of the span in which each token is; None: in none."""
     places, at = [], 0
-    for begin, end in offsets:
+    for begin, end in zip(encoded.begins, encoded.ends, strict=True):
         while at < len(spans) and spans[at][1] < end:
             at += 1
         places.append(at if begin < end and at < len(spans) and spans[at][0] < end else None)

@@ -35,7 +35,7 @@ class RowPlace(str):
 
 
 PlacedRow = tuple[RowPlace, Any]
-"""Where a record stands, and the record."""
+"""Where a record stands, and the record; a `RowError` where it cannot be read, but those behind it can."""
 _Row = tuple[str, Any]
 """The same within a file."""
 
@@ -97,13 +97,15 @@ def _parse_entry(flag: str, entry: str) -> DatasetSpec:
 @dataclass(frozen=True)
 class RowSource:
     """Where records come from. `version` changes whenever they do, so that nothing stale comes out of a cache. unread:
-    files beside them that could be read, and are not. size: of what is read, in bytes; 0 where it is not known."""
+    files beside them that could be read, and are not. size: of what is read, in bytes; 0 where it is not known.
+    folders: to which paths in records are relative, as they were given: a link's own, not that of its target."""
 
     name: str
     version: str
     read: Callable[[], Iterator[PlacedRow]]
     unread: tuple[Path, ...] = ()
     size: int = 0
+    folders: tuple[str, ...] = ()
 
 
 def open_files(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> list[RowSource]:
@@ -211,7 +213,8 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread:
                 yield RowPlace.within(file.parent, f"{flag} {file}: {place}"), row
 
     stats = _stats(files)
-    return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats))
+    folders = tuple(dict.fromkeys(str(file.parent.absolute()) for file in files))
+    return RowSource(name, repr((stats, sample_by)), read, tuple(unread), sum(size for _, size, *_ in stats), folders)
 
 
 def _stats(files: Iterable[Path]) -> list[tuple[str, int, int, int]]:
@@ -260,7 +263,7 @@ def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
         for number, row in enumerate((row for batch in batches for row in _table_rows(batch)), start=1):
             yield RowPlace.within(Path(name), f"{place}: record {number}"), row
 
-    return RowSource(name, getattr(dataset, "_fingerprint", ""), read)
+    return RowSource(name, getattr(dataset, "_fingerprint", ""), read, folders=(str(Path(name).absolute()),))
 
 
 def _table_rows(table: Any) -> Iterator[dict[str, Any]]:
@@ -300,23 +303,33 @@ def _json_rows(flag: str, file: Path) -> Iterator[_Row]:
             if first:
                 break
     if first.startswith(b"["):
-        rows = _parse(file.read_bytes(), flag, file, "the file")
+        try:
+            rows = _parsed(file.read_bytes())
+        except RowError as error:
+            raise ExpertMeshError(f"{flag} {file}: the file {error}") from error
         yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
         return
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield f"line {number}", _parse(line, flag, file, f"line {number}")
+                try:
+                    yield f"line {number}", _parsed(line)
+                except RowError as error:
+                    yield f"line {number}", error
 
 
-def _parse(content: bytes, flag: str, file: Path, place: str) -> Any:
+def _parsed(content: bytes) -> Any:
+    """
+    Raises:
+        RowError: it is no JSON.
+    """
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ExpertMeshError(f"{flag} {file}: {place} is not UTF-8 text: {error}") from error
+        raise RowError(f"is not UTF-8 text: {error}") from error
     except (ValueError, RecursionError) as error:
         start = content[:80].decode("utf-8", errors="replace").strip()
-        raise ExpertMeshError(f"{flag} {file}: {place} is not valid JSON ({error}): {start}") from error
+        raise RowError(f"is not valid JSON ({error}): {start}") from error
 
 
 def _parquet_rows(flag: str, file: Path) -> Iterator[_Row]:
@@ -343,10 +356,10 @@ def _csv_rows(flag: str, file: Path) -> Iterator[_Row]:
                 if None in row or None in row.values():
                     cells = len(reader.fieldnames or []) + (len(row.get(None, [])) if None in row else 0)
                     cells -= sum(value is None for value in row.values())
-                    raise ExpertMeshError(
-                        f"{flag} {file}: line {reader.line_num} has {cells} cells, "
-                        f"the first line names {len(reader.fieldnames or [])} columns"
-                    )
+                    columns = len(reader.fieldnames or [])
+                    wrong = RowError(f"has {cells} cells, the first line names {columns} columns")
+                    yield f"line {reader.line_num}", wrong
+                    continue
                 yield f"line {reader.line_num}", row
     except (UnicodeDecodeError, csv.Error) as error:
         raise ExpertMeshError(f"{flag} {file}: cannot be read as CSV in UTF-8: {error}") from error

@@ -12,7 +12,9 @@ from typing import Any
 
 from ...moe.util.entry_checks import check_fields, check_value
 from .data_files import RowError
-from .pictures import COLUMNS, IMAGE, PARTS, Source, placed, source_of, sources_in
+from .image_files import Source
+from .pictures import COLUMNS, IMAGE, PARTS, PLACES, Mark, column_of_images, mark_of, placed, sources_in
+from .tool_results import in_order_of_calls
 
 # sharegpt's names of roles, and those that other data sets use in their place
 _ROLES = {
@@ -37,6 +39,8 @@ _ROLES = {
 }
 # roles whose content is a tool call, or several, as JSON: LLaMA-Factory's and ms-swift's
 _CALLERS = ("function_call", "tool_call")
+# what a turn of calls and the answer that it belongs to both have
+_JOINED = ("role", "content", "tool_calls")
 # keys of a message that hold what it thinks before it speaks: DeepSeek's and Qwen's, GPT-OSS', OpenRouter's
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # those that hold it in another form
@@ -59,9 +63,13 @@ _IS_PREFERENCE = (
 _ARGUMENTS = ("arguments", "parameters")
 # its other keys
 _ABOUT_A_CALL = ("type", "id", "index", "function", "name")
+TOOLS = ("tools", "functions", "tool_defs", "tools_json", "available_tools")
+"""Columns with the tools of a conversation: today's name, OpenAI's older one, verifiers', and others in use."""
+_LIKE_TOOLS = re.compile(r"tool|func|(^|_)apis?(_|$)", re.IGNORECASE)
 _MOST_WEIGHT = 1_000_000
 _OTHER_MEDIA = ("videos", "audios", "video", "audio")
 _MEDIA = (*COLUMNS, *_OTHER_MEDIA)
+_OBJECTS = ("<ref-object>", "<bbox>")
 _IMAGES = "\ue002images"
 """Of a message that is being read: what it says of its own images."""
 # columns with a part of a question or an answer, which some formats read
@@ -70,7 +78,8 @@ _PARTS = ("history", "input", "context", *_REASONING)
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns where they are not the usual ones; empty means: find out."""
+    """Names of columns where they are not the usual ones; empty means: find out. images: those in which images are
+    looked for."""
 
     prompt: str = ""
     response: str = ""
@@ -78,6 +87,7 @@ class Columns:
     text: str = ""
     system: str = ""
     weight: str = ""
+    images: tuple[str, ...] = COLUMNS
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,8 @@ class Conversation:
     weight of its loss, where that is another than 1.
 
     tools: what the template is told of them, if anything. arguments: what else it is told, by name. weight: of the
-    record, by which those of its messages are multiplied. images: in the order in which messages have IMAGE.
+    record, by which those of its messages are multiplied. images: in the order in which messages have IMAGE. told: what
+    a run says of such records, in words that follow their number.
     """
 
     messages: list[dict[str, Any]]
@@ -95,6 +106,7 @@ class Conversation:
     arguments: dict[str, Any] | None = None
     weight: float = 1.0
     images: Sequence[Source] = ()
+    told: Sequence[str] = ()
 
     @property
     def as_prompt_and_response(self) -> tuple[str, str] | None:
@@ -111,11 +123,12 @@ class Conversation:
 @dataclass(frozen=True)
 class PlainText:
     """Text without a chat template. prompt: what comes before it and has no loss; None where it is no answer. weight:
-    of its loss."""
+    of its loss. told: as a conversation's."""
 
     text: str
     prompt: str | None = None
     weight: float = 1.0
+    told: Sequence[str] = ()
 
 
 _Read = Callable[[Mapping[str, Any], Columns], Conversation | PlainText]
@@ -241,8 +254,10 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
             "into them, or name the columns to read with --prompt-column and --response-column"
         )
     said = data_format.read(row, columns)
-    if isinstance(said, PlainText) and not data_format.is_renamed:
-        _refuse_media(row, _MEDIA)
+    if isinstance(said, PlainText):
+        if not data_format.is_renamed:
+            _refuse_media(row, _MEDIA)
+        said = replace(said, told=_unread_tools(row, data_format.columns))
     return replace(said, weight=_weight_in(row, columns.weight)) if columns.weight else said
 
 
@@ -314,7 +329,7 @@ def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation |
     """trl's two forms of prompt and completion."""
     if holds_messages(row["prompt"], row["completion"]):
         return _prompt_and_completion(row, columns, "prompt", "completion")
-    named = (columns.system or "system", "tools", "functions", *_MEDIA)
+    named = (columns.system or "system", *TOOLS, *_MEDIA)
     beside = next((key for key in named if row.get(key)), None)
     if beside is not None:
         raise RowError(
@@ -506,6 +521,8 @@ def conversation(
     """
     if columns.system and columns.system not in row:
         raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
+    order, told = in_order_of_calls(messages)
+    messages, is_trained = [messages[at] for at in order], [is_trained[at] for at in order]
     name = columns.system or "system"
     system = text_in(row, name) if row.get(name) else ""
     if system and messages[0]["role"] != "system":
@@ -515,13 +532,47 @@ def conversation(
         raise RowError(f"has a system prompt in {name} and another in its first message; leave one out")
     _refuse_media(row, _OTHER_MEDIA)
     own = [source for message in messages for source in message.pop(_IMAGES, ())]
-    images = placed(messages, own, sources_in(row)) if own or any(row.get(column) for column in COLUMNS) else []
+    has_column = column_of_images(row, columns.images) is not None
+    images = placed(messages, own, sources_in(row, columns.images)) if own or has_column else []
+    _refuse_objects(row, messages)
     arguments = json_value(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
-    # functions is OpenAI's older name of tools
-    tools, functions = _tools(row.get("tools")), _tools(row.get("functions"))
-    if tools and functions and tools != functions:
-        raise RowError("has different tools and functions; leave one out")
-    return Conversation(messages, is_trained, tools or functions, arguments, images=images)
+    told += _unread_tools(row, (*TOOLS, *vars(columns).values()))
+    return Conversation(messages, is_trained, _tools_in(row), arguments, images=images, told=told)
+
+
+def _tools_in(row: Mapping[str, Any]) -> list[Any] | None:
+    found = {name: tools for name in TOOLS if (tools := _tools(row.get(name), name))}
+    for name, tools in found.items():
+        first = next(iter(found))
+        if tools != found[first]:
+            raise RowError(f"has different {first} and {name}; leave one out")
+    return next(iter(found.values()), None)
+
+
+def _unread_tools(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
+    """What is told of columns that are called like tools, hold a list or an object, and are not read."""
+    return [
+        f"have the column {name}, which looks like tools and is not read (those of a conversation are: {TOOLS[0]})"
+        for name, value in row.items()
+        if isinstance(name, str) and name not in read and _LIKE_TOOLS.search(name) and _is_structure(value)
+    ]
+
+
+def _is_structure(value: Any) -> bool:
+    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return isinstance(value, list | dict) and bool(value)
+
+
+def _refuse_objects(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ms-swift's marks of objects, whose names and boxes it writes in a form that depends on the model."""
+    tags = [tag for tag in _OBJECTS if any(tag in message["content"] for message in messages)]
+    if tags and row.get("objects"):
+        raise RowError(
+            f"has objects and {' and '.join(tags)} in its text, which would be learned as it stands; write the names "
+            "and boxes into the text as the model is to write them"
+        )
 
 
 def _refuse_media(said: Mapping[str, Any], keys: Sequence[str], place: str = "") -> None:
@@ -530,18 +581,18 @@ def _refuse_media(said: Mapping[str, Any], keys: Sequence[str], place: str = "")
     if media is not None:
         remedy = "it is not text or images: leave it out"
         if media in COLUMNS:
-            remedy = "images are read as parts of a message's content, or in a column beside messages or questions"
+            remedy = PLACES
         raise RowError(f"{place}has {media}; {remedy}")
 
 
-def _tools(tools: Any) -> list[Any] | None:
+def _tools(tools: Any, name: str) -> list[Any] | None:
     """A list of them, or the JSON text of one, as tables have it: each as templates take it, within `function`."""
-    found = json_value(tools, "tools", list, "a list")
+    found = json_value(tools, name, list, "a list")
     if found is None:
         return None
-    objects = [json_value(tool, "tools has an entry that", dict, "an object") for tool in found]
+    objects = [json_value(tool, f"{name} has an entry that", dict, "an object") for tool in found]
     if None in objects:
-        raise RowError(f"tools has an entry that is {found[objects.index(None)]!r:.80}, not an object")
+        raise RowError(f"{name} has an entry that is {found[objects.index(None)]!r:.80}, not an object")
     return [
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
         for tool in objects
@@ -573,14 +624,44 @@ def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool 
     for number, turn in enumerate(turns, start=1):
         place = f"{column}, message {number}"
         message, override = _read_message(turn, place), _override(turn, place)
-        # one that says more than its calls, such as reasoning of its own, is a message of its own
-        says_calls_alone = message.keys() == {"role", "content", "tool_calls"} and not message["content"]
-        if _continues_calls(turns, number - 1) and override == is_trained[-1] and says_calls_alone:
-            messages[-1]["tool_calls"] += message["tool_calls"]
+        if continues_answer(turns, number - 1) and not _is_next_step(messages[-1], message):
+            if override != is_trained[-1]:
+                raise RowError(
+                    f"{place}: is one answer with the message before it, which says otherwise whether, or with which "
+                    "weight, it is trained on; give both the same"
+                )
+            _add_calls(messages[-1], message, place)
             continue
         messages.append(message)
         is_trained.append(override)
     return messages, is_trained
+
+
+def continues_answer(turns: Sequence[Any], index: int) -> bool:
+    """Whether a turn is a call, or several, that belongs to the assistant's turn before it: ms-swift and sharegpt have
+    each of parallel calls, and the text before them, in a turn of its own."""
+    before, turn = (turns[at] if 0 <= at < len(turns) else None for at in (index - 1, index))
+    if not isinstance(before, dict) or not isinstance(turn, dict) or _role(turn) not in _CALLERS:
+        return False
+    role = _role(before)
+    return isinstance(role, str) and _ROLES.get(role) == "assistant"
+
+
+def _is_next_step(answer: Mapping[str, Any], calls: Mapping[str, Any]) -> bool:
+    """Whether a turn of calls is an answer of its own all the same: one that has a thought behind other calls, or text,
+    which templates write before calls."""
+    return bool(calls["content"] or (calls.get("reasoning_content") and answer.get("tool_calls")))
+
+
+def _add_calls(answer: dict[str, Any], calls: dict[str, Any], place: str) -> None:
+    """Make a turn of calls a part of the message before it."""
+    differing = next((key for key in calls if key in answer and key not in _JOINED and calls[key] != answer[key]), None)
+    if differing is not None:
+        raise RowError(
+            f"{place}: is one answer with the message before it, and both have {differing}; give it in one of them"
+        )
+    joined = [*answer.get("tool_calls", ()), *calls["tool_calls"]]
+    answer.update({key: value for key, value in calls.items() if key not in _JOINED} | {"tool_calls": joined})
 
 
 def _decoded(turn: Any, place: str) -> dict[str, Any]:
@@ -593,13 +674,6 @@ def _decoded(turn: Any, place: str) -> dict[str, Any]:
     )
     texts = [(key, kind, said) for key, kind, said in kinds if isinstance(turn.get(key), str)]
     return {**turn, **{key: json_value(turn[key], f"{place}: {key}", kind, said) for key, kind, said in texts}}
-
-
-def _continues_calls(turns: Sequence[Any], index: int) -> bool:
-    """Whether a turn is a call right after another one: ms-swift has each of parallel calls in a turn of its own."""
-    return index > 0 and all(
-        _role(turn) in _CALLERS and not turn.get("tool_calls") for turn in turns[index - 1 : index + 1]
-    )
 
 
 def _role(turn: Mapping[str, Any]) -> Any:
@@ -633,7 +707,10 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
         calls = [turn["function_call"]]
     said = _read_content(content, place)
     if role in _CALLERS and not calls and not said.calls:
-        said = _read_caller(said.text, f"{place}: {role}")
+        caller = _read_caller(said.text, f"{place}: {role}")
+        if said.reasoning and caller.reasoning:
+            raise RowError(f"{place} has reasoning inside and outside of its call; leave one out")
+        said = replace(caller, reasoning=said.reasoning or caller.reasoning)
     if said.calls and calls:
         raise RowError(f"{place} has tool calls inside and outside of its content; leave one out")
     reasoning = _reasoning(turn, place)
@@ -724,7 +801,7 @@ class _Content:
     text: str = ""
     reasoning: str = ""
     calls: tuple[dict[str, Any], ...] = ()
-    images: tuple[Source | None, ...] = ()
+    images: tuple[Mark, ...] = ()
 
 
 def _read_content(content: Any, place: str) -> _Content:
@@ -734,13 +811,13 @@ def _read_content(content: Any, place: str) -> _Content:
     if not isinstance(content, list | tuple):
         raise RowError(f"{place}: content is {content!r:.80}, not text")
     said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
-    images: list[Source | None] = []
+    images: list[Mark] = []
     for part in content:
         kind, value = "text", part
         if isinstance(part, dict):
             kind = part.get("type", "text")
             if kind in PARTS:
-                images.append(source_of(part, f"{place}: an image"))
+                images.append(mark_of(part, f"{place}: an image"))
                 said["text"].append(IMAGE)
                 continue
             # OpenAI's key and LLaMA-Factory's; a column of a Parquet file holds None for the one that is lacking

@@ -122,5 +122,9 @@ class _LabelledAnswers(RecordKind):
 
 
 LABELLED_ANSWERS = _LabelledAnswers(
-    "labelled", key="labelled", numbers={FIRST: "int32", PROMPT_HASH: "int64"}, flags=(DESIRABLE,)
+    "labelled",
+    key="labelled",
+    in_words="labelled answers (column label or kto_tag)",
+    numbers={FIRST: "int32", PROMPT_HASH: "int64"},
+    flags=(DESIRABLE,),
 )

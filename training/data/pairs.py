@@ -12,6 +12,7 @@ from .formats import (
     Columns,
     RowError,
     check_columns,
+    continues_answer,
     history_in,
     holds_messages,
     json_value,
@@ -22,6 +23,8 @@ from .formats import (
 from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
 
 Row = Mapping[str, Any]
+_OF_EITHER = ("is_cut", "is_dropped", "is_endless", "is_unexplained", "loses_call")
+"""Columns that are true of a pair where they are of one of its sides."""
 FIRST, FIRST_TARGETS = "first", "first_targets"
 """Columns: the tokens of a pair's chosen one, or the prompt's before a labelled answer; its targets."""
 
@@ -90,11 +93,19 @@ def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
 
 
 def ending_in_answer(row: Row, column: str) -> tuple[list[Any], list[Any]]:
-    """(the messages before the last one of a conversation, that one)."""
+    """(the messages before the last answer of a conversation, that answer: a message, or a text and its calls)."""
     messages = json_value(row[column], column, list, "a list of messages") or []
-    if len(messages) < 2:
+    begin = _begin_of_answer(messages, len(messages) - 1)
+    if begin < 1:
         raise RowError(f"{column} has no answer behind a prompt")
-    return messages[:-1], messages[-1:]
+    return messages[:begin], messages[begin:]
+
+
+def _begin_of_answer(messages: list[Any], index: int) -> int:
+    """Where the answer begins that a message is part of."""
+    while continues_answer(messages, index):
+        index -= 1
+    return index
 
 
 def _of_openai(row: Row) -> tuple[Any, Any, Any]:
@@ -112,6 +123,8 @@ def _without_prompt(row: Row) -> tuple[Any, Any, Any]:
         if isinstance(chosen, list):
             # an answer remains where one conversation is the beginning of the other
             number -= 1
+    if isinstance(chosen, list):
+        number = min(_begin_of_answer(messages, number) for messages in (chosen, rejected))
     asked = next((name for name in _QUESTIONS if row.get(name)), None)
     if isinstance(chosen, str) and asked is not None:
         raise RowError(f"has {asked} beside chosen and rejected, which are texts; if it is the prompt, call it prompt")
@@ -277,12 +290,14 @@ def paired(table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             "weights": [],
             "ends": sorted({*one["ends"], *other["ends"]}),
             "length": one["length"] + other["length"],
-            "num_targets": sum(targets) if all(targets) else 0,
+            "num_targets": sum(targets) if all(targets) and not (one["bad"] or other["bad"]) else 0,
             FIRST: one["length"],
             FIRST_TARGETS: one["num_targets"],
-            **{name: one[name] or other[name] for name in ("is_cut", "is_endless", "is_unexplained")},
+            **{name: one[name] + other[name] for name in ("full_length", "full_lengths", "lost")},
+            **{name: one[name] or other[name] for name in _OF_EITHER},
             # an empty answer that is rejected teaches nothing wrong
             "is_empty": one["is_empty"],
+            "bad": one["bad"] or other["bad"],
         }
         for name, column in columns.items():
             column.append(merged[name])
@@ -300,4 +315,11 @@ class _Pairs(RecordKind):
         return paired(table)
 
 
-PAIRS = _Pairs("pairs", "pair", sequences=2, key=True, numbers={FIRST: "int32", FIRST_TARGETS: "int32"})
+PAIRS = _Pairs(
+    "pairs",
+    "pair",
+    sequences=2,
+    key=True,
+    in_words="pairs of answers (columns chosen and rejected)",
+    numbers={FIRST: "int32", FIRST_TARGETS: "int32"},
+)

@@ -7,11 +7,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from .lengths import lines_of_lengths
 from .pictures import Picture
-from .samples import Origin, Sample, Samples
+from .samples import Noted, Origin, Sample, Samples, left_out
 from .sequences import DataOrder, Rows
+from .truncation import length_that_keeps
 
 _LONGEST_PATH = 40
+_MUCH = 0.05
+"""A loss of this share of the tokens is no note, but a warning."""
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 
 
@@ -34,6 +38,7 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
             console.print(_as_text(sample, tokenizer, marks=console.color_system is None))
         console.print()
     console.print(_counts(rows, order, max_seq_length), markup=False)
+    console.print("\n".join(["", *lines_of_lengths(rows.samples.origins, max_seq_length)]), markup=False)
 
 
 def _as_text(sample: Sample, tokenizer: Any, marks: bool) -> Text:
@@ -96,17 +101,34 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     facts = {
         f"{samples.kind.noun}s": f"{len(samples):,}"
         + ("" if rows.groups is None else f" in {_count(len(rows), 'sequence')}"),
-        "tokens": f"{tokens:,}; longest sample {int(samples.longest.max()):,}",
+        "tokens": f"{tokens:,}; longest sample {int(samples.longest.max()):,}{_before_cut(samples)}",
         **_image_counts(samples, tokens),
         "trained on": f"{targets:,} ({targets / tokens:.1%})",
         **(
             {"weighted": f"{_count(weighted, 'record')}: the loss is divided by the sum of weights"} if weighted else {}
         ),
-        "truncated": f"{cut:,} at {max_seq_length} tokens",
+        "truncated": f"{cut:,} at {max_seq_length} tokens" + _lost(samples.origins),
         f"{kind}": f"{tokens / positions:.1%} of all positions are tokens, the rest is padding",
         "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, entry)}",
     }
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
+
+
+def _before_cut(samples: Samples) -> str:
+    longest = max((origin.lengths[-1][0] for origin in samples.origins), default=0)
+    return f" ({longest:,} before truncation)" if longest > int(samples.longest.max()) else ""
+
+
+def _lost(origins: Sequence[Origin]) -> str:
+    """What data sets lose to --max-seq-length, in words; empty: nothing."""
+    lost, tokens = (sum(getattr(origin, name) for origin in origins) for name in ("lost", "tokens"))
+    return f": {lost:,} tokens of {tokens:,} ({lost / tokens:.1%}) are lost" if lost else ""
+
+
+def lost_in_words(origins: Sequence[Origin]) -> str:
+    """What data sets lose to --max-seq-length, behind what of them is trained on; empty: nothing."""
+    lost, tokens = (sum(getattr(origin, name) for origin in origins) for name in ("lost", "tokens"))
+    return f"; {lost / tokens:.1%} of all tokens are lost to --max-seq-length" if lost else ""
 
 
 def _image_counts(samples: Samples, tokens: int) -> dict[str, str]:
@@ -124,9 +146,14 @@ def describe_origin(origin: Origin) -> str:
     without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
     split = f"{_count(origin.split, 'row')} split into " if origin.split else ""
     parts = [f"{origin.format}{without}, {split}{_count(origin.rows, 'sample' if split else 'row')}"]
+    dropped = origin.dropped.number if origin.dropped else 0
     if origin.without_target:
         parts.append(f"{origin.without_target:,} left out without a trained token")
-    if origin.used < origin.rows - origin.without_target:
+    if dropped:
+        parts.append(f"{dropped:,} left out as too long")
+    if origin.bad:
+        parts.append(f"{len(origin.bad):,} left out as they cannot be used")
+    if origin.used < origin.rows - origin.without_target - dropped - len(origin.bad):
         parts.append(f"{origin.used:,} used because of its weight")
     if origin.weighted:
         parts.append(f"{origin.weighted:,} with weights of their own")
@@ -136,11 +163,16 @@ def describe_origin(origin: Origin) -> str:
 def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
     """What of a data set is perhaps not as it was meant, in lines."""
     said = [
-        f"{of.number:,} of {_count(origin.rows, 'sample' if origin.split else 'record')} {what}; the first: {of.first}"
+        f"{_of_records(of, origin)} {what}; the first: {of.first}"
         for of, what in (
             (
                 origin.too_long,
                 f"are left out, because their answers begin beyond --max-seq-length {max_seq_length}",
+            ),
+            (
+                origin.calls_cut,
+                f"lose an answer whose tool calls do not end within --max-seq-length {max_seq_length}: no part of a "
+                "call is trained on",
             ),
             (origin.untrained, "are left out, because they have no trained token"),
             (origin.empty, "have an empty answer, so the model learns to answer nothing"),
@@ -161,7 +193,28 @@ def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
             f"{_count(of.number, 'file')} in the directory {'is' if of.number == 1 else 'are'} not "
             f"read (name text files directly, and unpack compressed files); the first: {of.first}"
         )
-    return [f"warning: {origin.name}: {line}" for line in said]
+    notes = [f"{_of_records(of, origin)} {what}; the first: {of.first}" for what, of in origin.told]
+    lines = [f"warning: {origin.name}: {line}" for line in said] + [f"note: {origin.name}: {line}" for line in notes]
+    lost = [_of_lengths(origin, max_seq_length)] if origin.lost else []
+    return left_out(origin.name, origin.bad) + lost + lines
+
+
+def _of_lengths(origin: Origin, max_seq_length: int) -> str:
+    """What a data set loses to --max-seq-length, and what would do."""
+    cut, share = origin.cut + (origin.dropped.number if origin.dropped else 0), origin.lost / origin.tokens
+    most, nearly_all = (length_that_keeps(origin.lengths, share) for share in (0.95, 0.99))
+    is_corpus = origin.is_plain and origin.format == "text"
+    return (
+        f"{'warning' if share >= _MUCH else 'note'}: {origin.name}: {cut:,} of {_count(origin.rows, 'sample')} are "
+        f"{'left out at' if origin.dropped else 'truncated at'} --max-seq-length {max_seq_length}: {origin.lost:,} "
+        f"tokens of {origin.tokens:,} ({share:.1%}) are lost; the longest sample has {origin.lengths[-1][0]:,} tokens, "
+        f"{most:,} would keep 95 % of all tokens, {nearly_all:,} 99 %"
+        + ("; --truncation split keeps all" if is_corpus else "")
+    )
+
+
+def _of_records(noted: Noted, origin: Origin) -> str:
+    return f"{noted.number:,} of {_count(origin.rows, 'sample' if origin.split else 'record')}"
 
 
 def positions_in_batches(rows: Rows, order: DataOrder) -> int:

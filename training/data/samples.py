@@ -3,38 +3,62 @@ of `datasets`."""
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...checkpoints.files.kept import damage, record_kept, recorded_files, recorded_key
 from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.progress import CountedProgress
 from ...moe.util.versions import installed_version
-from .chat import Tokens, TrainOn, beginning, render, tokenize, trained_messages
-from .data_files import KINDS, DatasetSpec, PlacedRow, RowError, RowSource, SampleBy, open_rows, parse_datasets
+from .chat import TrainOn, render, tokenize, trained_messages
+from .data_files import (
+    KINDS,
+    DatasetSpec,
+    PlacedRow,
+    RowError,
+    RowPlace,
+    RowSource,
+    SampleBy,
+    open_rows,
+    parse_datasets,
+)
+from .encoding import encode_texts
 from .formats import Columns, Conversation, PlainText, registered_formats
+from .image_files import changed_images, identity, kept_file, kept_images, parts_of_record, record_of, samples_cache
 from .labels import DESIRABLE, LABELLED_ANSWERS, PROMPT_HASH
 from .pairs import FIRST, FIRST_TARGETS, PAIRS
-from .pictures import ImageProcessor, Picture, kept_file
-from .record_kinds import CONVERSATIONS, RECORD, RecordKind
+from .pictures import COLUMNS, MORE_COLUMNS, ImageProcessor, Picture, check_unread
+from .record_kinds import CONVERSATIONS, RECORD, RecordKind, Said
+from .truncation import Calls, Tokenized, Truncation, shortened, truncate
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 21
+_VERSION = 22
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _ROWS_WITH_IMAGES_A_WORKER = 100
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 SAMPLES_AT_ONCE = 1000
+_LONGEST = 10
+"""So many records are told of as the longest."""
+_BAD_TOLD = 10
+"""So many of those that cannot be used."""
+_OF_ROWS = ("place", "format", "is_plain", "told", "bad", "content")
+"""Columns of records that are read, which those of their tokens do not have."""
 _PLACE, _DELETE = "{}: tokenized samples cannot be", "delete that directory, and it is made again"
 
 
@@ -60,10 +84,11 @@ class DataOptions:
 
     columns: where they are not the usual ones. prompt_template: if not empty, a question is written into it in place
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
-    train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
-    set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
-    .txt. template_date: see `Written`. kind: what a record is. images: the processor; None: records with images
-    are refused. fetches: whether they are taken from the web.
+    train_on: which turns have a loss. max_seq_length: of longer samples, `truncation` says what is kept. hub_config,
+    split: of a hub data set. num_workers: processes that tokenise; None chooses by the number of records. sample_by:
+    what is a record of a .txt. template_date: see `Written`. kind: what a record is. images: the processor; None:
+    records with images are refused. fetches: whether they are taken from the web. skip_bad_records: so many that
+    cannot be used are left out.
     """
 
     max_seq_length: int
@@ -78,6 +103,8 @@ class DataOptions:
     kind: RecordKind = CONVERSATIONS
     images: ImageProcessor | None = None
     fetches: bool = False
+    truncation: Truncation = "right"
+    skip_bad_records: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +124,12 @@ class Origin:
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
     weighted: samples in which some losses have another weight than 1. split: records that `rows` were made of by
-    --split-turns; 0 without it. images_cut: those used that lost images to max_seq_length.
+    --split-turns, or by --truncation split; 0 where each is one sample. images_cut: those used that lost images to
+    max_seq_length. calls_cut: those that lost an answer, as one of its tool calls would have been cut. dropped: those
+    left out as too long. told: what reading says of some, in words that follow their number. lengths: of texts in
+    tokens, before any is cut, each with how many have it, in order. lost: tokens of those that are cut, or left out for
+    their length. untrained_tokens: those of samples without a trained one. bad: records that cannot be used, left out:
+    where each is, and why. longest: records, with their tokens and places.
     """
 
     name: str
@@ -116,7 +148,20 @@ class Origin:
     empty: Noted | None = None
     unexplained: Noted | None = None
     images_cut: Noted | None = None
+    calls_cut: Noted | None = None
+    dropped: Noted | None = None
     unread: Noted | None = None
+    told: Sequence[tuple[str, Noted]] = ()
+    lengths: Sequence[tuple[int, int]] = ()
+    lost: int = 0
+    untrained_tokens: int = 0
+    bad: Sequence[str] = ()
+    longest: Sequence[tuple[int, str]] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts, before any is cut."""
+        return sum(length * number for length, number in self.lengths)
 
 
 class Samples(Sequence[Sample]):
@@ -194,6 +239,11 @@ class Samples(Sequence[Sample]):
         return torch.tensor([tokens for own in self._image_tokens for tokens in own], dtype=torch.int64)
 
     @property
+    def num_images(self) -> int:
+        """How many images they have."""
+        return sum(map(len, self._image_tokens))
+
+    @property
     def most_image_tokens(self) -> int:
         """Those of the sample that has the most."""
         return max(map(sum, self._image_tokens), default=0)
@@ -203,7 +253,8 @@ class Samples(Sequence[Sample]):
         """Checksums of the files of all images, in the order of samples; None: the data were read as text alone."""
         if not self._sees_images:
             return None
-        return [each.partition(":")[0] for own in self.dataset["images"] for each in own]
+        rows = zip(self.dataset["images"], self.dataset["image_edges"], strict=True)
+        return [parts_of_record(each)[1] for own, edges in rows for each in own[: len(edges) // 2]]
 
     @property
     def _image_tokens(self) -> list[list[int]]:
@@ -411,48 +462,119 @@ def records_of(source: RowSource, flag: str, options: DataOptions) -> Iterator[d
     return _records(source, flag, options)
 
 
-def samples_in_memory(records: list[dict[str, Any]], flag: str, tokenizer: Any, options: DataOptions) -> Samples | None:
-    """Samples of some records, which are in no cache; None where there is nothing to learn."""
+def samples_in_memory(
+    records: list[dict[str, Any]], flag: str, tokenizer: Any, options: DataOptions
+) -> tuple[Samples | None, Sequence[str]]:
+    """Samples of some records, which are in no cache, None where there is nothing to learn; and which are left out, as
+    they cannot be used."""
     from datasets import Dataset
 
     rows = Dataset.from_list(records)
+    name = f"{len(rows):,} records from {rows[0]['place'].removeprefix(flag).strip()}"
+    _bad_ones(rows, rows, flag, name, options)
     tokenize_batch, size = _tokenize_batch(tokenizer, options), _batch_size(rows)
-    tables = [tokenize_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+    spans = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    tables = [tokenize_batch(rows[span.start : span.stop], list(span)) for span in spans]
     table = {name: [value for part in tables for value in part[name]] for name in tables[0]}
     tokens = Dataset.from_dict(table, features=_features(options))
-    name = f"{len(rows):,} records from {rows[0]['place'].removeprefix(flag).strip()}"
-    return _samples(rows, tokens, flag, name, options, ()) if any(table["num_targets"]) else None
+    bad = _bad_ones(rows, tokens, flag, name, options)
+    has_targets = any(table["num_targets"])
+    return _samples(rows, tokens, flag, name, options, ()) if has_targets else None, bad
+
+
+def _bad_ones(rows: Any, table: Any, flag: str, name: str, options: DataOptions) -> tuple[str, ...]:
+    """Where records stand that cannot be used, and why.
+
+    Args:
+        table: of the records, or of what became of them.
+
+    Raises:
+        ExpertMeshError: there are more than may be left out.
+    """
+    numbers = np.flatnonzero(table.data.column("bad").to_numpy() != "").tolist()
+    row_of = numbers if rows is table else [table[number]["row"] for number in numbers]
+    bad = [f"{rows[row]['place']}{table[number]['bad']}" for number, row in zip(numbers, row_of, strict=True)]
+    if len(bad) <= options.skip_bad_records:
+        return tuple(bad)
+    if len(bad) == 1:
+        raise ExpertMeshError(bad[0])
+    few = [each.removeprefix(f"{flag} {name}: ") for each in bad[:_BAD_TOLD]]
+    more = f", more than --skip-bad-records {options.skip_bad_records}" if options.skip_bad_records else ""
+    raise ExpertMeshError(
+        f"{flag} {name}: {len(bad):,} of {len(rows):,} records cannot be used{more}; the first {len(few)}: "
+        f"{'; '.join(few)}; mend them, or leave them out with --skip-bad-records {len(bad)}"
+    )
+
+
+def left_out(name: str, bad: Sequence[str]) -> list[str]:
+    """Lines that tell of records that cannot be used."""
+    lines = [f"warning: {name}: left out, as it cannot be used: {each}" for each in bad[:_BAD_TOLD]]
+    more = [f"warning: {name}: {len(bad):,} records are left out in all (--skip-bad-records)"]
+    return lines + (more if len(bad) > _BAD_TOLD else [])
 
 
 def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions, checks: bool) -> Samples:
     """One data set, without the samples that have nothing to learn."""
     from datasets import Dataset
 
-    rows_key, tokens_key = keys_of(source.version, options, tokenizer)
+    rows_key, tokens_key = keys_of(source.version, options, tokenizer, source.folders)
     try:
         for key in (rows_key, tokens_key) if checks else ():
             _check_kept(rows_key, key)
-        rows = Dataset.from_generator(
-            partial(_records, source, flag, options),
-            cache_dir=str(samples_cache()),
-            fingerprint=rows_key,
-        )
+        with _telling(f"reading {source.name}"):
+            rows = Dataset.from_generator(
+                partial(_records, source, flag, options),
+                cache_dir=str(samples_cache()),
+                fingerprint=rows_key,
+            )
         _record_kept(rows, rows_key)
-        tokens = rows.map(
+        _bad_ones(rows, rows, flag, source.name, options)
+        make_tokens = partial(
+            rows.map,
             _tokenize_batch(tokenizer, options),
+            with_indices=True,
             batched=True,
             batch_size=_batch_size(rows),
             remove_columns=rows.column_names,
             features=_features(options),
             num_proc=_workers(len(rows), options),
             new_fingerprint=tokens_key,
-            desc=f"tokenizing {source.name}",
         )
+        with _telling(f"tokenizing {source.name}", len(rows)):
+            tokens = make_tokens()
+            if checks and options.images is not None and _has_other_images(tokens, tokens_key, options.fetches):
+                _record_file(tokens, tokens_key).unlink(missing_ok=True)
+                tokens = make_tokens(load_from_cache_file=False)
         _record_kept(tokens, tokens_key)
         _check_columns(tokens, _features(options))
+        _bad_ones(rows, tokens, flag, source.name, options)
         return _samples(rows, tokens, flag, source.name, options, source.unread)
     except Exception as error:
         raise _own_error(error) from None
+
+
+@contextmanager
+def _telling(what: str, total: int = 0) -> Iterator[None]:
+    """Say how far `datasets` is, in place of its own bars: these come at once, and are redrawn in files, too.
+
+    Args:
+        total: of records, where `datasets` knows it.
+    """
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
+
+    def update(bar: Any, number: int = 1) -> None:
+        if (bar.total or 0) == total:  # others count files
+            progress.add(number)
+
+    is_shown = not are_progress_bars_disabled()
+    progress = CountedProgress(what, total, "records", is_shown)
+    with progress, mock.patch.object(tqdm, "update", update):
+        disable_progress_bars()
+        try:
+            yield
+        finally:
+            if is_shown:
+                enable_progress_bars()
 
 
 def _check_kept(rows_key: str, key: str) -> None:
@@ -468,13 +590,37 @@ def _check_kept(rows_key: str, key: str) -> None:
             raise ExpertMeshError(f"{_PLACE.format(samples_cache())} read there: {found}; {_DELETE}")
 
 
+def _has_other_images(tokens: Any, key: str, reads: bool) -> bool:
+    """Whether images have changed since samples in the cache were made.
+
+    Args:
+        reads: whether their checksums are compared, too, unless the samples have just been made.
+
+    Raises:
+        ExpertMeshError: one that is kept in the cache is not there any more.
+    """
+    if not tokens.cache_files:
+        return False
+    reads = reads and _record_file(tokens, key).exists()
+    lists = tokens.data.column("images").chunks
+    others = changed_images({each for chunk in lists for each in chunk.flatten().unique().to_pylist()}, reads)
+    if lost := next((path for path in others if Path(path).parent == kept_images() and not identity(path)), None):
+        raise ExpertMeshError(f"{_PLACE.format(samples_cache())} used: the image {lost} is missing; {_DELETE}")
+    return bool(others)
+
+
+def _record_file(dataset: Any, key: str) -> Path:
+    """Where the checksums of a data set in the cache are."""
+    return Path(dataset.cache_files[0]["filename"]).with_name(f"{key}.json")
+
+
 def _record_kept(dataset: Any, key: str) -> None:
     """Write checksums beside new files of a data set in the cache."""
     import datasets
 
     files = [Path(file["filename"]) for file in dataset.cache_files]
     # no rows: who looks at the columns tells of it
-    if files and not (record := files[0].with_name(f"{key}.json")).exists():
+    if files and not (record := _record_file(dataset, key)).exists():
         files.append(record.with_name(datasets.config.DATASET_INFO_FILENAME))
         record_kept(record, key, files, writer=str(os.getpid()))
 
@@ -494,17 +640,20 @@ def _features(options: DataOptions) -> Any:
     from datasets import Features, Value
     from datasets.features import List
 
-    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32"}
+    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32", "weights": "float32", "full_lengths": "int64"}
     if options.images is not None:
         kinds |= {"images": "string", "image_edges": "int32"}
+    texts: Any = {"bad": Value("string")}
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
-    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty", "is_unexplained")}
+    numbers |= {name: Value("int64") for name in ("full_length", "lost", "row")}
+    flags: Any = {name: Value("bool") for name in ("is_endless", "is_empty", "is_unexplained")}
+    flags |= {name: Value("bool") for name in ("is_cut", "is_dropped", "loses_call")}
     if options.images is not None:
         flags["loses_images"] = Value("bool")
     numbers |= {name: Value(kind) for name, kind in options.kind.numbers.items()}
     flags |= {name: Value("bool") for name in options.kind.flags}
-    return Features(lists | numbers | flags)
+    return Features(texts | lists | numbers | flags)
 
 
 def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions, unread: Sequence[Path]) -> Samples:
@@ -513,54 +662,98 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
     Args:
         rows, tokens: what `_records` gave, and what became of it.
     """
-    targets, is_cut, is_empty = (_column(tokens, name) for name in ("num_targets", "is_cut", "is_empty"))
-    learnable = targets.nonzero().flatten().tolist()
+    targets, is_cut, is_dropped = (_column(tokens, name) for name in ("num_targets", "is_cut", "is_dropped"))
+    learnable, bad = targets.nonzero().flatten().tolist(), _bad_ones(rows, tokens, flag, name, options)
+    is_bad = torch.from_numpy(tokens.data.column("bad").to_numpy() != "")
+    if not learnable and bad:
+        raise ExpertMeshError(f"{bad[0]}; nor has any other record a trained token")
     if not learnable:
         raise ExpertMeshError(
             f"{flag} {name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
         )
+    row_of, full_length = _column(tokens, "row"), _column(tokens, "full_length")
 
-    def noted(which: Tensor) -> Noted | None:
-        found = which.nonzero().flatten().tolist()
-        return Noted(len(found), rows[found[0]]["place"]) if found else None
+    def place(number: int) -> str:
+        found: str = rows[int(row_of[number])]["place"]
+        return found
 
+    def noted(which: Tensor, more: str = "") -> Noted | None:
+        found = (which if not more else which & (_column(tokens, more) == 1)).nonzero().flatten().tolist()
+        return Noted(len(found), place(found[0])) if found else None
+
+    is_learned, is_split = targets > 0, len(tokens) > len(rows)
+    is_long = (is_cut | is_dropped) == 1
+    one = rows[int(row_of[learnable[0]])]
     ends = {end for chunk in tokens.data.column("ends").chunks for end in chunk.flatten().unique().to_pylist()}
     origin = Origin(
         name,
-        rows[0]["format"],
-        is_plain=bool(options.prompt_template) or rows[0]["is_plain"],
-        rows=len(rows),
-        without_target=len(rows) - len(learnable),
+        one["format"],
+        is_plain=bool(options.prompt_template) or one["is_plain"],
+        rows=len(tokens),
+        without_target=int((~is_learned & (is_dropped == 0) & ~is_bad).sum()),
         cut=int(is_cut.sum()),
         endless=int((_column(tokens, "is_endless")[learnable]).sum()),
         used=len(learnable),
         ends=tuple(sorted(ends)),
         weighted=sum(bool(n) for chunk in tokens.data.column("weights").chunks for n in chunk.value_lengths().tolist()),
-        split=len({*rows[RECORD]}) if RECORD in rows.column_names else 0,
-        too_long=noted((targets == 0) & (is_cut == 1)),
-        untrained=noted((targets == 0) & (is_cut == 0)),
-        empty=noted((targets > 0) & (is_empty == 1)),
-        unexplained=noted((targets > 0) & (_column(tokens, "is_unexplained") == 1)),
-        images_cut=None if options.images is None else noted((targets > 0) & (_column(tokens, "loses_images") == 1)),
+        split=len(rows) if is_split else len({*rows[RECORD]}) if RECORD in rows.column_names else 0,
+        too_long=noted(~is_learned & (is_cut == 1)),
+        dropped=noted(is_dropped == 1),
+        untrained=noted(~is_learned & (is_cut == 0) & (is_dropped == 0) & ~is_bad),
+        empty=noted(is_learned, "is_empty"),
+        unexplained=noted(is_learned, "is_unexplained"),
+        images_cut=None if options.images is None else noted(is_learned, "loses_images"),
+        calls_cut=noted(is_learned | (is_cut == 1), "loses_call"),
         unread=Noted(len(unread), str(unread[0])) if unread else None,
+        told=_told(rows),
+        bad=bad,
+        lengths=_lengths(tokens),
+        # what is left out for its length is lost completely
+        lost=int(torch.where(is_learned, _column(tokens, "lost"), full_length)[is_long].sum()),
+        untrained_tokens=int(full_length[~is_learned & ~is_long].sum()),
+        longest=tuple(
+            (int(full_length[at]), place(at))
+            for at in full_length.sort(descending=True, stable=True).indices[:_LONGEST].tolist()
+            if full_length[at]
+        ),
     )
     kept = tokens if len(learnable) == len(tokens) else tokens.select(learnable)
     return _SAMPLES.get(options.kind.name, Samples)(kept, [origin])
 
 
-def keys_of(version: str, options: DataOptions, tokenizer: Any) -> tuple[str, str]:
+def _lengths(tokens: Any) -> tuple[tuple[int, int], ...]:
+    """Each length of texts in tokens, before any is cut, with how many have it, in order."""
+    values = [chunk.flatten().to_numpy() for chunk in tokens.data.column("full_lengths").chunks]
+    lengths, numbers = torch.from_numpy(np.concatenate(values)).unique(return_counts=True)
+    return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
+
+
+def _told(rows: Any) -> list[tuple[str, Noted]]:
+    """What reading says of records, each with how many and where the first one is."""
+    found: dict[str, list[int]] = {}
+    column = rows.with_format("arrow")["told"][:]
+    for counted in column.value_counts().to_pylist():
+        first = column.index(counted["values"]).as_py()
+        for said in filter(None, counted["values"].split("\n")):
+            found.setdefault(said, []).extend([counted["counts"], first])
+    return [(said, Noted(sum(of[::2]), rows[min(of[1::2])]["place"])) for said, of in found.items()]
+
+
+def keys_of(version: str, options: DataOptions, tokenizer: Any, folders: Sequence[str] = ()) -> tuple[str, str]:
     """(of a source's records as they are read, of their tokens).
 
     Args:
-        version: of the source (see `RowSource`).
+        version, folders: of the source (see `RowSource`); the folders are those in which images are looked for.
     """
     of_images = [] if options.images is None else [options.images.facts]
-    sees = ["images" for _ in of_images]
-    rows_key = _fingerprint(version, asdict(options.columns), options.kind.key, *registered_formats(), *sees)
+    sees = [["images", *folders] for _ in of_images]
+    columns = {name: value for name, value in asdict(options.columns).items() if name != "images"}
+    rows_key = _fingerprint(version, columns, options.kind.key, *registered_formats(), *sees)
     # which part of the source it is, is in its version
     settings = {**asdict(replace(options, images=None)), "num_workers": None, "hub_config": None, "split": None}
+    settings["columns"] = columns
     # in the form, and the order, in which caches of earlier releases have it
-    for name in ("kind", "images", "fetches"):
+    for name in ("kind", "images", "fetches", "skip_bad_records"):
         del settings[name]
     settings |= {name: name == options.kind.name for name in ("pairs", "labelled", "split_turns")}
     of_tokenizer = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
@@ -618,35 +811,93 @@ def _workers(num_rows: int, options: DataOptions) -> int | None:
 def _records(source: RowSource, flag: str, options: DataOptions) -> Iterator[dict[str, Any]]:
     """Entries of records in a form that no schema can spoil: their place, their format, and what they say, as JSON: a
     list of one, or of the two of a pair."""
-    found: Any = None
-    columns, kind = options.columns, options.kind
-    is_plain: bool | None = None
+    reading, number = _Reading(options), -1
     for number, (place, row) in enumerate(_read(source, flag)):
         try:
-            if found is None:
-                found = kind.find_format(row, columns)
-            entries = kind.read(row, found, columns, options.train_on)
-            said = [each for together, _ in entries for each in together]
-            is_plain = isinstance(said[0], PlainText) if is_plain is None else is_plain
-            if any(is_plain != isinstance(each, PlainText) for each in said):
-                here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
-                raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
-            contents = [
-                json.dumps([vars(_with_files(each, place.folder, options)) for each in together])
-                for together, _ in entries
-            ]
-        except (RowError, TypeError) as error:
-            raise ExpertMeshError(f"{place} {error}") from error
-        except RecursionError as error:
-            raise ExpertMeshError(f"{place} is nested too deeply") from error
-        # JSON can write half of a surrogate pair, which is no character and has no token
-        if any(_SURROGATE.search(content) and not _is_text(json.loads(content)) for content in contents):
-            raise ExpertMeshError(f"{place} has a lone surrogate, so its text was cut or damaged")
-        for (_, more), content in zip(entries, contents, strict=True):
-            more = {RECORD: number, **more} if RECORD in kind.numbers else more
-            yield {"place": place, "format": found.name, "is_plain": is_plain, **more, "content": content}
-    if found is None:
+            entries = list(reading.entries(place, row))
+        except RowError as error:
+            is_unknown = reading.format is None and not (options.skip_bad_records or isinstance(row, RowError))
+            # nothing is known of how the others are written; or what is wrong with an image may be mended beside the
+            # data, so that the cache must not keep it
+            if is_unknown or options.images is not None:
+                raise ExpertMeshError(f"{place} {error}") from error
+            nothing = json.dumps([vars(PlainText(""))] * options.kind.sequences)
+            entries = [_BAD | options.kind.blank | {"bad": f" {error}", "content": nothing}]
+        for entry in entries:
+            yield {"place": place, **({RECORD: number} if RECORD in options.kind.numbers else {}), **entry}
+    if number < 0:
         raise ExpertMeshError(f"{flag} {source.name}: has no records")
+
+
+_BAD = {"format": "", "is_plain": True, "told": ""}
+"""Of a record that cannot be used."""
+
+
+class _Reading:
+    """What records say, as their columns have it, one after the other.
+
+    Attributes:
+        format: of the records; None before there is one that has any.
+    """
+
+    def __init__(self, options: DataOptions):
+        self.options = options
+        self.format: Any = None
+        self.is_plain: bool | None = None
+
+    def entries(self, place: RowPlace, row: Any) -> Iterator[dict[str, Any]]:
+        """The entries of a record.
+
+        Raises:
+            RowError: it cannot be used.
+        """
+        kind, columns = self.options.kind, _columns_read(self.options)
+        if isinstance(row, RowError):
+            raise row
+        try:
+            known = self.format or kind.find_format(row, columns)
+            self.format = known
+            read = kind.read(row, known, columns, self.options.train_on)
+            if self.options.images is not None:
+                _check_images(row, [each for together, _ in read for each in together], columns)
+            for together, more in read:
+                yield {"format": known.name, "bad": "", **self._written(place, together), **more}
+        except TypeError as error:
+            raise RowError(str(error)) from error
+        except OSError as error:  # of what a record names; what is written tells by itself what is wrong
+            raise RowError(f"names what cannot be read: {error}") from error
+        except RecursionError as error:
+            raise RowError("is nested too deeply") from error
+
+    def _written(self, place: RowPlace, together: Sequence[Said]) -> dict[str, Any]:
+        """What is said in one entry, as JSON."""
+        is_plain = isinstance(together[0], PlainText) if self.is_plain is None else self.is_plain
+        if any(is_plain != isinstance(each, PlainText) for each in together):
+            here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
+            raise RowError(f"has {here}, but the records before it have {before}; put them into separate files")
+        said = [replace(_with_files(each, place.folder, self.options), told=()) for each in together]
+        content = json.dumps(list(map(vars, said)))
+        # JSON can write half of a surrogate pair, which is no character and has no token
+        if _SURROGATE.search(content) and not _is_text(json.loads(content)):
+            raise RowError("has a lone surrogate, so its text was cut or damaged")
+        self.is_plain = is_plain
+        told = dict.fromkeys(itertools.chain(*(each.told for each in together)))
+        return {"is_plain": is_plain, "told": "\n".join(told), "content": content}
+
+
+def _columns_read(options: DataOptions) -> Columns:
+    """Also those in which images are looked for where they are trained on."""
+    return options.columns if options.images is None else replace(options.columns, images=(*COLUMNS, *MORE_COLUMNS))
+
+
+def _check_images(row: Any, said: Sequence[Conversation | PlainText], columns: Columns) -> None:
+    """
+    Raises:
+        RowError: a record seems to have images, and they were not read.
+    """
+    talks = [each for each in said if isinstance(each, Conversation)]
+    texts = (message["content"] for each in talks for message in each.messages)
+    check_unread(row, texts, sum(len(each.images) for each in talks), columns.images, [*vars(columns).values()])
 
 
 def _with_files(said: Conversation | PlainText, folder: Path, options: DataOptions) -> Conversation | PlainText:
@@ -655,8 +906,7 @@ def _with_files(said: Conversation | PlainText, folder: Path, options: DataOptio
         return said
     if options.images is None:
         raise RowError("has images; give --images to train on them, or leave them out")
-    kept = samples_cache() / "images"
-    return replace(said, images=[kept_file(each, folder, kept, options.fetches) for each in said.images])
+    return replace(said, images=[kept_file(each, folder, options.fetches) for each in said.images])
 
 
 def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
@@ -675,53 +925,78 @@ def _is_text(value: Any) -> bool:
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
-def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+_NOTHING = Tokenized((), ())
+
+
+def _tokenize_batch(
+    tokenizer: Any, options: DataOptions
+) -> Callable[[dict[str, list[Any]], list[int]], dict[str, list[Any]]]:
+    """What makes a table of samples of some records, given with their numbers."""
     ends = _special_ids(tokenizer)
 
-    def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        results: list[Tokens | None] = []
-        rendered, is_empty, is_unexplained, of_records, images = [], [], [], [], []
+    def bad_for(place: str, error: ValueError) -> str:
+        if options.images is not None:  # see `_records`
+            raise ExpertMeshError(f"{place}: {error}") from error
+        return f": {error}"
+
+    def tokenize_batch(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        results: list[Tokenized | None] = []
+        rendered, flags, of_records, images = [], [], [], []
         contents = list(map(json.loads, batch["content"]))
-        records = zip(batch["place"], batch["is_plain"], contents, strict=True)
-        for place, is_plain, said in ((place, is_plain, said) for place, is_plain, both in records for said in both):
-            is_empty.append(_says_nothing(is_plain, said, options))
-            is_unexplained.append(False)
-            of_records.append(said["weight"])
-            images.append((place, said.get("images", ())))
+        records = zip(batch["place"], batch["bad"], batch["is_plain"], contents, strict=True)
+        for place, bad, is_plain, said in (
+            (place, bad, is_plain, said) for place, bad, is_plain, both in records for said in both
+        ):
+            flags.append({"is_empty": False, "is_unexplained": False, "bad": bad})
+            of_records.append((place, said["weight"]))
+            images.append(said.get("images", ()))
+            results.append(_NOTHING)
+            if bad:
+                continue
+            flags[-1]["is_empty"] = _says_nothing(is_plain, said, options)
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
-                    results.append(_in_prompt_template(tokenizer, is_plain, said, options))
+                    text = _in_prompt_template(tokenizer, is_plain, said, options)
+                    results[-1] = shortened(text, options.truncation, options.max_seq_length)
                 elif is_plain:
-                    results.append(_plain_tokens(tokenizer, PlainText(**said), options))
+                    text = _plain_tokens(tokenizer, PlainText(**said), options)
+                    results[-1] = shortened(text, options.truncation, options.max_seq_length)
                 else:
-                    results.append(None)
-                    rendered.append(render(tokenizer, Conversation(**said), options.train_on, options.template_date))
-                    is_unexplained[-1] = rendered[-1].is_unexplained
+                    found = render(tokenizer, Conversation(**said), options.train_on, options.template_date)
+                    flags[-1]["is_unexplained"] = found.is_unexplained
                     if options.images is not None:
-                        options.images.check(rendered[-1].text, len(said["images"]))
+                        options.images.check(found.text, len(said["images"]))
+                    results[-1] = None
+                    rendered.append(found)
             except ValueError as error:
-                raise ExpertMeshError(f"{place}: {error}") from error
-        templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
-        found = [_weighed(result or next(templated), w) for result, w in zip(results, of_records, strict=True)]
-        if options.images is None:
-            table = _table(found, [options.max_seq_length] * len(found), ends)
-        else:
-            table = _table_with_images(found, images, options.images, options.max_seq_length, ends)
-        table["is_empty"], table["is_unexplained"] = is_empty, is_unexplained
-        further = {name: batch[name] for name in batch if name not in ("place", "format", "is_plain", "content")}
-        return options.kind.tabulated(table | further, contents)
+                flags[-1]["bad"] = bad_for(place, error)
+        templated = tokenize(tokenizer, rendered)
+        lines: list[list[dict[str, Any]]] = []
+        for result, (place, weight), paths, of_text in zip(results, of_records, images, flags, strict=True):
+            text = _weighed(next(templated) if result is None else result, weight)
+            try:
+                found_lines = _lines(text, paths, options, ends)
+            except ValueError as error:
+                of_text["bad"], found_lines = bad_for(place, error), _lines(_NOTHING, (), options, ends)
+            lines.append([line | of_text for line in found_lines])
+        table = {name: [line[name] for of_text in lines for line in of_text] for name in lines[0][0]}
+        further: dict[str, list[Any]] = {name: batch[name] for name in batch if name not in _OF_ROWS} | {"row": numbers}
+        if options.truncation == "split":  # each piece of a text is an entry
+            numbers = [at for at, of_text in enumerate(lines) for _ in of_text]
+            further = {name: [values[at] for at in numbers] for name, values in further.items()}
+        row = further.pop("row")
+        return options.kind.tabulated(table | further, contents) | {"row": row}
 
     return tokenize_batch
 
 
-def _weighed(found: Tokens, of_record: float) -> Tokens:
+def _weighed(text: Tokenized, of_record: float) -> Tokenized:
     """With the record's weight."""
-    tokens, is_trained, ends, weights = found
     if of_record == 0:
-        return tokens, [False] * len(tokens), ends, []
-    return (
-        found if of_record == 1 else (tokens, is_trained, ends, [of_record * w for w in weights or [1.0] * len(tokens)])
-    )
+        return replace(text, is_trained=[False] * len(text.tokens), weights=(), calls=())
+    if of_record == 1:
+        return text
+    return replace(text, weights=[of_record * w for w in text.weights or [1.0] * len(text.tokens)])
 
 
 def _says_nothing(is_plain: bool, said: dict[str, Any], options: DataOptions) -> bool:
@@ -746,35 +1021,36 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return (added | set(tokenizer.all_special_ids)) - begins
 
 
-def _plain_tokens(tokenizer: Any, said: PlainText, options: DataOptions) -> Tokens:
+def _plain_tokens(tokenizer: Any, said: PlainText, options: DataOptions) -> Tokenized:
     """Text as it stands, between the special tokens that the tokenizer puts around it, and one that ends it.
 
     Of a prompt and a completion, which are one text, the completion alone is trained on, as in trl.
     """
     prompt = said.prompt or ""
-    tokens, ends = _encode(tokenizer, beginning(tokenizer, prompt + said.text, options.max_seq_length))
+    tokens, ends = _encode(tokenizer, prompt + said.text)
     tokens = _with_end(tokenizer, tokens)
     trains_all = options.train_on == "all" or said.prompt is None
     # a token belongs where its last character does, and those behind the text to its end
     inside = [trains_all or end > len(prompt) for end in ends]
-    return tokens, inside + [True] * (len(tokens) - len(inside)), _eos(tokenizer), []
+    return Tokenized(tokens, inside + [True] * (len(tokens) - len(inside)), _eos(tokenizer))
 
 
-def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], options: DataOptions) -> Tokens:
+def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], options: DataOptions) -> Tokenized:
     """A question in the template and its answer, each trained on as its message or else --train-on says."""
     is_trained: list[bool | float | None] = [None, None] if is_plain else said["is_trained"]
     pair = (said["prompt"], said["text"]) if is_plain else Conversation(**said).as_prompt_and_response
     if pair is None:
         beside = ": it has tools, which need a chat template" if said["tools"] else ""
         raise ValueError(f"--prompt-template takes one prompt and its response; this record has more{beside}")
-    question, answer = (beginning(tokenizer, text, options.max_seq_length) for text in pair)
+    question, answer = pair
     prompt = prompt_tokens(tokenizer, options.prompt_template, question)
-    response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    (encoded,) = encode_texts(tokenizer, [answer])
+    response = _with_end(tokenizer, list(encoded.tokens))
     on_prompt = is_trained[0] if is_trained[0] is not None else options.train_on == "all"
     inside = [bool(on_prompt)] * len(prompt) + [is_trained[1] is not False] * len(response)
     of_prompt, of_response = ([own if type(own) is float else 1.0] for own in is_trained)
     weights = of_prompt * len(prompt) + of_response * len(response) if of_prompt + of_response != [1.0, 1.0] else []
-    return prompt + response, inside, _eos(tokenizer), weights
+    return Tokenized(prompt + response, inside, _eos(tokenizer), weights)
 
 
 def prompt_tokens(tokenizer: Any, template: str, prompt: str) -> list[int]:
@@ -786,10 +1062,10 @@ def prompt_tokens(tokenizer: Any, template: str, prompt: str) -> list[int]:
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """Tokens of a text, with the special ones that the tokenizer adds, and where in the text each ends: those that are
     added behind it do so beyond its end. A text that begins with BOS or ends with EOS gets no second one."""
-    encoded = tokenizer(text, return_offsets_mapping=True)
-    tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    own = [at for at, (begin, end) in enumerate(offsets) if begin < end] or [len(tokens)]
-    ends = [end if at <= own[-1] else len(text) + 1 for at, (_, end) in enumerate(offsets)]
+    (encoded,) = encode_texts(tokenizer, [text], special=True)
+    tokens = list(encoded.tokens)
+    own = [at for at, (begin, end) in enumerate(zip(*encoded[1:], strict=True)) if begin < end] or [len(tokens)]
+    ends = [end if at <= own[-1] else len(text) + 1 for at, end in enumerate(encoded.ends)]
     first = 1 if own[0] == 1 and tokens[:2] == [tokenizer.bos_token_id] * 2 else 0
     last = -1 if own[-1] == len(tokens) - 2 and tokens[-2:] == [tokenizer.eos_token_id] * 2 else None
     return tokens[first:last], ends[first:last]
@@ -809,85 +1085,93 @@ def _images_of(row: Mapping[str, Any]) -> tuple[Picture, ...]:
     if "images" not in row:
         return ()
     edges = row["image_edges"]
-    spans = zip(row["images"], edges[::2], edges[1::2], strict=True)
-    found = ((*each.partition(":"), begin, end) for each, begin, end in spans)
-    return tuple(Picture(path, digest, begin, end) for digest, _, path, begin, end in found)
+    # behind those that are in the sample there may be one that was cut off
+    spans = zip(row["images"], edges[::2], edges[1::2], strict=False)
+    return tuple(Picture(*parts_of_record(each)[:2], begin, end) for each, begin, end in spans)
 
 
-def _table_with_images(
-    results: list[Tokens],
-    images: list[tuple[str, list[str]]],
-    processor: ImageProcessor,
-    max_length: int,
-    ends: set[int],
-) -> dict[str, list[Any]]:
-    """A table of samples in which images have their tokens. One that would be cut is dropped, with what follows it.
+def _lines(text: Tokenized, paths: Sequence[str], options: DataOptions, ends: set[int]) -> list[dict[str, Any]]:
+    """The samples of a text, each a line of the table: one, or the pieces that it is split into. A text that is dropped
+    leaves one without tokens.
 
     Args:
-        images: of each sample: where its record stands, and the files.
+        paths: of its images. One that would be cut is dropped, with what follows it.
+        ends: tokens that can end an answer.
+
+    Raises:
+        ValueError: it is too long, or has other images than places for them.
     """
-    expanded, limits, kept, loses = [], [], [], []
-    for result, (place, paths) in zip(results, images, strict=True):
-        try:
-            tokens, pictures = _with_tokens_of_images(result, paths, processor, max_length)
-        except ValueError as error:
-            raise ExpertMeshError(f"{place}: {error}") from error
-        inside = [each for each in pictures if each.end <= max_length]
-        expanded.append(tokens)
-        limits.append(min([max_length, *(each.begin for each in pictures[len(inside) :])]))
-        kept.append(inside)
-        loses.append(len(inside) < len(paths))
-    table = _table(expanded, limits, ends)
-    table["images"] = [[f"{each.digest}:{each.path}" for each in own] for own in kept]
-    table["image_edges"] = [[edge for each in own for edge in (each.begin, each.end)] for own in kept]
-    table["loses_images"] = loses
-    return table
+    pictures: list[Picture] = []
+    records: list[str] = []
+    if options.images is not None:
+        text, pictures, records = _with_tokens_of_images(text, paths, options.images)
+    limit = next((each.begin for each in pictures if each.begin < options.max_seq_length < each.end), None)
+    lines: list[dict[str, Any]] = []
+    kept = truncate(text, options.truncation, options.max_seq_length, limit)
+    lost = text.length - (kept.parts[-1][1] - kept.parts[0][0] if kept.parts else 0)
+    for begin, end in kept.parts or [(0, 0)]:
+        part, is_first, is_last = text.part(begin, end), not lines, not kept.parts or end == kept.parts[-1][1]
+        taught = {token for token, inside in zip(part.tokens[1:], part.is_trained[1:], strict=True) if inside}
+        line = {
+            "tokens": part.tokens,
+            "is_trained": part.is_trained,
+            "weights": part.weights,
+            "ends": sorted(taught & {*text.ends}),
+            "length": len(part.tokens),
+            # nothing comes before the first token, so nothing can predict it
+            "num_targets": sum(part.is_trained[1:]),
+            "full_length": text.length if is_first else 0,
+            "full_lengths": [text.length] if is_first and text.length else [],
+            "lost": lost if is_first else 0,
+            "is_cut": bool(kept.parts) and lost > 0,
+            "is_dropped": not kept.parts,
+            "is_endless": is_last and not lost and not taught & ends,
+            "loses_call": kept.loses_call,
+        }
+        if options.images is not None:
+            inside = [each for each in pictures if each.end <= end]
+            line["images"] = records
+            line["image_edges"] = [edge for each in inside for edge in (each.begin, each.end)]
+            line["loses_images"] = bool(kept.parts) and len(inside) < len(paths)
+        lines.append(line)
+    return lines
 
 
 def _with_tokens_of_images(
-    found: Tokens, paths: Sequence[str], processor: ImageProcessor, max_length: int
-) -> tuple[Tokens, list[Picture]]:
-    """The tokens that stand for each image in place of the one that a template writes, and where they are. None of them
-    is trained on. Images behind `max_length` are not looked at."""
-    tokens, is_trained, ends, weights = found
-    places = [at for at, token in enumerate(tokens) if token == processor.token]
+    text: Tokenized, paths: Sequence[str], processor: ImageProcessor
+) -> tuple[Tokenized, list[Picture], list[str]]:
+    """The tokens that stand for each image in place of the one that a template writes, where they are, and what is
+    recorded of each image. None of them is trained on."""
+    places = [at for at, token in enumerate(text.tokens) if token == processor.token]
     if not paths and places:
         raise ValueError(f"has {processor.placeholder} in its text, which stands for an image; leave it out")
+    if other := next((token for token in text.tokens if token in processor.others), None):
+        name, said = processor.others[other], processor.processor.tokenizer.convert_ids_to_tokens(other)
+        raise ValueError(f"has {said} in its text, the {name} of the model: only images are supported; leave it out")
     pictures: list[Picture] = []
+    records: list[str] = []
     made, trained, weighed, at = list[int](), list[bool](), list[float](), 0
     for place, path in zip(places, paths, strict=False):
         begin = len(made) + place - at
-        if begin >= max_length:
-            break
+        known_by = identity(path)  # before it is read: what changes meanwhile is another the next time
         digest, own = processor.tokens(path)
-        made += tokens[at:place] + own
-        trained += is_trained[at:place] + [False] * len(own)
-        weighed += weights[at:place] + [1.0] * len(own) * bool(weights)
+        records.append(record_of(path, digest, known_by))
+        made += [*text.tokens[at:place], *own]
+        trained += [*text.is_trained[at:place], *[False] * len(own)]
+        weighed += [*text.weights[at:place], *[1.0] * len(own) * bool(text.weights)]
         pictures.append(Picture(path, digest, begin, len(made)))
         at = place + 1
-    return (made + tokens[at:], trained + is_trained[at:], ends, weighed + weights[at:]), pictures
 
+    def moved(token: int) -> int:
+        return token + sum(
+            each.end - each.begin - 1 for place, each in zip(places, pictures, strict=False) if place < token
+        )
 
-def _table(results: list[Tokens], limits: list[int], ends: set[int]) -> dict[str, list[Any]]:
-    names = ("tokens", "is_trained", "weights", "ends", "length", "num_targets", "is_cut", "is_endless")
-    table: dict[str, list[Any]] = {name: [] for name in names}
-    for (tokens, is_trained, own_ends, weights), max_length in zip(results, limits, strict=True):
-        kept, trained = tokens[:max_length], is_trained[:max_length]
-        is_cut = len(kept) < len(tokens)
-        table["tokens"].append(kept)
-        table["is_trained"].append(trained)
-        table["weights"].append(weights[:max_length])
-        table["length"].append(len(kept))
-        # nothing comes before the first token, so nothing can predict it
-        table["num_targets"].append(sum(trained[1:]))
-        table["is_cut"].append(is_cut)
-        taught = {token for token, inside in zip(kept[1:], trained[1:], strict=True) if inside}
-        table["is_endless"].append(not is_cut and not taught & ends)
-        table["ends"].append(sorted(taught & own_ends))
-    return table
-
-
-def samples_cache() -> Path:
-    import datasets
-
-    return Path(datasets.config.HF_DATASETS_CACHE) / "expertmesh"
+    text = Tokenized(
+        made + [*text.tokens[at:]],
+        trained + [*text.is_trained[at:]],
+        text.ends,
+        weighed + [*text.weights[at:]],
+        [Calls(*map(moved, calls)) for calls in text.calls],
+    )
+    return text, pictures, records

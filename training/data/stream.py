@@ -7,6 +7,7 @@ global batch are the same on any number of ranks.
 """
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.terminal import folded
 from .data_files import RowSource
-from .samples import DataOptions, records_of, samples_in_memory
+from .samples import DataOptions, left_out, records_of, samples_in_memory
 from .sequences import Rows, make_rows
 
 _STATES = 8
@@ -32,7 +34,8 @@ class StreamPosition:
     """Where a window begins, and what of it was taken.
 
     epoch: passes over all files before. file: its number. record: records of this file before it. window: its number.
-    taken: sequences of it that were in batches.
+    taken: sequences of it that were in batches. bad: records of this pass before it that were left out, as they cannot
+    be used.
     """
 
     epoch: int = 0
@@ -40,6 +43,7 @@ class StreamPosition:
     record: int = 0
     window: int = 0
     taken: int = 0
+    bad: int = 0
 
     def state(self) -> dict[str, int]:
         """For a checkpoint; `place_in` brings it back."""
@@ -79,7 +83,8 @@ class Stream:
 
     Attributes:
         first: the first window, by which data are described and compared.
-        begin: where batches begin: that of a checkpoint.
+        begin: where batches begin (see `begin_at`).
+        tells: whether records that are left out, as they cannot be used, are printed behind the first window.
     """
 
     def __init__(
@@ -97,9 +102,11 @@ class Stream:
         datasets.disable_progress_bars()  # there would be one for each window
         self.flag, self.files, self.tokenizer, self.options = flag, files, tokenizer, options
         self.packing, self.size, self.seed = packing, size, seed
+        self.tells = False
+        self._left_out: set[str] = set()
         self.first = next(self.windows(StreamPosition()))
         self.begin = StreamPosition()
-        self._places: dict[int, StreamPosition] = {}
+        self._places = {0: self.begin}
         self._epochs: dict[int, int] = {}
         self._batches: Iterator[list[Entry]] | None = None
 
@@ -112,8 +119,17 @@ class Stream:
             "bytes": f"{sum(file.size for file in self.files):,}",
         }
 
+    def begin_at(self, step: int, place: StreamPosition) -> None:
+        """Have batches begin with that of a step, at the place that a checkpoint has recorded of it."""
+        self.begin, self._places = place, {step: place}
+
+    @property
+    def left_out(self) -> int:
+        """How many records were left out so far, as they cannot be used."""
+        return len(self._left_out)
+
     def place(self, step: int) -> StreamPosition:
-        """Where the batch of a step begins, once the one before it was made."""
+        """Where the batch of a step begins: the first one, or one before which a batch was made."""
         return self._places[step]
 
     def epoch(self, step: int) -> int:
@@ -137,11 +153,13 @@ class Stream:
         for (place, record), (_, following) in itertools.pairwise(self._records(begin)):
             records += [] if record is None else [record]
             if len(records) == self.size or (record is None and records):
-                window = self._window(records, begin, ends_epoch=record is None or following is None)
+                window, bad = self._window(records, begin, ends_epoch=record is None or following is None)
                 if window is not None:
                     yield window
                     since = place
-                begin, records = replace(place, window=begin.window + 1), []
+                # a window ends with its pass
+                bad = 0 if place.epoch > begin.epoch else begin.bad + bad
+                begin, records = replace(place, window=begin.window + 1, bad=bad), []
             elif record is None:
                 begin = replace(place, window=begin.window)
             if record is None and place.epoch > since.epoch + 1:
@@ -162,15 +180,22 @@ class Stream:
             epoch, first = epoch + 1, 0
             yield StreamPosition(epoch), None
 
-    def _window(self, records: list[dict[str, Any]], begin: StreamPosition, ends_epoch: bool) -> Window | None:
-        """None where there is nothing to learn."""
-        samples = samples_in_memory(records, self.flag, self.tokenizer, self.options)
+    def _window(
+        self, records: list[dict[str, Any]], begin: StreamPosition, ends_epoch: bool
+    ) -> tuple[Window | None, int]:
+        """A window, None where there is nothing to learn, and how many of its records are left out."""
+        options = replace(self.options, skip_bad_records=self.options.skip_bad_records - begin.bad)
+        samples, bad = samples_in_memory(records, self.flag, self.tokenizer, options)
+        new = [each for each in bad if each not in self._left_out]
+        self._left_out.update(new)
+        for line in left_out(self.flag, new) if self.tells else ():
+            print(folded(line), file=sys.stderr, flush=True)
         if samples is None:
-            return None
+            return None, len(bad)
         seed = self.seed + begin.window
         rows = make_rows(samples, self.packing, self.options.max_seq_length, seed)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        return Window(rows, order, begin, ends_epoch)
+        return Window(rows, order, begin, ends_epoch), len(bad)
 
     def _all_batches(self, step: int, size: int) -> Iterator[list[Entry]]:
         windows, taken = _ahead(self.windows(replace(self.begin, taken=0))), self.begin.taken

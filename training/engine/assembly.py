@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...checkpoints.adapters.initial import load_adapter, load_whole, read_adapter
 from ...checkpoints.files.encodings import quantization_of
 from ...checkpoints.hf.checkpoint import Checkpoint
 from ...checkpoints.hf.source import ModelSource
-from ...checkpoints.load import load_model, shard_and_load
+from ...checkpoints.load import load_model, open_for, shard_and_load
 from ...checkpoints.new_rows import fill_new_rows, fill_token_rows
 from ...moe.experts.lora import store_frozen, to_quantize
 from ...moe.hf_model.build import kernel_needs, use_kernel
@@ -32,14 +33,13 @@ from ...sharding.state import set_parameter_dtype
 from ..attention.by_sample import apply_packing
 from ..attention.context_parallel_attention import apply_context_parallel
 from ..attention.packed_attention import choose_attention
-from ..config.settings import CrossEntropy
 from ..config.train_config import TrainConfig
 from ..fused.liger import use_liger
-from ..loss.head import attach_loss_head, choose_cross_entropy
+from ..loss.head import attach_loss_head
 from ..loss.mtp import use_mtp
 from ..model_setup.compiling import compile_layers
 from ..model_setup.dense_precision import multiply_in_fp8
-from ..model_setup.freezing import check_experts_frozen, freeze, freeze_images
+from ..model_setup.freezing import check_experts_frozen, freeze, freeze_images, images_line
 from ..model_setup.lora_targets import adapt, lora_of, unquantized_lines
 from ..model_setup.new_tokens import train_new_tokens
 from ..model_setup.rates import experts_apart
@@ -88,7 +88,6 @@ def assemble(
     source: Buildable,
     device_type: str,
     choose: Callable[[TrainConfig, Any, str], KernelChoice] = kernel_of,
-    cross_entropy: Callable[[CrossEntropy, str], str] = choose_cross_entropy,
     compiles: bool = True,
 ) -> Assembled:
     """The model on the meta device, with its adapters, our experts and our loss.
@@ -97,7 +96,6 @@ def assemble(
         source: what it is built of.
         device_type: "cuda" or "cpu", for which kernels are chosen.
         choose: what computes the experts.
-        cross_entropy: what computes the loss, of `--cross-entropy` and the type of device.
         compiles: whether --compile is heeded.
 
     Raises:
@@ -114,7 +112,7 @@ def assemble(
         apply_packing(model)
     trained, new_tokens = [], getattr(source, "new_tokens", ())
     if images_of(model) is not None:
-        trained.append(freeze_images(model, config.train_vision))
+        freeze_images(model, config.train_vision)
     if config.adapter != "none":
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -126,6 +124,8 @@ def assemble(
             )
     elif config.freeze:
         trained.append(freeze(model, config.freeze).line())
+    if images_of(model) is not None:
+        trained.insert(0, images_line(model))
     if config.offload_experts:
         check_experts_frozen(model)
     if config.dense_precision == "fp8":
@@ -145,7 +145,7 @@ def assemble(
         trained.append(compile_layers(model))
     if device_type == "cuda":
         trained.append(use_liger(model, compute_dtype(config)))
-    attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))
+    attach_loss_head(model, "chunked" if config.cross_entropy == "auto" else config.cross_entropy)
     if config.tp_size > 1 and config.loss_parallel:
         trained.append(divide_vocabulary(model, config.cross_entropy))
     if (mtp := mtp_of(model)) is not None:
@@ -160,19 +160,28 @@ def assemble(
     return Assembled(model, kernel, trained)
 
 
-def place(
+@dataclass(frozen=True)
+class Opened:
+    """The files of a model whose ranks know what they will hold: names, shapes and dtypes. adapter: that of
+    --init-adapter, where it begins with one."""
+
+    checkpoint: Checkpoint
+    adapter: Adapter | None
+
+
+def open_weights(
     config: TrainConfig,
     model: Any,
     source: ModelSource,
     mesh: Mesh,
-    device: torch.device,
     resume_from: Path | None = None,
     tell: Tell = lambda line: None,
-) -> Checkpoint:
-    """Shard an assembled model over the ranks and read its weights. All ranks call it together.
+) -> Opened:
+    """Say which rank of an assembled model will hold what and in which form, and read names, shapes and dtypes of its
+    weights. All ranks call it together.
 
     Args:
-        resume_from: the training checkpoint that will fill what is trained, which is then not read.
+        resume_from: the training checkpoint that will fill what is trained.
 
     Raises:
         ExpertMeshError: on all ranks, where the checkpoint is damaged or does not fit.
@@ -191,6 +200,30 @@ def place(
             cut_into_stages(model, mesh, compute_dtype(config), *schedule)
     if (kind := config.quantized_base) is not None:
         store_frozen(model, kind)
+    return Opened(open_for(model, source), adapter)
+
+
+def place(
+    config: TrainConfig,
+    model: Any,
+    source: ModelSource,
+    mesh: Mesh,
+    device: torch.device,
+    resume_from: Path | None = None,
+    tell: Tell = lambda line: None,
+    opened: Opened | None = None,
+) -> Checkpoint:
+    """Shard an assembled model over the ranks and read its weights. All ranks call it together.
+
+    Args:
+        resume_from: the training checkpoint that will fill what is trained, which is then not read.
+        opened: from `open_weights`, if that was called before.
+
+    Raises:
+        ExpertMeshError: on all ranks, where the checkpoint is damaged or does not fit.
+    """
+    opened = opened or open_weights(config, model, source, mesh, resume_from, tell)
+    adapter = opened.adapter
     if config.async_tp:
         assert mesh.cp_group is not None
         assert mesh.cp_group.tp is not None
@@ -198,7 +231,8 @@ def place(
             model.tensor_parallel.operators = symmetric_memory(mesh.cp_group.tp, device)
     trains_all = config.adapter == "none" and resume_from is None
     dtype, strategy = compute_dtype(config), config.strategy
-    checkpoint = shard_and_load(model, source, mesh, device, dtype, strategy, read_weights=trains_all)
+    how = dtype, strategy, trains_all, opened.checkpoint
+    checkpoint = shard_and_load(model, source, mesh, device, *how)
     if config.adapter != "none":
         fill_adapters(model, mesh.topology, config.seed)
         if adapter is not None:  # before weights are read, which may take minutes: its values may not be finite

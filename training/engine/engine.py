@@ -5,6 +5,7 @@ It is for a training loop: ours in `training.run.loop`, a user's own, or that of
 
 import hashlib
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -14,18 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...checkpoints.adapters.export import export_adapter
-from ...checkpoints.adapters.merge import merge_adapter
+from ...checkpoints.adapters.export import Form, export_adapter, plan_adapter
+from ...checkpoints.adapters.merge import merge_adapter, planned_merge
 from ...checkpoints.convert import HowToWrite, encoded_as_source
 from ...checkpoints.files.directories import write_errors
+from ...checkpoints.files.dtype_names import DTYPE_CODES
 from ...checkpoints.hf.checkpoint import Checkpoint
 from ...checkpoints.hf.export import export_model
+from ...checkpoints.hf.export_plan import plan_export
 from ...checkpoints.hf.side_files import side_files
 from ...checkpoints.hf.source import ModelSource
 from ...checkpoints.model_card import model_card
 from ...checkpoints.training_state.marker import check_carried
 from ...checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
 from ...checkpoints.training_state.saving import Progress, Saver, checkpoint_name
+from ...moe.experts.lora import Lora
 from ...moe.experts.model_layers import moe_shape
 from ...moe.experts.router_stats import Routing
 from ...moe.hf_model.build import count_parameters
@@ -34,6 +38,7 @@ from ...moe.hf_model.image_costs import image_flops
 from ...moe.kernels.c_compiler import check_c_compiler
 from ...moe.transformers_private import missing_kernels
 from ...moe.util.errors import ExpertMeshError, warn_user
+from ...moe.util.telling import telling
 from ...moe.util.versions import without_kernels
 from ...sharding.clipping import clip_grad_norm
 from ...sharding.collectives.node_groups import check_tp_groups
@@ -52,16 +57,16 @@ from ..data.samples import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
 from ..model_setup.lora_targets import lora_of
-from ..optim.optimizer import build_optimizer
+from ..optim.optimizer import build_optimizer, saved_bytes
 from ..optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from ..start.consistency import compare_models
 from ..start.elastic import fit_to_ranks
 from ..start.inputs import load_tokenizer, open_model
-from ..start.resume import Tell, check_resume, find_resume
+from ..start.resume import Resumed, Tell, check_resume, find_resume, read_resumed
 from ..steps.evaluate import Evaluation, label_logprobs, mean_loss
 from ..steps.generate import generate
 from ..steps.step import NO_TARGETS, StepResult, after_update, compute_gradients, outdate_working_weights, train_step
-from .assembly import assemble, compute_dtype, place
+from .assembly import Opened, assemble, compute_dtype, open_weights, place
 from .model_card import tell_loss, training_of
 
 MicroBatch = Batch | Mapping[str, Any] | None
@@ -95,8 +100,9 @@ class Engine:
         facts: of what the run has read, to be recorded by checkpoints and compared on resume.
         step_number, tokens: optimizer steps so far, and the tokens in them. results: more rows of the model card.
         is_resumed: whether model and optimizer are as a training checkpoint had them, and no step was taken since.
-        mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
-        encoding: of the export, in words, from `place` on; None where --export-encoding asks for nothing.
+        mesh, checkpoint, untrained: from `open` on; the last one says what becomes of tensors that are not trained.
+        encoding: of the export, in words, from `open` on; None where --export-encoding asks for nothing.
+        checkpoint_bytes: of a training checkpoint, from `open` on.
 
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be built or trained with these settings.
@@ -104,6 +110,7 @@ class Engine:
 
     mesh: Mesh
     checkpoint: Checkpoint
+    checkpoint_bytes: int
 
     def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks, tell: Tell = warn_user):
         self.source, self.ranks = source, ranks
@@ -117,8 +124,13 @@ class Engine:
             assembled = assemble(config, source, ranks.device.type)
         num_experts = moe_shape(assembled.model).num_experts
         self.changes: list[str] = []
+        self.resumed: Resumed | None = None
+        """On rank 0: what `--resume` means, as its checkpoint.json tells it."""
+        with raise_together():
+            if ranks.rank == 0:
+                self.resumed = read_resumed(config)
         if config.elastic:
-            config, self.changes = fit_to_ranks(config, num_experts, ranks)
+            config, self.changes = fit_to_ranks(config, num_experts, ranks, self.resumed)
         self.config = config
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         self.padding = padding_of(self.model, config, ranks.device.type)
@@ -138,18 +150,21 @@ class Engine:
         self.scheduler: Schedule | None = None
         self._end_of_schedule = math.inf
         self.step_number, self.tokens, self.is_resumed = 0, 0, False
+        self._progress: Progress | None = None
         self._grad_norm = 0.0
         self._are_ends_given = False
         self.results: dict[str, str] = {}
         self._data: list[str] = []
+        self._opened: Opened | None = None
 
     def __repr__(self) -> str:
         parameters, topology = f"{self.counts.total / 1e6:,.1f} M parameters", self.topology
         layout = f"{topology.world_size} ranks (pp {topology.pp_size}, dp {topology.dp_size}, ep {topology.ep_size})"
         return f"Engine({self.source.model_type}, {parameters}, {layout}, step {self.step_number})"
 
-    def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
-        """Shard the model over the ranks and read its weights; seed torch's random numbers.
+    def open(self, resume_from: Path | None = None, limit: int | None = None) -> None:
+        """Say which rank holds what, and read names, shapes and dtypes of the weights: all that is to be known of them
+        before they are read.
 
         Args:
             resume_from: the training checkpoint that `load_state` will be given.
@@ -162,17 +177,17 @@ class Engine:
         config, ranks = self.config, self.ranks
         if resume_from is not None:
             self._check_resume(resume_from)
-        overlaps = config.overlap_chunks > 1
-        self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
-        checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from, self.tell)
-        if config.keep_expert_copies and (why := without_copies(self.model, compute_dtype(config))):
-            self.tell(f"note: --keep-expert-copies has no effect: {why}")
+        self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), config.overlap_chunks > 1)
+        self.checkpoint_bytes = saved_bytes(self.model, config)
+        self._opened = open_weights(config, self.model, self.source, self.mesh, resume_from, self.tell)
+        checkpoint = self._opened.checkpoint
         if self.balance.bias_rate:
             checkpoint = checkpoint.exporting(correction_biases(self.model), "F32")
         if carried := checkpoint.carried_summary:
             self.untrained = _untrained(checkpoint, carried, config.drop_untrained)
         if config.drop_untrained:
-            checkpoint = checkpoint.dropping_untrained()
+            with raise_together():
+                checkpoint = checkpoint.dropping_untrained()
         if self.source.vocab_size is not None:
             with raise_together():
                 checkpoint.check_carried_tokens()
@@ -185,6 +200,25 @@ class Engine:
                 checkpoint = encoded_as_source(checkpoint, checkpoint, said.append)
             self.encoding = said[-1]
         self.checkpoint = checkpoint
+
+    def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
+        """Shard the model over the ranks and read its weights; seed torch's random numbers.
+
+        Args:
+            resume_from, limit: see `open`, which is called here if it was not called before.
+
+        Raises:
+            ExpertMeshError: on all ranks, where the model's files are damaged or do not fit, or see `open`.
+        """
+        config, ranks = self.config, self.ranks
+        if self._opened is None:
+            self.open(resume_from, limit)
+        assert self._opened is not None
+        where = self.mesh, ranks.device, resume_from, self.tell, self._opened
+        place(config, self.model, self.source, *where)
+        self._opened = None
+        if config.keep_expert_copies and (why := without_copies(self.model, compute_dtype(config))):
+            self.tell(f"note: --keep-expert-copies has no effect: {why}")
         torch.manual_seed(config.seed + ranks.rank)
 
     @cached_property
@@ -207,7 +241,8 @@ class Engine:
         return load_tokenizer(self.config.tokenizer or str(self.source.path), self.source, self.config.add_tokens)
 
     def schedule(self, num_steps: int) -> Schedule:
-        """Have the learning rate follow the settings' schedule over so many steps.
+        """Have the learning rate follow the settings' schedule over so many steps, of which a checkpoint that was just
+        resumed has made its own.
 
         Raises:
             ExpertMeshError: it is no number of steps.
@@ -216,6 +251,8 @@ class Engine:
             raise ExpertMeshError(f"num_steps is {num_steps!r}; it must be an integer, 0 or more")
         self.scheduler = build_scheduler(self.optimizer, self.config, num_steps)
         self._end_of_schedule = num_steps
+        if self.is_resumed and self._progress is not None:
+            resume_scheduler(self.optimizer, self.scheduler, self.config, self._progress)
         return self.scheduler
 
     @property
@@ -468,7 +505,7 @@ class Engine:
             for_loss: whether the loss is a function of each target's log-probability.
 
         Raises:
-            ExpertMeshError: it is not what it should be (see `training.data.batch_of`).
+            ExpertMeshError: it is not what it should be (see `training.data.batch.batch_of`).
         """
         return self._made(given, for_loss).to(self.ranks.device)
 
@@ -717,12 +754,60 @@ class Engine:
         progress = load_training_state(path, self.model, self.optimizer)
         outdate_working_weights(self.model)
         self.step_number, self.tokens, self.is_resumed = progress.step, progress.tokens, True
+        self._progress = progress
         self.results = {}
         if self.scheduler is not None:
             resume_scheduler(self.optimizer, self.scheduler, self.config, progress)
         return progress
 
     # ---- exports ----
+
+    def plan_exports(self, tokenizer: Any = None, merges: bool = False) -> dict[str, int]:
+        """Plan what `export` will write and, if it `merges`, `merge`, from names alone, without a weight: what they
+        would refuse is refused now.
+
+        Args:
+            tokenizer: as theirs.
+
+        Returns:
+            On rank 0, the bytes of "hf" and "adapter", whichever will be written.
+
+        Raises:
+            ExpertMeshError: on all ranks, when an export is not possible, or a file beside the weights cannot be read.
+        """
+        config, tokenizer, planned = self.config, self._saved(tokenizer), dict[str, int]()
+        with raise_together(patient=self.ranks), write_errors(Path(tempfile.gettempdir())):
+            if self.ranks.rank == 0:
+                _ = self.checkpoint.source.generation_ends, self._card()  # read again by the exports
+                if config.adapter == "none":
+                    planned["hf"] = plan_export(self.checkpoint, config.shard_bytes, tokenizer).num_bytes
+                else:
+                    plan = plan_adapter(self.model, self.checkpoint, *self._of_adapter, tokenizer)
+                    planned["adapter"] = plan.num_bytes
+                    if merges:
+                        how = self._how_to_merge(tokenizer, lambda _: None)
+                        planned["hf"] = planned_merge(self.source.path, plan, how, self._merge_dtype).num_bytes
+        return planned
+
+    @property
+    def _of_adapter(self) -> tuple[Lora, str, Form]:
+        return lora_of(self.config), self.config.model, self.config.adapter_format
+
+    @property
+    def _merge_dtype(self) -> str | None:
+        return DTYPE_CODES.get(f"torch.{self.config.merge_dtype}")
+
+    def _how_to_merge(self, tokenizer: Any, tell: Callable[[str], None]) -> HowToWrite:
+        return HowToWrite(
+            *(self.config.shard_bytes, 1),
+            overwrite=True,
+            show_progress=True,
+            drop_untrained=self.config.drop_untrained,
+            tokenizer=tokenizer,
+            as_source=self.checkpoint.origin is not None,
+            tell=tell,
+            tell_errors=tell,
+        )
 
     def export(self, directory: str | Path, tokenizer: Any = None, overwrite: bool = False) -> list[str]:
         """Write the model for `from_pretrained` or, of a model with adapters, these alone, for PEFT.
@@ -750,7 +835,7 @@ class Engine:
             how = (config.shard_bytes, tokenizer, self.ranks, self._card())
             lines += export_model(self.model, self.checkpoint, self.topology, out, *how)
         else:
-            written = (lora_of(config), config.model, config.adapter_format, tokenizer, self._card())
+            written = *self._of_adapter, tokenizer, self._card()
             lines += export_adapter(self.model, self.checkpoint, self.topology, out, *written)
         return lines if self.ranks.rank == 0 else []
 
@@ -763,29 +848,23 @@ class Engine:
             tokenizer: as `export`.
 
         Returns:
-            As `export`.
+            As `export`, and how much of the base has changed, and is lost to rounding.
 
         Raises:
             ExpertMeshError: on all ranks, when there is no such adapter, or the directory cannot be written.
         """
         lines: list[str] = []
-        how = HowToWrite(
-            *(self.config.shard_bytes, 1),
-            overwrite=True,
-            drop_untrained=self.config.drop_untrained,
-            tokenizer=self._saved(tokenizer),
-            as_source=self.checkpoint.origin is not None,
-            tell=lines.append,
-            tell_errors=lines.append,
-        )
+        how = self._how_to_merge(self._saved(tokenizer), lines.append)
         with raise_together(patient=self.ranks):
             if self.ranks.rank == 0:
-                merge_adapter(self.source.path, Path(adapter), Path(directory), how)
+                merge_adapter(self.source.path, Path(adapter), Path(directory), how, self._merge_dtype)
         return lines
 
     def _card(self) -> str:
-        """The model card of what is exported."""
-        return model_card(training_of(self, self._data), self.source.path, self.config.adapter != "none")
+        """The model card of what is exported; empty where none can be made."""
+        with telling("no model card is written", self.tell):
+            return model_card(training_of(self, self._data), self.source.path, self.config.adapter != "none")
+        return ""
 
     def _saved(self, tokenizer: Any) -> Any:
         """What is saved with the model; None: the source's own."""

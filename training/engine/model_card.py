@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.hf.hub import check_model
 from ...checkpoints.model_card import Training
+from ...moe.util.process_place import process_place
 from ...moe.util.versions import installed_version
 from ..config.train_config import DEFAULTS, TrainConfig, flags_of_config
 from ..data.data_files import is_hub_id, parse_datasets
@@ -49,8 +50,14 @@ def tell_loss(engine: "Engine", name: str, loss: float) -> None:
     engine.results[name] = f"{loss:.4f} at step {engine.step_number:,}"
 
 
+def tell_left_out(engine: "Engine", number: int) -> None:
+    """Have the card tell of records that were left out, as they could not be used."""
+    if number:
+        engine.results["left out"] = f"{number:,} record{'s' * (number > 1)} of the data that could not be used"
+
+
 def _command(config: TrainConfig, world_size: int) -> str:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    here = process_place().ranks_here
     nodes = f"--nnodes {world_size // here} " if world_size > here else ""
     flags = shlex.join(flags_of_config(_without_places(config), ("model", "dataset")))
     return f"torchrun {nodes}--nproc-per-node {here} -m expertmesh.train_ep {flags}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import moe_layers
 from ...moe.experts.router_stats import Routing
 from ...moe.hf_model.mtp import mtp_of
@@ -70,9 +71,9 @@ class Balance:
                 return f"update the router's bias with --router-bias-update-rate {BIAS_RATE:g}"
             return f"raise --router-bias-update-rate (now {self.bias_rate:g})"
         if self.weights.balance == 0:
-            return "turn the balancing loss on, for example with --router-aux-loss-coef 0.02"
+            # by layer: pooled, it asks nothing of layers that make up for one another, however high its coefficient
+            return "turn the balancing loss on, as with --router-aux-loss-coef 0.02 --router-aux-loss-per-layer"
         raised = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
-        # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
         per_layer = (
             "" if self.weights.balance_per_layer else "balance each layer separately with --router-aux-loss-per-layer, "
         )
@@ -95,7 +96,7 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
             "correction bias; use --router-aux-loss-coef instead"
         )
     coefficient, origin = _balancing_coefficient(config, model, model_config.get_text_config())
-    if coefficient > 0 and not hasattr(model, _COEFFICIENT):
+    if coefficient > 0 and facts_of(model).balance is None:
         instead = f"--router-bias-update-rate {BIAS_RATE:g} balances without a loss" if biases else "leave it out"
         raise ExpertMeshError(
             f"--router-aux-loss-coef {coefficient:g}: transformers' {type(model).__name__} has no balancing loss; "
@@ -113,19 +114,16 @@ def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balanc
     return Balance(weights, origin, rate if biases else None)
 
 
-_COEFFICIENT = "router_aux_loss_coef"
-"""In a config of transformers, and of a model that adds the loss."""
-
-
 def _balancing_coefficient(config: TrainConfig, model: Any, text_config: Any) -> tuple[float, str]:
     """(the coefficient, where it comes from)."""
     if config.router_aux_loss_coef is not None:
         return config.router_aux_loss_coef, "--router-aux-loss-coef"
-    if not hasattr(model, _COEFFICIENT):
+    in_config = facts_of(model).balance
+    if in_config is None:
         return 0.0, f"{type(model).__name__} has none"
     if not getattr(text_config, "output_router_logits", False):
         return 0.0, "config.json does not set output_router_logits"
-    return getattr(text_config, _COEFFICIENT), f"{_COEFFICIENT} of config.json, which sets output_router_logits"
+    return in_config, "config.json, which sets output_router_logits"
 
 
 class BiasUpdate:

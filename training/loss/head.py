@@ -17,7 +17,6 @@ sequence on this rank, R positions with a target on all ranks together, v = V/n.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,10 +30,8 @@ from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.gpu import computes_on_cpu, takes_triton
 from ...moe.util.step_parts import register_step_part
-from ...moe.util.versions import installed_version
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import local_tensor
-from ..config.settings import CrossEntropy
 from ..data.batch import IGNORED, SplitSequences
 from ..model_setup.new_tokens import with_new_rows
 
@@ -140,7 +137,7 @@ class LossHead(nn.Linear):
             return logits
         logits_NV = logits.squeeze(0).float()
         if targets.top_k:
-            return _most_likely(logits_NV, targets.top_k)
+            return most_likely(logits_NV, targets.top_k)
         if targets.by_token:
             return -_row_losses(logits_NV, asked_tokens(targets))[0]
         return F.cross_entropy(logits_NV, target_tokens(targets), reduction="sum")
@@ -155,7 +152,7 @@ def attach_loss_head(model: Any, kind: str) -> None:
 
     Args:
         model: from `build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
-        kind: from `choose_cross_entropy`.
+        kind: a key of `LOSS_SUMS`.
     """
     begin_change(model, "loss head")
     model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, facts_of(model).head_is_last))
@@ -165,52 +162,6 @@ def loss_head(model: Any) -> LossHead:
     """The head of a model that `attach_loss_head` was given."""
     head: LossHead = model.get_output_embeddings()
     return head
-
-
-def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
-    """The kind of loss for `--cross-entropy name`.
-
-    "auto" is "chunked" on every device. liger-kernel sizes its chunks by the ratio of vocabulary to width, not by
-    memory, and each chunk reads the weight twice and adds to its fp32 gradient: of 8,192 tokens at Qwen3-30B's widths
-    it makes 64 chunks, and moves ten times the bytes of our five (`benchmarks.cross_entropy` prints both).
-
-    Raises:
-        ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel, or an old one.
-    """
-    if name == "auto":
-        return "chunked"
-    if name == "liger" and device_type != "cuda":
-        raise ExpertMeshError("--cross-entropy liger needs a GPU; use --cross-entropy chunked, which runs anywhere")
-    if name == "liger" and not find_spec("liger_kernel"):
-        raise ExpertMeshError(
-            "--cross-entropy liger: liger-kernel is not installed; pip install 'expertmesh[gpu]', "
-            "or use --cross-entropy chunked"
-        )
-    if name == "liger" and (failure := liger_failure()):
-        raise ExpertMeshError(
-            f"--cross-entropy liger: liger-kernel {installed_version('liger-kernel')} does not run ({failure}); "
-            "pip install 'expertmesh[gpu]' brings a version that does, or use --cross-entropy chunked"
-        )
-    return name
-
-
-def liger_failure() -> str:
-    """Why liger-kernel's loss does not run, as that of another version may not; empty: it does."""
-    x_1SD, weight_VD, targets = _trial()
-    try:
-        liger_loss_sum(x_1SD.requires_grad_(), weight_VD.requires_grad_(), None, targets).backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _trial() -> tuple[Tensor, Tensor, Targets]:
-    """Inputs of a loss, on this process's GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(0)
-    x_1SD, weight_VD = torch.randn(1, 64, 128, generator=generator), torch.randn(320, 128, generator=generator)
-    targets_1S = torch.randint(0, 320, (1, 64), generator=generator).to(device)
-    return x_1SD.to(device), weight_VD.to(device) / 8, Targets(targets_1S, torch.arange(0, 64, 2, device=device))
 
 
 def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
@@ -233,28 +184,9 @@ def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ta
     return loss
 
 
-def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
-    """`chunked_loss_sum` by the Triton kernel of liger-kernel; the weight's gradient is summed up in fp32."""
-    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
-
-    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
-    if len(targets_N) == 0:
-        # liger-kernel divides by the number of rows
-        return chunked_loss_sum(x_BSD, weight_VD, bias_V, targets)
-    class_weights = softcap = None
-    z_weight = label_smoothing = 0.0
-    return_z_loss, accumulate_in = False, torch.float32
-    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-        *(rows_ND, weight_VD, targets_N, bias_V, class_weights, IGNORED, z_weight, label_smoothing),
-        *("sum", softcap, return_z_loss, accumulate_in),
-    )
-    return loss
-
-
 LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Targets], Tensor]] = {
     "chunked": chunked_loss_sum,
     "full": full_loss_sum,
-    "liger": liger_loss_sum,
 }
 
 
@@ -313,12 +245,13 @@ def top_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target
     rows_ND = target_rows(x_BSD, targets)
     found, _ = losses_by_chunk(
         *(rows_ND, weight_VD, bias_V, target_tokens(targets), _NO_GRADIENTS),
-        lambda logits_CV, _: (_most_likely(logits_CV.float(), targets.top_k), logits_CV),
+        lambda logits_CV, _: (most_likely(logits_CV.float(), targets.top_k), logits_CV),
     )
     return torch.cat(found)
 
 
-def _most_likely(logits_CV: Tensor, top_k: int) -> Tensor:
+def most_likely(logits_CV: Tensor, top_k: int) -> Tensor:
+    """The log-probabilities of the K most likely tokens, and these tokens, (C, 2, K) fp32, the likeliest first."""
     logprobs_CK, tokens_CK = logits_CV.log_softmax(dim=1).topk(top_k, dim=1)
     # fp32 has all integers up to 2^24, more than any vocabulary has tokens
     return torch.stack([logprobs_CK, tokens_CK.float()], dim=1)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...moe.experts.layer import DMoE
 from ...moe.experts.model_layers import decoder_layers, layer_prefixes, moe_layers, router_prefixes
-from ...moe.hf_model.images import images_of, parameters_by_part
+from ...moe.hf_model.images import image_parameters, images_of, parameters_by_part
 from ...moe.util.errors import ExpertMeshError
 from .selection import select
 
@@ -42,13 +42,18 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     Args:
         model: from `build_model`, before it is parallelised.
         entries: names of groups, and regular expressions that are searched for in parameters' names. A tied parameter
-            goes by any of its names.
+            goes by any of its names. Of what images alone pass, they freeze what no parameter of the language model
+            fits.
 
     Raises:
-        ExpertMeshError: an entry is no regular expression, or fits nothing; or nothing is left to train.
+        ExpertMeshError: an entry is no regular expression, or fits nothing; or nothing is left to train, of a part
+            that --train-vision has named, too.
     """
     # the names under which checkpoints and logs know them are the first of each
     names: _Names = dict(model.named_parameters(remove_duplicate=False))
+    of_images = set(image_parameters(model))
+    parts = parameters_by_part(model) if of_images else {}
+    trained = [part for part, some in parts.items() if any(p.requires_grad for p in some)]
     groups = groups_of(model)
     for entry in entries:
         found = groups.get(entry)
@@ -60,8 +65,14 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
             raise ExpertMeshError(
                 f"--freeze {entry}: this model has none; it has {', '.join(name for name in groups if groups[name])}"
             )
-        for parameter in found.values():
+        in_language_model = {name: p for name, p in found.items() if p not in of_images}
+        for parameter in (in_language_model or found).values():
             parameter.requires_grad_(False)
+        for part in trained:
+            if not any(p.requires_grad for p in parts[part]):
+                raise ExpertMeshError(
+                    f"--freeze {entry} freezes all that --train-vision {part} is to train; leave one of them out"
+                )
     parameters = list(model.parameters())
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
     total = sum(p.numel() for p in parameters)
@@ -70,25 +81,30 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     return Frozen(tuple(entries), frozen, total)
 
 
-def freeze_images(model: Any, trained: list[str]) -> str:
+def freeze_images(model: Any, trained: list[str]) -> None:
     """Have the parameters that images alone pass take no gradient, but for those of some parts, in place.
 
     Args:
         trained: names of these parts.
 
-    Returns: a line for a run's first lines.
-
     Raises:
         ExpertMeshError: the model has no such part.
     """
-    said = []
     for part, parameters in parameters_by_part(model).items():
         for parameter in parameters:
             parameter.requires_grad_(part in trained)
         if part in trained and not parameters:
             raise ExpertMeshError(f"--train-vision {part}: {type(model).__name__} has none; leave it out")
-        number = sum(parameter.numel() for parameter in parameters) / 1e6
-        said.append(f"{part} ({number:,.1f} M parameters) {'trained' if part in trained else 'frozen'}")
+
+
+def images_line(model: Any) -> str:
+    """For a run's first lines: what is trained of the parts that images alone pass."""
+    said = []
+    for part, parameters in parameters_by_part(model).items():
+        number = sum(p.numel() for p in parameters) / 1e6
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        how = "frozen" if not trained else "trained" if trained == number else f"{trained:,.1f} M trained"
+        said.append(f"{part} ({number:,.1f} M parameters) {how}")
     return f"images: {', '.join(said)}"
 
 
@@ -107,7 +123,8 @@ def check_experts_frozen(model: Any) -> None:
 
 
 def groups_of(model: Any) -> dict[str, _Names]:
-    """The parameters that each named group has in this model, by name; a parameter may be in several, or in none."""
+    """The language model's parameters that each named group has, by name; one may be in several, or in none."""
+    of_images = set(image_parameters(model))
     layers = set(decoder_layers(model))
     in_layers, routers = layer_prefixes(model), router_prefixes(model)
 
@@ -117,6 +134,7 @@ def groups_of(model: Any) -> dict[str, _Names]:
             for path, module in model.named_modules()
             if is_one(path.rpartition(".")[2], module) and module not in layers
             for name, parameter in module.named_parameters()
+            if parameter not in of_images
         }
 
     def is_norm(name: str, module: nn.Module) -> bool:

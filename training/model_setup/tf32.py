@@ -2,7 +2,7 @@
 
 import torch
 
-from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import check_tf32
 
 
 def set_tf32(is_on: bool, device_type: str) -> None:
@@ -18,11 +18,5 @@ def set_tf32(is_on: bool, device_type: str) -> None:
     if not is_on:
         torch.set_float32_matmul_precision("highest")
         return
-    if device_type != "cuda":
-        raise ExpertMeshError(f"--tf32 needs a GPU; this run is on {device_type}; leave it out")
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        raise ExpertMeshError(
-            f"--tf32 needs a GPU of compute capability 8.0 (Ampere) or more; this one has {major}.{minor}; leave it out"
-        )
+    check_tf32(device_type)
     torch.set_float32_matmul_precision("high")

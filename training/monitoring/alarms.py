@@ -6,12 +6,14 @@ Shape suffixes: L MoE layers, E experts.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...moe.experts.router_stats import Routing, over_ranks
+from ...moe.util.telling import telling
 from ..config.train_config import TrainConfig
 from ..loss.balance import Balance
 from ..steps.step import StepResult
@@ -30,6 +32,8 @@ ENOUGH_TOKENS = 1000
 that a pretrained router chooses a hundred times more rarely than the mean may have got none by chance."""
 CHECK_EVERY = 10
 """Steps after which ranks add up where their tokens went, and a collapsed router is warned of."""
+LEAST_STEPS = 5
+"""Steps after which routers are judged, unless windows are shorter: of one batch alone, tokens may choose alike."""
 COLLAPSED = 0.75
 """Of the experts that get no token when all tokens choose the same ones: the share without any that is a collapse."""
 COLLAPSE_TOKENS = 32
@@ -51,7 +55,10 @@ class Alarms:
         """Take in a step. All ranks call it together, after every step."""
         if not result.is_finite:
             return
-        self._warn(step, self.loss.check(step, result.loss))
+        found: str | None = None
+        with telling("no warnings of the loss", self.log.warn):
+            found = self.loss.check(step, result.loss)
+        self._warn(step, found)
         if self.every:
             self.steps += 1
             self.routing = result.routing if self.routing is None else self.routing + result.routing
@@ -61,14 +68,20 @@ class Alarms:
     def end(self, step: int) -> None:
         """Look once more when training ends: a run may be shorter than a window. All ranks call it together."""
         self._check_routers(step)
-        for warning in self.router.end():
-            self._warn(step, warning)
+        self._warn_of_routers(step, self.router.end)
 
     def _check_routers(self, step: int) -> None:
         if self.routing is not None:
-            for warning in self.router.check(self.steps, over_ranks(self.routing).counts_LE.cpu().numpy()):
-                self._warn(step, warning)
+            tokens_LE = over_ranks(self.routing).counts_LE.cpu().numpy()
+            self._warn_of_routers(step, partial(self.router.check, self.steps, tokens_LE))
         self.steps, self.routing = 0, None
+
+    def _warn_of_routers(self, step: int, check: Callable[[], list[str]]) -> None:
+        warnings: list[str] = []
+        with telling("no warnings of routers", self.log.warn):
+            warnings = check()
+        for warning in warnings:
+            self._warn(step, warning)
 
     def _warn(self, step: int, warning: str | None) -> None:
         if warning is not None:
@@ -133,7 +146,9 @@ class RouterAlarm:
             return []
         self.steps += num_steps
         self.tokens_LE, self.latest_LE = self.tokens_LE + tokens_LE, tokens_LE
-        collapsed = self._collapsed(num_steps, tokens_LE) or self._collapsed(self.steps, self.tokens_LE)
+        collapsed = None
+        if self._has_seen_enough:
+            collapsed = self._collapsed(num_steps, tokens_LE) or self._collapsed(self.steps, self.tokens_LE)
         if collapsed is not None and not self.warned:
             self.warned |= {"group", "dead", "load"}  # which would say the same of it
             return [f"{collapsed}; {self._remedy()}"]
@@ -141,7 +156,11 @@ class RouterAlarm:
 
     def end(self) -> list[str]:
         """Warnings of the window that the end of training leaves open, if there are any."""
-        return self._verdict() if self.steps else []
+        return self._verdict() if self.steps and self._has_seen_enough else []
+
+    @property
+    def _has_seen_enough(self) -> bool:
+        return self.steps >= min(LEAST_STEPS, self.config.router_warn_steps)
 
     def _verdict(self) -> list[str]:
         """Warnings of a window, which then begins anew."""
@@ -206,7 +225,7 @@ class RouterAlarm:
         if judged_LE[layer, expert] <= least:
             return None
         return (
-            f"router collapse: expert {expert} of layer {layer} got {loads_LE[layer, expert]:.2f} times the mean in "
+            f"uneven router: expert {expert} of layer {layer} got {loads_LE[layer, expert]:.2f} times the mean in "
             f"{self.steps} steps, above --router-warn-load {bound:g}"
         )
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.telling import EndsRun, telling
 from ...moe.util.terminal import folded
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
@@ -51,7 +52,7 @@ class RunLog:
         flash_attention_3: str | None,
         chosen: Mapping[str, str] | None = None,
     ):
-        self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.line)
+        self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.warn)
         self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
@@ -67,6 +68,7 @@ class RunLog:
         self.bar: Any = None
         self.reported = -math.inf
         self.table = StepTable(num_steps, config.verbose)
+        self.warned: set[str] = set()
         # what has been logged, on the main process; of a resumed run, known once `begin_after` has read it
         self.history = None if config.resume else History()
 
@@ -92,7 +94,8 @@ class RunLog:
     ) -> None:
         if self.state == "running":
             self.state = "stopped"
-        self.trackers.finish()
+        is_failed = error is not None and not isinstance(error, KeyboardInterrupt)
+        self.trackers.finish("failed" if is_failed else "finished" if self.state == "finished" else "stopped")
         if self.is_main:
             assert self.file is not None
             try:
@@ -102,13 +105,19 @@ class RunLog:
                     raise ExpertMeshError(f"{self.path}: cannot be written: {closing.strerror}") from closing
             try:
                 self._write_report()
-            except ExpertMeshError as gone:  # which has been told, or the run has nothing more to write
+            except EndsRun as gone:  # which has been told, or the run has nothing more to write
                 self.line(f"warning: report.html was not written: {gone}")
 
     def line(self, text: str) -> None:
         """A line on the console, clear of the progress bar."""
         if self.is_main:
             tqdm.write(folded(text))
+
+    def warn(self, text: str) -> None:
+        """A warning of what only tells of the run and has failed: once, as it may fail at every step."""
+        if text not in self.warned:
+            self.warned.add(text)
+            self.line(text)
 
     def detail(self, text: str) -> None:
         """A line on the console with --verbose; a warning or a note always."""
@@ -119,9 +128,9 @@ class RunLog:
         """A logged step of training: to the file, the trackers, and the console."""
         self._record(metrics)
         if self.is_main:
-            for text in self.table.lines(metrics, self._seconds_left(metrics)):
-                tqdm.write(folded(text))
-
+            with telling("logged steps are not printed", self.warn):
+                for text in self.table.lines(metrics, self._seconds_left(metrics)):
+                    self.line(text)
             if time.monotonic() >= self.reported + REFRESH_SECONDS:
                 self._write_report()
 
@@ -157,13 +166,14 @@ class RunLog:
                 self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
                 self.file.flush()
             assert self.history is not None
-            self.history.add(metrics)
+            with telling("the report lacks figures", self.warn):
+                self.history.add(metrics)
 
     def check_directory(self) -> None:
         """Whether what is written still goes to where --output-dir is: a file that was deleted takes all silently.
 
         Raises:
-            ExpertMeshError: on the main process, when it does not.
+            EndsRun: on the main process, when it does not.
         """
         if self.is_main:
             assert self.opened is not None
@@ -172,7 +182,7 @@ class RunLog:
             except OSError:
                 is_there = False
             if not is_there:
-                raise ExpertMeshError(
+                raise EndsRun(
                     f"--output-dir {self.output_dir} was deleted, moved or replaced during the run: "
                     f"{self.path.name} is no longer the file of this run"
                 )
@@ -183,10 +193,8 @@ class RunLog:
         if self.is_main:
             self.reported = time.monotonic()
             self.check_directory()
-            try:
+            with telling("report.html was not written", self.warn):
                 write_report(self.output_dir, self.state, self.history)
-            except (ExpertMeshError, OSError) as error:
-                self.line(f"warning: report.html was not written: {error}")
 
     def begin_after(self, step: int, again: Collection[str] = ()) -> None:
         """Start the trackers; in a resumed run, forget what an earlier attempt has logged after `step`, as those

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ...moe.experts.router_stats import NO_ROUTING, Routing
 from ...moe.hf_model.counts import ParameterCounts
+from ...moe.util.telling import telling
 from ..loss.balance import LossWeights
 from ..metrics import Metric, metrics_of
 from ..steps.interval import Interval, ModelOnDevice
@@ -57,9 +58,19 @@ class Meter:
         top_k: experts per token.
         device: that this rank computes on.
         bf16: whether it computes in bf16, in which case MFU is given where the device's rate is known.
+        warn: is told of a metric that fails, which then is None; without it, its error is raised.
     """
 
-    def __init__(self, counts: ParameterCounts, config: Any, top_k: int, device: torch.device, bf16: bool):
+    def __init__(
+        self,
+        counts: ParameterCounts,
+        config: Any,
+        top_k: int,
+        device: torch.device,
+        bf16: bool,
+        warn: Callable[[str], object] | None = None,
+    ):
+        self.warn = warn
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.model = ModelOnDevice(counts, config, top_k, device, peak_tflops(name) if bf16 else None)
         self.started = time.perf_counter()
@@ -115,7 +126,9 @@ class Meter:
         seconds = now - self.begun - self.seconds_paused
         taken = (now - self.started, seconds, self.routing, self.seconds_waited)
         interval = Interval(self.model, self.steps, epoch, learning_rate, weights, *taken)
-        metrics = measured("steps", interval, self.model.device, only, self.steps[0].figures if self.steps else ())
+        metrics = measured(
+            "steps", interval, self.model.device, only, self.steps[0].figures if self.steps else (), self.warn
+        )
         self._begin(now)
         return metrics
 
@@ -126,21 +139,19 @@ def measured(
     device: torch.device,
     only: Callable[[Metric], bool] = lambda _: True,
     figures: Iterable[str] = (),
+    warn: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
     """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together.
 
     Args:
         figures: names of those that the loss has given, of which data sets may have metrics.
+        warn: is told of a metric that fails, which then is None.
 
     Raises:
-        ValueError: a metric's value is not what metrics.jsonl can have of it.
+        ValueError: a metric's value is not what metrics.jsonl can have of it, and there is no `warn`.
     """
     wanted = [metric for metric in metrics_of(figures) if metric.of == of and only(metric) and metric.is_logged(known)]
-    metrics = {metric.name: metric.value(known) for metric in wanted}
-    for metric in wanted:
-        if not _can_be_logged(metrics[metric.name], of_each_rank=metric.over_ranks != "alike"):
-            kinds = "a number or None" if metric.over_ranks != "alike" else "a number, None, or a list of them"
-            raise ValueError(f"the metric {metric.name!r}: its value is {metrics[metric.name]!r:.80}, not {kinds}")
+    metrics = {metric.name: _value(metric, known, warn) for metric in wanted}
     for how in ("sum", "mean", "max"):
         names = [metric.name for metric in wanted if metric.over_ranks == how]
         if names:
@@ -149,6 +160,18 @@ def measured(
             dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
             metrics |= zip(names, (values / (dist.get_world_size() if how == "mean" else 1)).tolist(), strict=True)
     return metrics
+
+
+def _value(metric: Metric, known: Any, warn: Callable[[str], object] | None) -> Any:
+    if warn is not None:
+        with telling(f"the metric {metric.name!r} is missing", warn):
+            return _value(metric, known, None)
+        return None
+    value, of_each_rank = metric.value(known), metric.over_ranks != "alike"
+    if not _can_be_logged(value, of_each_rank):
+        kinds = "a number or None" if of_each_rank else "a number, None, or a list of them"
+        raise ValueError(f"the metric {metric.name!r}: its value is {value!r:.80}, not {kinds}")
+    return value
 
 
 def _can_be_logged(value: Any, of_each_rank: bool) -> bool:

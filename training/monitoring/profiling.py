@@ -7,7 +7,7 @@ bears the name of its part, so that the trace shows parts, and the profiler's ow
 import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...moe.torch_private import _RecordFunctionFast
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.telling import telling
 from ...sharding.runtime.process import Ranks
 from ...sharding.state import has_dtensor
 from ..config.train_config import TrainConfig
@@ -74,7 +75,7 @@ class StepProfiler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.recording is not None:
-            with suppress(RuntimeError):  # of a device that has failed, say, which is told already
+            with telling():  # of a device that has failed, say, which is told already
                 self.recording.stop()
             self.recording = None
 
@@ -88,19 +89,23 @@ class StepProfiler:
         if not self.done:
             self._begin(range(step, stretch.stop))
         self.done.append(step)
-        if self.recording is None:
-            yield
-            return
-        with self.recording.step(step):
+        with ExitStack() as around:
+            if self.recording is not None:
+                with self._without_profile():
+                    around.enter_context(self.recording.step(step))
             yield
 
     def _begin(self, steps: range) -> None:
         self.say(f"profiling {steps_in_words(steps)} on {self.where}")
         if self.is_profiled:
-            try:
+            with self._without_profile():
                 self.recording = _Recording(self.parts(), self.device)
-            except Exception as error:  # no profile is worth a run
-                self.problem = str(error) or repr(error)
+
+    @contextmanager
+    def _without_profile(self) -> Iterator[None]:
+        with telling() as failed:
+            yield
+        self.problem = "".join(failed) or self.problem
 
     @property
     def is_due(self) -> bool:
@@ -114,10 +119,11 @@ class StepProfiler:
         written = ""
         if self.recording is not None:
             recording, self.recording = self.recording, None
-            try:
-                written = self._write(recording)
-            except Exception as error:  # no profile is worth a run
-                self.problem = str(error) or repr(error)
+            with self._without_profile():
+                if self.problem:
+                    recording.stop()
+                else:
+                    written = self._write(recording)
         gathered = [("", "")] * dist.get_world_size()
         dist.all_gather_object(gathered, (written, self.problem))
         steps = steps_in_words(self.done)
@@ -246,7 +252,9 @@ class _Ranges(TorchDispatchMode):
 
     def range(self) -> Any:
         """For what the caller's caller is about to call."""
-        name = self.parts.here().part or "other"
+        name = "other"
+        with telling():
+            name = self.parts.here().part or name
         self.names.add(name)
         # unlike `record_function` it counts as an operator, to which kernels are ascribed
         return _RecordFunctionFast(name)

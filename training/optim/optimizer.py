@@ -16,7 +16,7 @@ from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.experts.model_layers import decoder_layers, router_prefixes
 from ...moe.util.entry_checks import check_fields, check_value
 from ...sharding.mesh import Mesh
-from ...sharding.state import StateTensor, trainable_of
+from ...sharding.state import StateTensor, changing_state, trainable_of
 from ..config.optimizers import (
     ADAMW_8BIT,
     ADAMW_BF16,
@@ -91,9 +91,26 @@ def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> flo
     return config.optimizer_entry.state_bytes(shape, config)
 
 
+def matrix_rows(model: nn.Module, config: TrainConfig) -> dict[Tensor, int]:
+    """Of an optimizer that computes with matrices, the parameters that it takes as such, and the rows of each of their
+    matrices; nothing of another."""
+    if not config.optimizer_entry.takes_matrices:
+        return {}
+    parts = (part for several in matrix_parts(model) for part in several)
+    return {part.tensor: part.shape[0] if part.expert is None else part.expert.rows_an_expert for part in parts}
+
+
+def saved_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """About the bytes of a training checkpoint of a complete model, which may be on the meta device: all that changes,
+    with the optimizer's state of what is trained."""
+    rows, saved = matrix_rows(model, config), [part.tensor for part in changing_state(model).values()]
+    return int(sum(part.nbytes + part.numel() * state_bytes(part, config, rows.get(part, 0)) for part in saved))
+
+
 def parameter_groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:
-    """Groups as torch's optimizers take them; as in transformers' Trainer, norms and biases (the one-dimensional
-    parameters) have no weight decay."""
+    """Groups as torch's optimizers take them: one-dimensional parameters have no weight decay. These are the norms and
+    biases, which transformers' Trainer leaves out by their names, and in some families attention sinks, decays (A_log)
+    and skips (D), to which it gives weight decay."""
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -129,7 +146,7 @@ class AdamW(torch.optim.AdamW, ResumableOptimizer):
     found_inf: Tensor | None = None
 
     def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
-        """See `training.step.QueuesStep`."""
+        """See `training.steps.step.QueuesStep`."""
         self.grad_scale, self.found_inf = scale, is_skipped
         try:
             self.step()

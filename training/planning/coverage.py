@@ -89,6 +89,4 @@ def not_modelled(config: TrainConfig) -> list[str]:
         lines.append(
             "--train-mtp: the checkpoint is taken to bring one layer for it, of the same kind as the model's last"
         )
-    if config.cross_entropy == "liger":
-        lines.append("--cross-entropy liger: not modelled; the forecast is of the chunked loss")
     return lines

@@ -8,9 +8,10 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rich.text import Text
@@ -32,6 +33,7 @@ from .planner.forecasts import Forecasts
 from .planner.hardware import chosen_hardware, products_in
 from .planner.model_config import find_config
 from .planner.search import Plan, Search, estimate_lasting, forecast, layouts, sequences_per_step
+from .progress import DryRuns
 from .tables import launch_line, print_plans, summary, to_be_set
 
 MOST_MORE_GPUS = 64
@@ -49,7 +51,7 @@ def plan(asked: PlanFlags) -> int:
     hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
     cluster = Cluster(hardware, asked.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
-    with _naming(config.model), ProgressLine() as progress:
+    with _naming(config.model), DryRuns() as progress:
         forecasts = _forecasts(asked, config, progress)
         search = _search(asked, config, forecasts, cluster)
         try:
@@ -106,26 +108,7 @@ def plan(asked: PlanFlags) -> int:
     return 1
 
 
-class ProgressLine:
-    """How many dry runs are done, in one line of a terminal that goes away."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def __enter__(self) -> "ProgressLine":
-        return self
-
-    def __call__(self) -> None:
-        self.done += 1
-        if sys.stderr.isatty():
-            print(f"\rlayouts dry-run: {self.done}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        if self.done and sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _forecasts(asked: PlanFlags, config: TrainConfig, progress: ProgressLine) -> Forecasts:
+def _forecasts(asked: PlanFlags, config: TrainConfig, progress: DryRuns) -> Forecasts:
     """
     Raises:
         ExpertMeshError: there is no such model.
@@ -145,7 +128,7 @@ def _search(asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster
     found = layouts(facts, config, open_ones, asked.world_size, cluster.gpus_per_node)
     if not found:
         kept = {name: value for name, value in asked.given.all.items() if name in _LAYOUT}
-        said = " ".join(f"{flag_of(name)} {value}" for name, value in kept.items())
+        said = _flags(kept)
         raise ExpertMeshError(f"no layout of {asked.world_size} GPUs has {said or 'this model'}; leave some flags out")
     # as a run's own forecast: one sample a row is the most that attention computes
     image_tokens = read_image_tokens(asked.arguments.image_tokens, config)
@@ -183,7 +166,7 @@ def _fixed_by_file(asked: PlanFlags) -> list[str]:
     names = (*_LAYOUT, "pipeline_layers", "gradient_checkpointing", "per_device_train_batch_size")
     by_flags = {*asked.given.flags, "cp_size", *(["tp_size"] if asked.arguments.tp_size is not None else [])}
     file = {name: asked.given.file[name] for name in names if name in asked.given.file and name not in by_flags}
-    said = " ".join(f"{flag_of(name)} {value}" for name, value in file.items())
+    said = _flags(file)
     if not said:
         return []
     return [
@@ -245,56 +228,74 @@ def _fewer_bytes(model: str) -> list[dict[str, Any]]:
 def _what_would_fit(asked: PlanFlags, smallest: Plan) -> Iterator[str]:
     """Try what shrinks a run of which no layout fits, each by itself: what fits, with its figures."""
     config, cluster, gpus = asked.config(smallest.config.tp_size), smallest.cluster, asked.world_size
-    changes = [each for each in _fewer_bytes(config.model) if any(getattr(config, n) != v for n, v in each.items())]
+    bytes_alone = [each for each in _fewer_bytes(config.model) if any(getattr(config, n) != v for n, v in each.items())]
+    families: list[list[dict[str, Any]]] = [[each] for each in bytes_alone]
     if smallest.memory.lasting < cluster.memory:
         # what is computed is too large, not what lasts
-        changes += [{"cp_size": size} for size in (2, 4, 8) if size > config.cp_size]
+        families += [[{"cp_size": size} for size in (2, 4, 8) if size > config.cp_size]]
         halves = (config.max_seq_length >> n for n in range(1, 32))
-        changes += [{"max_seq_length": length} for length in halves if length >= 512]
-    more = [2**n for n in range(1, MOST_MORE_GPUS.bit_length())]
-    tries = [(" ".join(f"{flag_of(name)} {value}" for name, value in each.items()), each, 1) for each in changes]
-    tries += [(f"--gpus {times * gpus}", {}, times) for times in more]
-    fitting: list[str] = []
-    done: set[str] = set()
-    with ProgressLine() as progress:
-        for flags, each, times in tries:
-            kind = flags.split()[0]
-            if kind in done and kind in ("--cp-size", "--max-seq-length", "--gpus"):
-                # the least of these is enough
-                continue
-            plan = _fitting(asked, each, times, smallest, progress)
-            if plan is not None:
-                done.add(kind)
-                fitting.append(f"  {flags}: {summary(plan)}")
-    if fitting:
+        families += [[{"max_seq_length": length} for length in halves if length >= 512]]
+    families += [[{"gpus": 2**n * gpus} for n in range(1, MOST_MORE_GPUS.bit_length())]]
+    with DryRuns() as progress:
+        fit = partial(_fitting, asked, smallest, progress)
+        found = [_first(family, fit) for family in families]
+    if fitting := [f"  {_flags(each)}: {summary(plan)}" for each, plan in filter(None, found)]:
         yield "changes that make it fit, tried one at a time in the smallest layout or on more GPUs:"
         yield from fitting
     else:
-        yield f"none of these makes it fit: {', '.join((flags for flags, _, _ in tries))}"
+        yield f"none of these makes it fit: {', '.join(_flags(each) for family in families for each in family)}"
 
 
-def _fitting(
-    asked: PlanFlags, changes: dict[str, Any], times: int, smallest: Plan, progress: ProgressLine
-) -> Plan | None:
-    """What fits with these changes in the smallest layout, or on so many times the GPUs in that which holds the least,
-    with the smallest micro-batch and, where it is open, all recomputed; None if nothing does."""
-    larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": times * asked.world_size}))
+def _flags(changes: dict[str, Any]) -> str:
+    return " ".join(f"{flag_of(name)} {value}" for name, value in changes.items())
+
+
+def _first(
+    family: Sequence[dict[str, Any]], fit: Callable[[dict[str, Any]], Plan | None]
+) -> tuple[dict[str, Any], Plan] | None:
+    """The first that fits of changes each of which shrinks a run more than the one before. Where the first does not
+    fit, the last that is not refused is tried next: if that does not, none does."""
+    places = range(len(family))
+    for most in (*places[:1], *places[:0:-1]):
+        with suppress(ExpertMeshError):
+            if (plan := fit(family[most])) is not None:
+                break
+            if most > 0:
+                return None
+    else:
+        return None
+    for each in family[1:most]:
+        with suppress(ExpertMeshError):
+            if (lesser := fit(each)) is not None:
+                return each, lesser
+    return family[most], plan
+
+
+def _fitting(asked: PlanFlags, smallest: Plan, progress: DryRuns, changes: dict[str, Any]) -> Plan | None:
+    """What fits with these changes in the smallest layout, or on more GPUs in that which holds the least, with the
+    smallest micro-batch and, where it is open, all recomputed; None if nothing does.
+
+    Raises:
+        ExpertMeshError: these changes do not go together with the model, or what else was asked for.
+    """
+    gpus = changes.get("gpus", asked.world_size)
+    larger = replace(asked, arguments=Namespace(**{**vars(asked.arguments), "gpus": gpus}))
     open_ones = larger.tried()
     tried: dict[str, Any] = {
         "micro_batches": (min(open_ones.micro_batches),),
         "checkpointing": open_ones.checkpointing or "full",
         "tp_sizes": (smallest.config.tp_size,),
     }
-    if times == 1:
+    if gpus == asked.world_size:
         layout = smallest.config
         tried |= {"ep_size": layout.ep_size, "dense_shard": layout.dense_shard, "pp_size": layout.pp_size}
-    try:
-        cluster = replace(smallest.cluster, gpus_per_node=larger.gpus_per_node)
-        config = larger.config(smallest.config.tp_size, **changes)
-        search = _search(larger, config, _forecasts(larger, config, progress), cluster, **tried)
-        if estimate_lasting(search.facts, search.smallest(), search.world_size) > cluster.memory:
-            return None
-        plan = forecast(search.forecasts, [search.asked(search.smallest())])[0]
-    except ExpertMeshError:
+    cluster = replace(smallest.cluster, gpus_per_node=larger.gpus_per_node)
+    of_run = {name: value for name, value in changes.items() if name != "gpus"}
+    config = larger.config(smallest.config.tp_size, **of_run)
+    search = _search(larger, config, _forecasts(larger, config, progress), cluster, **tried)
+    if estimate_lasting(search.facts, search.smallest(), search.world_size) > cluster.memory:
         return None
-    return plan if isinstance(plan, Plan) and plan.fits else None
+    (plan,) = forecast(search.forecasts, [search.asked(search.smallest())])
+    if isinstance(plan, ExpertMeshError):
+        raise plan
+    return plan if plan.fits else None

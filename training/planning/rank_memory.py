@@ -1,22 +1,20 @@
 """What a rank will hold, forecast before the weights are read. By the same forecast is chosen how a pipeline is run,
 where that was left open."""
 
-import os
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ...checkpoints.hf.source import ModelSource
-from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
 from ...moe.kernels.expert_kernels import KernelChoice
 from ...moe.torch_private import forget_process_groups
 from ...moe.util.child import in_child
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.process_place import process_place
+from ...moe.util.telling import telling
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.runtime.memory import available_memory, resident
 from ...sharding.runtime.process import Ranks, raise_together
@@ -25,6 +23,7 @@ from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
 from ..data.sequences import Rows
 from ..start.inputs import Inputs
+from ..start.resume import Resumed
 from .coverage import NO_EFFECT, NOT_MODELLED
 from .imbalance import GivenRouting
 from .memory import NEAR, Memory
@@ -52,6 +51,14 @@ class ChosenPipeline:
         return {name: value for name, value in chosen.items() if getattr(config, name) is None}
 
 
+class Peak(NamedTuple):
+    """What a rank holds at its peak, when that is, and the bytes of what it has in a training checkpoint."""
+
+    when: str
+    memory: Memory
+    saved: float
+
+
 @dataclass(frozen=True)
 class Forecast:
     """A rank's memory in bytes.
@@ -62,6 +69,8 @@ class Forecast:
         memory: by terms. What lasts, and what is gathered, any batch needs, however short.
         before: what the process holds before its model is made; 0 on a GPU.
         available: what it may hold, `before` included.
+        copies: of what a training checkpoint has of the rank, in host memory, while it is written.
+        beyond: what these add to the most that a rank holds whose memory is the host's; 0 on a GPU.
         pipeline: how it is run, where there is one.
     """
 
@@ -70,11 +79,23 @@ class Forecast:
     memory: Memory = field(default_factory=Memory)
     before: float = 0.0
     available: float = float("inf")
+    copies: float = 0.0
+    beyond: float = 0.0
     pipeline: ChosenPipeline | None = None
 
     @property
     def total(self) -> float:
-        return self.memory.total + self.before
+        return self.memory.total + self.before + self.beyond
+
+    def of_run(self, config: TrainConfig, num_steps: int) -> "Forecast":
+        """Of a run of so many steps: with the copies that it makes for its training checkpoints, if it does."""
+        if not (config.save_steps and config.async_save and num_steps):
+            return replace(self, copies=0.0)
+        # those of the last step have no activations beside them
+        is_within = config.save_steps < num_steps or config.evaluates
+        beside = self.memory.total if is_within else self.memory.lasting
+        beyond = max(beside + self.copies - self.memory.total, 0.0) if self.before else 0.0
+        return replace(self, beyond=beyond)
 
     def chosen(self, config: TrainConfig) -> dict[str, Any]:
         """What was chosen of what the settings leave open, by their names."""
@@ -92,10 +113,17 @@ class Forecast:
             return []
         before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
         lines = [f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}"]
+        if self.copies:
+            where = f", {self.beyond / 2**30:,.2f} GiB beyond that peak" if self.before else ", in host memory"
+            lines.append(
+                f"copies for a training checkpoint, forecast: {self.copies / 2**30:,.2f} GiB per rank{where}; "
+                "--no-async-save makes none"
+            )
         if self.total > NEAR * self.available:
             lines.append(
                 f"warning: the forecast is {self.total / self.available:.0%} of the memory; "
                 "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
+                + (", and so does --no-async-save" if self.beyond else "")
             )
         return lines
 
@@ -124,7 +152,7 @@ class Forecast:
 
 def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
     """The command that plans this run on as many GPUs of so many bytes, with its layout left open."""
-    here = ranks_per_equal_node(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    here = ranks_per_equal_node(world_size, process_place().ranks_here)
     words = ["--gpus", str(world_size), "--gpus-per-node", str(here)]
     words += ["--gpu-memory", f"{int(memory / 2**20)}MiB"]
     without = {*_SEARCHED, *NOT_MODELLED, *NO_EFFECT}
@@ -148,38 +176,43 @@ def forecast_rank(
     inputs: Inputs,
     ranks: Ranks,
     padding: Padding,
+    resumed: Resumed | None = None,
 ) -> Forecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
     that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together.
 
     A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
+
+    Args:
+        resumed: on rank 0, what the run resumes.
     """
     told: list[Any] = [None]
     # dry runs of a large model may take longer than a collective's time limit
     with raise_together(patient=ranks):
         if ranks.rank == 0:
-            try:
-                asked = _asked(topology, kernel, config, inputs, ranks, padding)
+            with telling() as failed:  # what has no forecast may still be trained
+                asked = _asked(topology, kernel, config, inputs, ranks, padding, resumed)
                 # without training there is no schedule to choose
                 is_open = topology.pp_size > 1 and inputs.training is not None
                 # queues of weight gradients are another package's where it has the matmuls
                 can_queue = kernel.kernel.product is not None
                 told = [_forecast(source, asked, is_open, can_queue, config)]
-            except Exception as error:  # a run does not depend on it: what has no forecast may still be trained
-                kind = "" if isinstance(error, ExpertMeshError) else f"{type(error).__name__}: "
-                told = [" ".join(f"{kind}{error}".split())[:200]]
+            if failed:
+                told = [failed[0][:200]]
     dist.broadcast_object_list(told, src=0)
     if isinstance(told[0], str):
         return Forecast(told[0])
-    (when, memory), pipeline = told[0]
-    before = _before(ranks)
-    return Forecast("", when, memory, before, available_memory(ranks.device, before), pipeline)
+    (when, memory, saved), pipeline = told[0]
+    with telling() as failed:
+        before = _before(ranks)
+        return Forecast("", when, memory, before, available_memory(ranks.device, before), saved, pipeline=pipeline)
+    return Forecast(failed[0][:200], pipeline=pipeline)
 
 
 def _forecast(
     source: ModelSource, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
-) -> tuple[tuple[str, Memory], ChosenPipeline | None]:
-    """The moment of the peak and what is held then, and how a pipeline is run."""
+) -> tuple[Peak, ChosenPipeline | None]:
+    """What a rank holds, and how a pipeline is run."""
     # to which a dry run adds a layer for multi-token prediction by itself
     plain = replace(source, mtp=None)
     forecasts = Forecasts(plain.said, partial(getattr, plain, "config"), asked.device)
@@ -191,7 +224,7 @@ def _forecast(
 
 def _forecast_alone(
     forecasts: Forecasts, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
-) -> tuple[tuple[str, Memory], ChosenPipeline | None]:
+) -> tuple[Peak, ChosenPipeline | None]:
     forget_process_groups()
     chosen = None
     if is_open:
@@ -214,10 +247,10 @@ def _forecast_alone(
 _OPEN = ("pipeline_schedule", "pipeline_layers")
 
 
-def _held(account: Account, asked: Asked) -> tuple[str, Memory]:
-    """What the rank holds at its peak; on a GPU with what lies beside tensors, and without what is in host memory."""
-    is_gpu = asked.device == "cuda"
-    return account.memory.when, account.on_card(asked.cluster.memory) if is_gpu else account.memory.kinds
+def _held(account: Account, asked: Asked) -> Peak:
+    """On a GPU with what lies beside tensors, and without what is in host memory."""
+    is_gpu, peak = asked.device == "cuda", account.memory
+    return Peak(peak.when, account.on_card(asked.cluster.memory) if is_gpu else peak.kinds, peak.trained + peak.state)
 
 
 def _before(ranks: Ranks) -> float:
@@ -226,7 +259,13 @@ def _before(ranks: Ranks) -> float:
 
 
 def _asked(
-    topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks, padding: Padding
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    padding: Padding,
+    resumed: Resumed | None = None,
 ) -> Asked:
     """The step of a run with the longest of its sequences."""
     rows = inputs.training
@@ -236,7 +275,7 @@ def _asked(
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
     # a micro-batch may be larger than the data
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
-    recorded = recorded_pipeline(config, topology.world_size)
+    recorded = {} if resumed is None else resumed.pipeline(config, topology.world_size)
     settings = replace(config, **recorded, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)
     device: Any = ranks.device.type
     before = _before(ranks)
@@ -259,24 +298,6 @@ def longest_sequence(rows: Rows | None, config: TrainConfig) -> int:
     if config.streaming:
         return config.max_seq_length
     return -(-int(rows.lengths.max()) // (config.sequences_per_row if config.packing else 1))
-
-
-def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """Of the pipeline's settings that are left open, those with which the run that is resumed ran; nothing where it ran
-    on other ranks, or cannot be read, of which is told later."""
-    if config.pp_size == 1 or not config.resume:
-        return {}
-    directory = Path(config.output_dir) / "checkpoints"
-    for path in whole_checkpoints(directory) if config.resume == "auto" else [Path(config.resume)]:
-        with suppress(ExpertMeshError, OSError):
-            marker = read_marker(path)
-            there = marker["settings"]
-            is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
-            if not is_alike or marker["world_size"] != world_size:
-                return {}
-            open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
-            return {name: there.get(name) for name in open_ones}
-    return {}
 
 
 def beside(forecast: Forecast, measured: float) -> str:

@@ -1,10 +1,10 @@
 """The machine that a run is on, as the planner's cost model sees it: by its name, without measuring anything."""
 
-import os
 import re
 
 import torch
 
+from ...moe.util.process_place import process_place
 from ...sharding.runtime.process import Ranks
 from ..config.train_config import TrainConfig
 from .planner.costs import Cluster
@@ -36,7 +36,7 @@ def this_machine(config: TrainConfig, ranks: Ranks, memory: float) -> Cluster:
         CPU if ranks.device.type == "cpu" else preset(known_gpu(torch.cuda.get_device_name(ranks.device)), NETWORK)
     )
     hardware = products_in(hardware, config.bf16, config.tf32, config.in_fp8)
-    return Cluster(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory)
+    return Cluster(hardware, process_place().ranks_here, memory)
 
 
 def known_gpu(device_name: str) -> str:

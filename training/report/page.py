@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -29,7 +28,7 @@ from ...checkpoints.files.lock import DirectoryLock
 from ...moe.util.atomic_write import PARTIAL, whole
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.sizes import duration, thousands
-from ..config.train_config import TrainConfig, flags_of_config
+from ..config.train_config import DEFAULTS, TrainConfig, flags_of_config
 from ..metrics import Chart, metrics_of
 from .history import History, read_history
 from .profiles import BETWEEN, EXCHANGE, FIGURES, Profile, read_profiles
@@ -180,7 +179,7 @@ def _read_run(output_dir: Path, state: State | None = None, history: History | N
         history = read_history(output_dir / "metrics.jsonl")
     config, environment = _read_table(output_dir / "config.yaml"), _read_table(output_dir / "environment.json")
     profiles, unshown = read_profiles(output_dir)
-    name, step, num_steps = str(config.get("run_name") or "expertmesh"), history.last_step, environment.get("num_steps")
+    name, step, num_steps = _name(output_dir, config), history.last_step, environment.get("num_steps")
     if state is None and num_steps is not None and step >= num_steps:
         state = "finished"
     is_early = state == "finished" and num_steps is not None and step < num_steps
@@ -206,7 +205,7 @@ def _read_run(output_dir: Path, state: State | None = None, history: History | N
         "per_step": {figure: _per_step(profiles, figure) for figure in FIGURES},
         "command": _command(config),
         "config": config,
-        "not_default": [name for name, value in _defaults().items() if name in config and config[name] != value],
+        "not_default": [name for name, value in DEFAULTS.items() if name in config and config[name] != value],
         "environment": environment,
         "drawn": {
             "label": name,
@@ -226,6 +225,13 @@ def _read_run(output_dir: Path, state: State | None = None, history: History | N
             "load": history.load and history.load.summary(),
         },
     }
+
+
+def _name(output_dir: Path, config: dict[str, Any]) -> str:
+    """--run-name or, where none was given, the last parts of the model's name and of the output directory's."""
+    if (given := config.get("run_name")) not in (None, DEFAULTS["run_name"]):
+        return str(given)
+    return " / ".join(filter(None, [Path(str(config.get("model") or "")).name, output_dir.resolve().name]))
 
 
 def _charts(runs: list[Run]) -> list[dict[str, Any]]:
@@ -333,10 +339,6 @@ def _command(config: dict[str, Any]) -> str | None:
         return shlex.join(["train_ep.py", *flags_of_config(TrainConfig(**config), ("model", "dataset", "output_dir"))])
     except (TypeError, ExpertMeshError):
         return None
-
-
-def _defaults() -> dict[str, Any]:
-    return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(TrainConfig)}
 
 
 def _read_table(file: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from ...sharding.topology import Topology
 from ..attention.complete_sequences import complete_sequences_line
 from ..attention.packed_attention import OWN, inner_attention
 from ..config.train_config import TrainConfig
-from ..data.preview import describe_origin, warnings_of
-from ..data.samples import Origin, samples_cache
+from ..data.image_files import samples_cache
+from ..data.preview import describe_origin, lost_in_words, warnings_of
+from ..data.samples import Origin
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine
 from ..loss.head import loss_head
@@ -201,7 +202,8 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
     return (
         f"{of_stream}{_plural(len(samples), noun)}{packed}, "
         f"{tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
-        f"trained), about {a_step:,.0f} per step"
+        f"trained), about {a_step:,.0f} per step{lost_in_words(samples.origins)}"
+        + (f", {_plural(samples.num_images, 'image')}" if inputs.images is not None else "")
         + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), noun)}")
     )
 
@@ -218,11 +220,6 @@ def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
         )
     if inputs.stream is None:
         lines.append(f"tokenized samples are cached in {samples_cache()}")
-    for name, rows in (("samples", samples), ("evaluation samples", None if held_out is None else held_out.samples)):
-        if rows is not None and (cut := int(rows.is_cut.sum())):
-            lines.append(
-                f"note: {cut:,} of {len(rows):,} {name} are truncated at --max-seq-length {config.max_seq_length}"
-            )
     origins = list(samples.origins)
     if held_out is not None:
         origins += [origin for origin in held_out.samples.origins if origin not in origins]

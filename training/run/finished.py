@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,16 @@ import torch.distributed as dist
 
 from ...checkpoints.files.checksums import check_seal, seal
 from ...checkpoints.files.directories import write_errors
-from ...checkpoints.training_state.marker import read_marker, whole_checkpoints
+from ...checkpoints.training_state.marker import whole_checkpoints
 from ...checkpoints.training_state.saving import checkpoint_name
 from ...moe.util.atomic_write import sync, whole
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.telling import telling
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig
 from ..report.page import REPORT, write_report
 from ..start.fingerprints import Facts, exports_alike
-from ..start.resume import Tell, check_data_order, compare_run
+from ..start.resume import Resumed, Tell, check_data_order, compare_run
 from ..steps.evaluate import Best
 
 FILE = "finished.json"
@@ -94,14 +94,11 @@ def _read(path: Path) -> Finished | None:
         return None
 
 
-def recorded_date(config: TrainConfig) -> str:
+def recorded_date(config: TrainConfig, resumed: Resumed | None) -> str:
     """The date that chat templates wrote in the run that is to be resumed; empty: none, or there is no such run."""
-    output_dir = Path(config.output_dir)
-    resumed = whole_checkpoints(output_dir / "checkpoints") if config.resume == "auto" else [Path(config.resume)]
-    for path in resumed if config.resume else []:
-        with suppress(ExpertMeshError):  # damaged; who resumes is told of it
-            return str(read_marker(path)["settings"].get("template_date", ""))
-    done = read_finished(output_dir) if config.resume == "auto" else None
+    if resumed is not None:
+        return resumed.template_date
+    done = read_finished(Path(config.output_dir)) if config.resume == "auto" else None
     return "" if done is None else str(done.settings.get("template_date", ""))
 
 
@@ -151,11 +148,9 @@ def complete_report(output_dir: Path, tell: Tell) -> None:
     recorded = next(path for name in (FILE, ANNOUNCED) if (path := output_dir / name).exists())
     if report.exists() and report.stat().st_mtime_ns >= recorded.stat().st_mtime_ns:
         return
-    try:
+    with telling("report.html was not written", tell):  # what counts is there
         write_report(output_dir, "finished")
         tell(f"{report} is written now; the run was killed before it was")
-    except (ExpertMeshError, OSError) as error:  # what counts is there
-        tell(f"warning: report.html was not written: {error}")
 
 
 def _find(
@@ -193,6 +188,17 @@ def way_to_merge(config: TrainConfig, output_dir: Path) -> str:
     if config.resume != "auto" or not config.merge or not adapter.exists() or hf.exists():
         return ""
     return f"make the missing model with `expertmesh-checkpoints merge {config.model} {adapter} {hf}`, "
+
+
+def way_to_export(output_dir: Path) -> str:
+    """How to export what was trained, where its export has failed."""
+    saved = whole_checkpoints(output_dir / "checkpoints")
+    if not saved:
+        return "no training checkpoint was saved (--save-steps), so the trained weights are lost"
+    return (
+        f"the weights are kept in {saved[0]}: once that is mended, the same command with --resume auto exports them, "
+        f"or `expertmesh-checkpoints export {saved[0]} DIR` writes the model elsewhere"
+    )
 
 
 def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took_best: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from ...checkpoints.training_state.resuming import load_best_model
 from ...checkpoints.training_state.saving import Progress, Saver
 from ...moe.experts.model_layers import moe_layers, moe_shape
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.telling import telling
 from ...sharding.replicas import check_replicas
 from ...sharding.runtime.memory import free_on_host
 from ...sharding.runtime.preemption import Stopped, StopRequest, boundary
@@ -29,7 +31,7 @@ from ..data.batch import Batch, Padding, collate, collate_rows
 from ..data.sequences import DataOrder, Rows, share_out
 from ..data.stream import Stream, place_in
 from ..engine.engine import Engine
-from ..engine.model_card import tell_loss
+from ..engine.model_card import tell_left_out, tell_loss
 from ..metrics import told_of
 from ..model_setup.compiling import Compilation, compilation
 from ..monitoring.alarms import Alarms
@@ -183,13 +185,18 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     data = DataTraits.of(run.inputs.training.samples)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
-    log.begin_after(first_step, owed)
+    is_untrained = config.eval_on_start and resume_from is None
+    log.begin_after(first_step, [_EVALUATION, _GENERATIONS] if is_untrained else owed)
+    if is_untrained:
+        _evaluate(run, 0, Best())  # never the best, as no checkpoint has it
+        if run.prompts is not None:
+            _generate(run, 0)
     stopping = bool(owed) and not _make_up(run, scheduler, best, owed)
     enough = _had_enough(config, best)
     compiled: Compilation | None = None
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
     guard, alarms = NonFiniteGuard(config, run.model, log.line), Alarms(config, engine.balance, top_k, groups, log)
-    meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
+    meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16, log.warn)
     profiler = StepProfiler(config, partial(Parts, run.model), run.ranks, log.output_dir, log.line)
     begin = log.num_steps if enough or stopping else first_step
     with StopRequest() as stop, SteadyCollector() as collector, profiler, _batches(run, begin) as following:
@@ -207,8 +214,9 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             meter.add(result)
             collector.step(done)
             if config.compile and compiled is None:
-                compiled = compilation()
-                log.detail(f"compiled {compiled}")
+                with telling("nothing is said of what was compiled", log.warn):
+                    compiled = compilation()
+                    log.detail(f"compiled {compiled}")
 
             # what is saved or evaluated must also be logged: a run resumed from there begins with an empty meter
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and _saves_at(done, run)
@@ -239,22 +247,23 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                     check_replicas(run.model, engine.topology, run.ranks.device, done, numbers)
             if is_saving:
                 with meter.paused():
-                    _save(run, _progress(run, best, owed))
+                    _save(run, _progress(run, best, owed), not stopping and (enough or done == log.num_steps))
             elif run.saver is not None and config.async_save:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
                 break
         alarms.end(engine.step_number)
         _write_profile(run, profiler)
-        if compiled is not None and compilation().is_more_than(compiled):
-            log.detail(f"compiled {compilation()} in the whole run")
+        with telling("nothing is said of what was compiled", log.warn):
+            if compiled is not None and compilation().is_more_than(compiled):
+                log.detail(f"compiled {compilation()} in the whole run")
         if enough:
             log.line(
                 f"stopped early: the last {best.since} evaluation{'s' * (best.since > 1)} not better by "
                 f"{config.early_stopping_threshold:g}; "
                 + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
-        _handle(_wait(run), run, _is_end_alone(run))
+        _handle(_wait(run), run, not stopping)
     watchdog.at("the end of training", limited=False)
     took_best = config.load_best_model_at_end and not stopping and _load_best(run, best)
     return Trained(not stopping, best, took_best)
@@ -292,7 +301,7 @@ def _make_up(run: Run, scheduler: Schedule, best: Best, owed: list[str]) -> bool
             if follows_eval_loss(run.config):  # others have stepped
                 step_scheduler(scheduler, eval_loss)
             if run.saver is not None:
-                _save(run, _progress(run, best))
+                _save(run, _progress(run, best), run.engine.step_number == run.log.num_steps)
         return not owed and not stop.on_any_rank()
 
 
@@ -308,7 +317,7 @@ def _resume(run: Run, path: Path) -> tuple[Best, list[str]]:
     progress = run.engine.load_state(path)
     check_data_order(progress.order, run.order_facts, run.config, path)
     if run.inputs.stream is not None:
-        run.inputs.stream.begin = place_in(progress.order)
+        run.inputs.stream.begin_at(progress.step, place_in(progress.order))
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation (step {best.step}) was deleted")
@@ -364,6 +373,7 @@ def _collated(run: Run, step: int) -> list[Batch]:
 def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
     order, cp_group = run.order, run.engine.mesh.cp_group
     entries = stream.batch(step, order.global_batch_size)
+    tell_left_out(run.engine, stream.left_out)
     # alike on all ranks, which have all entries
     is_weighted = any(rows.samples.is_weighted for rows, _ in entries)
     if is_weighted:
@@ -465,8 +475,9 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
     tell_loss(run.engine, "evaluation loss", evaluation.loss)
     is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
-    figures = {"step": done} | measured("evaluation", evaluation, run.ranks.device, figures=evaluation.figures)
-    compared = best.compared(done, config.early_stopping_patience)
+    of_evaluation = measured("evaluation", evaluation, run.ranks.device, figures=evaluation.figures, warn=run.log.warn)
+    figures = {"step": done} | of_evaluation
+    compared = best.compared(done, config.early_stopping_patience) if done else "before training"
     found = str(evaluation)
     if evaluation.figures:
         found = ", ".join([f"eval loss {evaluation.loss:.4f}", *told_of(figures, verbose=True)])
@@ -487,17 +498,27 @@ def _generate(run: Run, done: int) -> None:
     ends = run.engine.end_tokens(prompts.tokenizer)
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, ends, run.ranks)
     samples, lines = [], ""
-    for prompt, answer, reference in zip(prompts.texts, answers, prompts.references, strict=True):
-        # special tokens are a part of it: the end, channels
-        text = prompts.tokenizer.decode(answer)
-        samples.append({"prompt": prompt, "text": text})
-        lines += f"\n  {_short(prompt)!r} -> {_short(text)!r}"
-        if reference is not None:
-            samples[-1]["reference"] = reference
-            lines += f", in the data {_short(reference)!r}"
+    with telling("sample generations are missing", run.log.warn):
+        own = _without_beginning(prompts.texts)
+        for prompt, shown, answer, reference in zip(prompts.texts, own, answers, prompts.references, strict=True):
+            # special tokens are a part of it: the end, channels
+            text = prompts.tokenizer.decode(answer)
+            samples.append({"prompt": prompt, "text": text})
+            lines += f"\n  {_short(shown)!r} -> {_short(text)!r}"
+            if reference is not None:
+                samples[-1]["reference"] = reference
+                lines += f", in the data {_short(reference)!r}"
     seconds = round(time.perf_counter() - begun, 3)
     metrics = {"step": done, "generations": samples, "generate_seconds": seconds}
     run.log.event(metrics, f"step {done}: sample generations{lines}")
+
+
+def _without_beginning(texts: Sequence[str]) -> list[str]:
+    """Without the lines that all begin with, such as a template's system prompt."""
+    lines = [text.splitlines(keepends=True) for text in texts]
+    alike = list(takewhile(lambda each: len(set(each)) == 1, zip(*(each[:-1] for each in lines), strict=False)))
+    begun = len(alike) if len(texts) > 1 else 0
+    return ["…" * (begun > 0) + "".join(each[begun:]) for each in lines]
 
 
 def _short(text: str) -> str:
@@ -521,15 +542,19 @@ def _load_best(run: Run, best: Best) -> bool:
     return path is not None
 
 
-def _save(run: Run, progress: Progress) -> None:
-    """Begin a checkpoint, once the one before it is there; with --no-async-save, also end it."""
+def _save(run: Run, progress: Progress, is_end: bool) -> None:
+    """Begin a checkpoint, once the one before it is there; with --no-async-save, also end it.
+
+    Args:
+        is_end: whether an export is all that follows.
+    """
     assert run.saver is not None
     begun = time.perf_counter()
     _handle(_wait(run), run)
     run.watchdog.at("the beginning of a checkpoint", limited=False)
     run.saver.save(run.model, run.engine.optimizer, progress, copies=run.config.async_save)
     if not run.config.async_save:
-        _handle(_wait(run), run, _is_end_alone(run))
+        _handle(_wait(run), run, is_end)
     run.log.note({"step": run.engine.step_number, "save_seconds": round(time.perf_counter() - begun, 3)})
 
 
@@ -537,7 +562,10 @@ def _check_host_memory(run: Run, saver: Saver) -> None:
     """Warn of nodes whose memory may not hold the copies of a checkpoint, before the first one. All ranks call it
     together, once the optimizer has its state."""
     nodes: list[Any] = [None] * run.ranks.world_size
-    dist.all_gather_object(nodes, (node_name(), saver.bytes_to_copy(run.model, run.engine.optimizer), free_on_host()))
+    needed, free = 0, math.inf
+    with telling("the host memory for copies of a checkpoint is not known", run.log.line):
+        needed, free = saver.bytes_to_copy(run.model, run.engine.optimizer), free_on_host()
+    dist.all_gather_object(nodes, (node_name(), needed, free))
     for node in dict.fromkeys(name for name, _, _ in nodes):
         copies = sum(size for name, size, _ in nodes if name == node)
         free = min((bytes_free for name, _, bytes_free in nodes if name == node), default=math.inf)
@@ -557,17 +585,17 @@ def _wait(run: Run) -> str | None:
     return run.saver.wait()
 
 
-def _is_end_alone(run: Run) -> bool:
-    """Whether the newest save is that of the last step, which --save-steps does not ask for."""
-    done = run.engine.step_number
-    return done == run.log.num_steps and done % run.config.save_steps != 0 if run.saver is not None else False
+def _handle(problem: str | None, run: Run, is_end: bool = False) -> None:
+    """A checkpoint that could not be saved; every rank has the same problem.
 
-
-def _handle(problem: str | None, run: Run, is_end_alone: bool = False) -> None:
-    """A checkpoint that could not be saved; every rank has the same problem."""
+    Args:
+        is_end: see `_save`.
+    """
     if problem is None:
         return
-    # where nobody asked for it, the export is not to be lost with it
-    if run.config.on_save_error == "stop" and not (is_end_alone and run.config.export):
+    is_export_left = is_end and run.config.export
+    # at the end there is nothing to stop but the export, which is not to be lost with it
+    if run.config.on_save_error == "stop" and not is_export_left:
         raise ExpertMeshError(f"{problem}; to train on without it, give --on-save-error continue")
-    run.log.line(f"warning: {problem}; training continues, and the previous checkpoint stays")
+    following = "the export follows" if is_export_left else "training continues"
+    run.log.line(f"warning: {problem}; {following}, and the previous checkpoint stays")

@@ -91,6 +91,14 @@ def clear_output(config: TrainConfig, output_dir: Path) -> None:
         (output_dir / CHECKPOINTS).rmdir()
 
 
+def replaced(config: TrainConfig, output_dir: Path) -> list[Path]:
+    """What of an earlier run does not stay beside what this one writes: all or, where it goes on, its training
+    checkpoints, which are among this run's."""
+    if _goes_on(config, output_dir):
+        return [path for path in (output_dir / CHECKPOINTS).glob("*") if is_checkpoint_entry(path)]
+    return _written(output_dir)
+
+
 def _written(output_dir: Path) -> list[Path]:
     """What runs have written into the directory, half-written things too."""
     found = [path for name in (*_DIRECTORIES, STUCK) if (path := output_dir / name).is_dir() or path.is_symlink()]

@@ -10,6 +10,7 @@ from typing import Any
 from ...checkpoints.files.directories import write_errors
 from ...checkpoints.training_state.saving import checkpoint_name
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.telling import telling
 from ...moe.util.terminal import folded, going_on_unread
 from ...sharding.runtime.debugger import check_debug_ranks, debugging
 from ...sharding.runtime.memory import measured_peak
@@ -18,10 +19,11 @@ from ...sharding.runtime.process import Ranks, end_process_group, raise_together
 from ...sharding.runtime.watchdog import STUCK, Watchdog, collectives_limit
 from ...sharding.torchrun import STOPPED
 from ..config.train_config import TrainConfig
+from ..data.image_files import samples_cache
 from ..data.preview import print_preview
-from ..data.samples import samples_cache
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine, start_engine
+from ..engine.model_card import tell_left_out
 from ..monitoring.log import NOTABLE, RunLog
 from ..monitoring.profiling import check_profile
 from ..optim.schedule import check_schedule
@@ -32,7 +34,8 @@ from ..start.resume import find_resume, how_it_goes_on
 from ..tasks.registry import task_of
 from ..tasks.task import Preparation, Task, TaskInputs
 from .banner import data_line, data_sets, detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
-from .finished import Finished, complete_report, find_finished, held_line, recorded_date
+from .disk import disk_lines
+from .finished import Finished, complete_report, find_finished, held_line, recorded_date, way_to_export
 from .loop import Run, Trained, data_order, number_of_steps, order_facts, padding_of_data, train
 from .output import clear_output, output_directory
 
@@ -98,8 +101,9 @@ def preview(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
     """Print what would be trained on, and how, without training."""
     engine = start_engine(config, ranks, tell)
     inputs, order = read_data(engine, task_of(config), watchdog, "")
-    check_steps(engine.config, number_of_steps(engine.config, order), ranks)
-    memory = forecast_memory(engine, inputs, watchdog)
+    num_steps = number_of_steps(engine.config, order)
+    check_steps(engine.config, num_steps, ranks)
+    memory = forecast_memory(engine, inputs, watchdog, num_steps)
     if ranks.rank == 0:
         lines = [*first_lines(engine, inputs, order, memory), *detail_lines(engine, inputs, order, memory)]
         print(folded("\n".join(lines)), flush=True)
@@ -117,7 +121,7 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
         use_own_cores()
     output_dir = closing.enter_context(output_directory(engine.config, ranks))
     watchdog.directory, watchdog.goes_on = output_dir / STUCK, partial(how_it_goes_on, output_dir)
-    began = recorded_date(engine.config) if ranks.rank == 0 else ""
+    began = recorded_date(engine.config, engine.resumed) if ranks.rank == 0 else ""
     inputs, order = read_data(engine, task, watchdog, began)
     config = engine.config
     num_steps, prompts = number_of_steps(config, order), make_prompts(config, inputs)
@@ -133,13 +137,16 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
                 complete_report(output_dir, engine.tell)
             return True
     check_steps(config, num_steps, ranks)
-    memory = forecast_memory(engine, inputs, watchdog)
+    memory = forecast_memory(engine, inputs, watchdog, 0 if inputs.training is None else num_steps)
     chosen = memory.chosen(config)
     config = engine.config
     if ranks.rank == 0:
-        details = detail_lines(engine, inputs, order, memory)
-        lines = [line for line in details if config.verbose or line.startswith(NOTABLE)]
-        print(folded("\n".join([*first_lines(engine, inputs, order, memory), *lines])), flush=True)
+        lines: list[str] = []
+        with telling("lines about the run are missing", tell):
+            lines += first_lines(engine, inputs, order, memory)
+            details = detail_lines(engine, inputs, order, memory)
+            lines += [line for line in details if config.verbose or line.startswith(NOTABLE)]
+        print(folded("\n".join(lines)), flush=True)
     # only training needs gradients and optimizer state
     if inputs.training is not None and not config.force:
         with raise_together():
@@ -149,15 +156,22 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     if config.resume:
         resume_from = find_resume(config.resume, output_dir / "checkpoints", engine.tell, ranks)
     at = partial(watchdog.at, limited=False)
+    at("opening the model")
+    engine.open(resume_from, watchdog.limit)
+    ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
+    exports = engine.plan_exports(inputs.saved_tokenizer, config.merge) if config.export else {}
+    num_saved = 0 if inputs.training is None else num_steps
+    for line in disk_lines(config, output_dir, engine.checkpoint_bytes, exports, num_saved, ranks):
+        log.line(line)
     padding = padding_of_data(engine)
     preparation = Preparation(engine, padding, inputs, output_dir, resume_from, num_steps, at, log.detail)
     if inputs.training is not None:
         task.before_loading(preparation)
     at("loading the model")
     engine.place(resume_from, watchdog.limit)
-    for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
-        log.detail(line)
-    ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
+    with telling("lines about the run are missing", log.line):
+        for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
+            log.detail(line)
     for line in filter(None, (engine.untrained, engine.encoding, *ends)):
         log.detail(line)
     with raise_together(patient=ranks), write_errors(output_dir):
@@ -183,6 +197,8 @@ def read_data(engine: Engine, task: Task, watchdog: Watchdog, began: str) -> tup
     engine.config = replace(engine.config, template_date=inputs.template_date)
     if engine.images is not None:
         engine.images.processor = inputs.images
+    if inputs.training is not None:
+        tell_left_out(engine, sum(len(origin.bad) for origin in inputs.training.samples.origins))
     return inputs, data_order(engine.config, inputs.training, engine.ranks.world_size)
 
 
@@ -195,13 +211,13 @@ def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
     check_profile(config, num_steps, ranks.world_size)
 
 
-def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog) -> Forecast:
-    """What a rank will hold, with what is chosen by it put into the engine's settings."""
+def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog, num_steps: int) -> Forecast:
+    """What a rank will hold in so many steps, with what is chosen by it put into the engine's settings."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
-    memory = forecast_rank(*known)
+    memory = forecast_rank(*known, engine.resumed)
     engine.config = replace(engine.config, **memory.chosen(engine.config))
-    return memory
+    return memory.of_run(engine.config, num_steps)
 
 
 def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:
@@ -225,7 +241,9 @@ def train_and_export(run: Run, memory: Forecast, resume_from: Path | None, outpu
     if run.inputs.training is not None:
         with watchdog.following(engine.model), debugging(config.debug_ranks):
             trained = train(run, resume_from)
-        log.line(beside(memory, measured_peak(ranks.device)))
+        peak = measured_peak(ranks.device)
+        with telling("the memory is not compared with its forecast", log.line):
+            log.line(beside(memory, peak))
         if not trained.finished:
             kept = "--resume auto resumes from here" if engine.saver else "nothing was saved (--save-steps 0)"
             log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
@@ -236,12 +254,18 @@ def train_and_export(run: Run, memory: Forecast, resume_from: Path | None, outpu
         with raise_together():
             log.check_directory()
             if done is not None and ranks.rank == 0:
-                with suppress(OSError):  # what the export then meets too
+                with telling():  # what the export then meets too
                     done.announce(output_dir)
         # it can be made again where a checkpoint has what it exports; else a signal lets it come to its end
         with nullcontext() if run.inputs.training is None or _is_saved(run, output_dir) else StopRequest():
             boundary()
-            for line in export(engine, output_dir, run.inputs.saved_tokenizer):
+            try:
+                lines = export(engine, output_dir, run.inputs.saved_tokenizer)
+            except ExpertMeshError as error:
+                if run.inputs.training is None:
+                    raise
+                raise ExpertMeshError(f"{error}; {way_to_export(output_dir)}") from error
+            for line in lines:
                 log.line(line)
     elif engine.saver is None and run.inputs.training is not None:
         log.line("the trained weights are not saved (--no-export --save-steps 0)")
@@ -259,7 +283,9 @@ def _is_saved(run: Run, output_dir: Path) -> bool:
 def record(run: Run, trained: Trained, output_dir: Path) -> Finished:
     """What is recorded of a run that has come to its end."""
     engine = run.engine
-    holds = held_line(output_dir, engine.config, engine.step_number, trained.best, trained.took_best)
+    holds = "no more is known of what it holds"
+    with telling("nothing says whose weights are exported", run.log.line):
+        holds = held_line(output_dir, engine.config, engine.step_number, trained.best, trained.took_best)
     recorded = (asdict(engine.config), engine.facts, run.order_facts)
     return Finished(engine.step_number, run.log.num_steps, holds, *recorded)
 
@@ -271,10 +297,8 @@ def finish(run: Run, done: Finished, output_dir: Path) -> None:
     saved = output_dir / "checkpoints" / checkpoint_name(engine.step_number)
     # where the weights could not be saved, nothing is at its end
     if run.ranks.rank == 0 and (engine.config.export or engine.saver is None or saved.exists()):
-        try:
+        with telling("finished.json was not written", run.log.line):  # the run has lost nothing by it
             done.write(output_dir)
-        except OSError as error:  # the run has lost nothing by it
-            run.log.line(f"warning: finished.json was not written: {error.strerror}")
 
 
 def export(engine: Engine, output_dir: Path, tokenizer: Any) -> list[str]:

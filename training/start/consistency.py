@@ -1,5 +1,5 @@
 """What a run is made of, in facts: compared over all nodes before the first step, and on resume (see
-`training.resume`) with what it had read.
+`training.start.resume`) with what it had read.
 
 Flags and software are compared before ranks join a process group, the model's files before the model is built, the
 data before weights are loaded. One rank of each node reads its node's files.
@@ -12,16 +12,17 @@ from pathlib import Path
 
 import xxhash
 
-from ...checkpoints.fingerprint import adapter_facts, model_facts
+from ...checkpoints.fingerprint import adapter_facts, flat, model_facts
 from ...checkpoints.hf.source import ModelSource
 from ...moe.util.parser import flag_of
+from ...moe.util.process_place import process_place
 from ...moe.util.sources import sources_digest
 from ...moe.util.versions import installed_version
 from ...sharding.runtime.agreement import check_alike
 from ...sharding.runtime.process import Ranks, device_type, raise_together
-from ...sharding.torchrun import read_environment
 from ..config.train_config import TrainConfig
 from ..data.digest import explain_samples, samples_facts
+from ..data.pictures import ImageProcessor
 from .fingerprints import Facts
 from .inputs import Inputs, Prompts, added_tokens
 
@@ -87,7 +88,7 @@ def compare_teachers(path: Path, ranks: Ranks) -> dict[str, str]:
 
 
 def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks: Ranks) -> Facts:
-    """Compare samples, the number of steps and prompts over all nodes. All ranks call it together.
+    """Compare samples, what reads images, the number of steps and prompts over all nodes. All ranks call it together.
 
     Returns:
         The facts of the data, on the first rank of each node.
@@ -103,16 +104,29 @@ def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks:
                     facts[name] = samples_facts(rows.samples)
             if inputs.stream is not None:
                 facts["data"] = inputs.stream.facts | facts["data"]
+            if inputs.images is not None:
+                facts["image processor"] = processor_facts(inputs.images)
     remedy = "give all nodes the same files, in the same order"
     for name in ("data", "evaluation data"):
         mine = facts.get(name, {}) if _reads() else None
         what = f"the samples of {'--dataset' if name == 'data' else 'the evaluation'}"
         check_alike(ranks, what, mine, remedy, explain_samples)
+    if inputs.images is not None:
+        mine = None
+        if _reads():  # which versions a resumed run has is not compared, as of other libraries
+            versions = {f"{name}:": value or "not installed" for name, value in inputs.images.versions.items()}
+            mine = facts["image processor"] | versions
+        check_alike(ranks, "the image processors of --model", mine, "give all nodes the same files and versions")
     asked = {"steps": str(num_steps), "prompts": json.dumps([prompts.tokens, prompts.texts] if prompts else [])}
     check_alike(ranks, "the number of steps, or the prompts,", asked if _reads() else None, remedy)
     return facts
 
 
+def processor_facts(processor: ImageProcessor) -> dict[str, str]:
+    """What a model's image processor does, by name, and its image token."""
+    return {f"{name}:": value for name, value in flat(processor.settings).items()}
+
+
 def _reads() -> bool:
     """Whether this rank is the one that reads its node's files."""
-    return read_environment()[2] == 0
+    return process_place().local_rank == 0

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...checkpoints.training_state.marker import recorded_order, whole_checkpoints
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology, check_sizes, divisors
 from ..config.train_config import TrainConfig
 from ..environment import FILE as ENVIRONMENT
+from .resume import Resumed
 
 
-def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
+def fit_to_ranks(
+    config: TrainConfig, num_experts: int, ranks: Ranks, resumed: Resumed | None
+) -> tuple[TrainConfig, list[str]]:
     """The configuration for the ranks that there are now: the same run in another parallel layout.
 
     `ep_size` becomes the largest that divides the experts and the ranks of a pp index and is no larger than was asked
@@ -22,6 +24,9 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     for a layer falls with it), so if this one does not fit, none does. All else stays as it was asked for. The
     global batch stays what the run began with, in as many micro-batches of `per_device_train_batch_size` sequences as
     it takes. (A balancing loss depends on how it is cut.)
+
+    Args:
+        resumed: on rank 0, what the run resumes.
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.
@@ -41,7 +46,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
-            found = [recorded_sequences_per_step(config.resume, Path(config.output_dir))]
+            found = [recorded_sequences_per_step(resumed, Path(config.output_dir))]
     dist.broadcast_object_list(found, src=0)
     fitting = layout
     if found[0] is not None:
@@ -66,11 +71,10 @@ def _fits(ep_size: int, config: TrainConfig, num_experts: int) -> bool:
     return ep_size <= config.ep_size and num_experts % ep_size == 0 and is_for_tp
 
 
-def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:
-    """The global batch of the run that `--resume` means; None where there is none yet."""
-    order = recorded_order([Path(resume)] if resume != "auto" else whole_checkpoints(output_dir / "checkpoints"))
-    if order is not None:
-        return order["global_batch_size"]
+def recorded_sequences_per_step(resumed: Resumed | None, output_dir: Path) -> int | None:
+    """The global batch of the run that is resumed; None where there is none yet."""
+    if resumed is not None:
+        return resumed.sequences_per_step
     try:
         # of a run that was interrupted before its first checkpoint
         rows: int = json.loads((output_dir / ENVIRONMENT).read_text(encoding="utf-8"))["global_batch_size"]

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from ...checkpoints.hf.hub import resolve_model
 from ...checkpoints.hf.source import ModelSource, open_source
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.process_place import process_place
 from ...moe.util.terminal import folded
 from ...sharding.runtime.process import Ranks, raise_together
-from ...sharding.torchrun import read_environment
 from ..config.flags import default_of
 from ..config.train_config import SETTINGS, TrainConfig, as_flag
 from ..data.chat import set_chat_template
 from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
-from ..data.pictures import ImageProcessor
-from ..data.record_kinds import SPLIT_TURNS
+from ..data.pictures import COLUMNS, MORE_COLUMNS, PLACES, ImageProcessor
+from ..data.record_kinds import RecordKind
 from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
@@ -71,7 +71,7 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks, check: C
     inputs = Inputs(None, None, "", None, None)
     date: list[Any] = [config.template_date or began or datetime.date.today().isoformat()]
     dist.broadcast_object_list(date, src=0)
-    mine = 0 if ranks.rank == 0 else 1 if read_environment()[2] == 0 else 2
+    mine = 0 if ranks.rank == 0 else 1 if process_place().local_rank == 0 else 2
     for turn in range(3):
         with raise_together(patient=ranks):
             if turn == mine:
@@ -84,6 +84,8 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source, config.add_tokens)
     images = ImageProcessor(str(source.path), source.config) if config.images and config.dataset else None
+    if images is not None and config.tokenizer:
+        images.check_tokenizer(tokenizer, config.tokenizer)
     if images is not None and images.processor.chat_template:
         tokenizer.chat_template = images.processor.chat_template
     own_template = tokenizer.chat_template
@@ -94,6 +96,14 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
     training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks, images)
     check(config, training, evaluation)
+    if images is not None and (unseen := _without_images(training, evaluation)):
+        if stream is None:
+            raise ExpertMeshError(f"--images: {unseen}; leave --images out to train on text")
+        if tells:
+            first = f"of the first {config.shuffle_buffer:,} records"
+            print(folded(f"warning: --images: {first}, {unseen}"), file=sys.stderr, flush=True)
+    if stream is not None:
+        stream.tells = tells
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template, date = "none", own_template, ""
     if tells and (unused := _without_effect(config, training, date)):
@@ -126,10 +136,19 @@ def data_options(config: TrainConfig, images: ImageProcessor | None = None) -> D
         config.dataset_num_proc,
         config.sample_by,
         config.template_date,
-        SPLIT_TURNS if config.split_turns else config.task_entry.records,
+        _kind_of_records(config),
         images,
         config.prepare_only,
+        config.truncation,
+        config.skip_bad_records,
     )
+
+
+def _kind_of_records(config: TrainConfig) -> RecordKind:
+    records = config.task_entry.records
+    if config.truncation == "split":
+        return records.in_pieces or records
+    return (config.split_turns and records.by_turns) or records
 
 
 def _read_samples(
@@ -180,11 +199,25 @@ def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
         told.append(f"--train-on {config.train_on} has no effect without a chat template: each answer is trained on")
     if config.split_turns and all(origin.rows == origin.split for origin in training.origins):
         told.append("--split-turns has no effect: no record has several answers that are trained on")
+    is_longer = any(origin.lost or origin.split not in (0, origin.rows) for origin in training.origins)
+    if config.truncation != "right" and not is_longer:
+        told.append(f"--truncation {config.truncation} has no effect: nothing is longer than --max-seq-length")
     if config.template_date and not date:
         told.append(f"--template-date {config.template_date} has no effect: no chat template reads the clock")
     if config.sample_by != "line" and not any(path.is_dir() or path.suffix == ".txt" for path in names):
         told.append(f"--sample-by {config.sample_by} has no effect without a .txt file")
     return "; ".join(told)
+
+
+def _without_images(training: Samples, evaluation: Samples | None) -> str:
+    """That there is no image to train or evaluate on, in words; empty: there are some."""
+    both = [each for each in (training, evaluation) if each is not None]
+    if any(samples.num_images for samples in both):
+        return ""
+    origins = [origin for samples in both for origin in samples.origins]
+    if cut := next((origin.images_cut for origin in origins if origin.images_cut), None):
+        return f"no image ends within --max-seq-length, the first that does not: {cut.first}"
+    return f"no record has an image ({PLACES}: {', '.join((*COLUMNS, *MORE_COLUMNS))})"
 
 
 def _unseen(config: TrainConfig, tokenizer: Any, training: Samples, evaluation: Samples | None) -> str:

@@ -29,8 +29,8 @@ def prepare_process(config: TrainConfig, reads_data: bool = False) -> None:
     """
     # these need numpy, which --help does without
     from ...checkpoints.hf.hub import resolve_model
-    from ...checkpoints.hf.side_files import has_tokenizer
     from ...checkpoints.hf.source import open_source
+    from ...checkpoints.hf.tokenizer_files import has_tokenizer
     from ...checkpoints.training_state.marker import check_resumable
 
     if config.resume not in ("", "auto"):

@@ -5,10 +5,12 @@ Every way to resume comes here before it reads a weight: `--resume` of train_ep.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...checkpoints.files.directories import finish_replacement_of_missing, write_errors
 from ...checkpoints.fingerprint import explain_model
 from ...checkpoints.hf.json_files import well_formed
 from ...checkpoints.training_state.marker import read_marker, step_of, whole_checkpoints
@@ -23,6 +25,7 @@ from ..config.train_config import TrainConfig, as_flag
 from ..data.digest import explain_samples
 from .fingerprints import Facts, changed_settings, recorded_config
 
+_PROCESSOR = "image processor"
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""
 
@@ -38,12 +41,76 @@ def find_resume(resume: str, directory: Path, tell: Tell, ranks: Ranks) -> Path 
     Raises:
         ExpertMeshError: on all ranks, when the one named is incomplete or damaged, or all that "auto" could take are.
     """
-    if resume != "auto" and whole_checkpoints(Path(resume)):
-        resume, directory = "auto", Path(resume)
-    found, skipped = find_checkpoint(resume, directory, ranks)
+    found, skipped = find_checkpoint(*_newest_of(resume, directory), ranks)
     for line in skipped:
         tell(f"warning: {line}")
     return found
+
+
+def _newest_of(resume: str, directory: Path) -> tuple[str, Path]:
+    """`--resume` as `find_checkpoint` takes it: a directory of checkpoints is "auto" for that directory."""
+    return ("auto", Path(resume)) if resume != "auto" and whole_checkpoints(Path(resume)) else (resume, directory)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The training checkpoint that a run resumes, and its `marker` (see `read_marker`): what a run keeps of the one
+    that wrote it where its own settings leave that open."""
+
+    path: Path
+    marker: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Resumed":
+        """
+        Raises:
+            ExpertMeshError: its checkpoint.json is missing or damaged.
+        """
+        return cls(path, read_marker(path))
+
+    @property
+    def template_date(self) -> str:
+        """The date that chat templates wrote; empty: none did."""
+        return str(self.marker["settings"].get("template_date", ""))
+
+    @property
+    def sequences_per_step(self) -> int | None:
+        """The global batch; None where a loop of one's own made the batches."""
+        rows: int | None = self.marker["order"].get("global_batch_size")
+        return rows
+
+    @property
+    def balance(self) -> float | None:
+        """The weight of the balancing loss that a setting, or a Trainer, gave."""
+        return recorded_config(self.marker["settings"], self.path).router_aux_loss_coef
+
+    def pipeline(self, config: TrainConfig, world_size: int) -> dict[str, Any]:
+        """The pipeline's settings that are left open, as that run had them; empty where its pipeline was another."""
+        there = self.marker["settings"]
+        is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
+        if config.pp_size == 1 or not is_alike or self.marker["world_size"] != world_size:
+            return {}
+        open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
+        return {name: there.get(name) for name in open_ones}
+
+
+def read_resumed(config: TrainConfig) -> Resumed | None:
+    """The checkpoint that `--resume` means, by its checkpoint.json alone: before `find_resume` has read its files. One
+    rank calls it.
+
+    Returns:
+        None where there is none yet, or none can be read, which `find_resume` tells.
+    """
+    if not config.resume:
+        return None
+    resume, directory = _newest_of(config.resume, Path(config.output_dir) / "checkpoints")
+    if resume != "auto":
+        with write_errors(Path(resume)):
+            finish_replacement_of_missing(Path(resume))
+    for path in whole_checkpoints(directory) if resume == "auto" else [Path(resume)]:
+        with suppress(ExpertMeshError):
+            return Resumed.read(path)
+    return None
 
 
 def how_it_goes_on(output_dir: Path) -> str:
@@ -90,7 +157,7 @@ def compare_run(
     """As `check_resume`, of facts and settings that were read from `path`, on one rank."""
     with well_formed(path):
         # where there are none nothing is recorded, and a run that is resumed need not read its adapter
-        there, here = ({"adapter": {}, "tokens": {}} | facts for facts in (there, here))
+        there, here = ({"adapter": {}, "tokens": {}, _PROCESSOR: {}} | facts for facts in (there, here))
         if config.init_adapter and not here["adapter"]:
             here["adapter"] = there["adapter"]
         began, config = (
@@ -98,7 +165,8 @@ def compare_run(
             for each in (recorded_config(settings, path), config)
         )
         of_adapter, of_tokens = began.init_adapter, began.add_tokens or began.resize_vocab
-        for name, was_given in (("adapter", of_adapter), ("tokens", of_tokens)):
+        of_images = began.images and "images" in there.get("data", {}) and here[_PROCESSOR]
+        for name, was_given in (("adapter", of_adapter), ("tokens", of_tokens), (_PROCESSOR, of_images)):
             if was_given and not there[name]:
                 tell(f"warning: {path}: an earlier release saved no record of {name}, so they are not compared")
                 there[name] = here[name]
@@ -116,11 +184,6 @@ def compare_run(
         tell(f"warning: resuming with a different {each.of} (--allow-changed): {each.told}")
     if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python without a record of its data, so the data are not compared")
-
-
-def recorded_balance(path: Path) -> float | None:
-    """The weight of the balancing loss that a setting, or a Trainer, gave the run that wrote a checkpoint."""
-    return recorded_config(read_marker(path)["settings"], path).router_aux_loss_coef
 
 
 class _Difference(NamedTuple):
@@ -169,6 +232,8 @@ def _compared(
     said = differences([there, here], ["in that run", "now"])
     if name == "tokens":  # embedding, head and the optimizer's state have rows for them
         return _Difference(f"has other new tokens: {said}; take the same --add-tokens")
+    if name == _PROCESSOR:
+        return _Difference(f"is of another {name} (it began with {began.model}'s): {said}", "data", name, said)
     is_model = name in ("model", "teacher", "adapter")
     if hint := (explain_model if is_model else explain_samples)(there, here):
         said = f"{hint}: {said}"

@@ -53,7 +53,7 @@ class StepResult:
         figures: what a loss of your own gives beside itself, by name; with --train-mtp `mtp_loss`.
         pairs, routing, is_stopping, counted, of_images: for `Engine.update` and the loop, and no part of the public
             interface: pairs of tokens that attend to one another, for each entry of the model's
-            `ModelFacts.attention` (see `seen_pairs`); this rank's part of the routing; whether any rank was asked to
+            `ProbedFacts.attention` (see `seen_pairs`); this rank's part of the routing; whether any rank was asked to
             stop; what the loss is divided by; how many images, patches, and pairs of patches of one image.
 
     Example:

@@ -17,7 +17,7 @@ _TASKS: dict[str, type[Task]] = {SFT.name: NextTokens, DPO.name: PreferencePairs
 
 def task_of(config: TrainConfig) -> Task:
     """What a run with these settings learns."""
-    return Distillation() if config.teacher else _TASKS[config.task]()
+    return Distillation() if config.teacher and config.task == SFT.name else _TASKS[config.task]()
 
 
 def register_task(entry: TaskEntry, task: type[Task]) -> None:

@@ -128,15 +128,14 @@ class Task:
         Raises:
             ExpertMeshError: the loss is computed by what knows no weights, which the data have.
         """
+        if not config.task_entry.reads("weight_column"):
+            raise ExpertMeshError(
+                f"--task {config.task}: reads no weights, which records of the data have; leave the weights out"
+            )
         if config.train_mtp > 0:
             raise ExpertMeshError(
                 "--train-mtp: does not work with data that have weights: drafts are of other tokens; leave out one of "
                 "them"
-            )
-        if config.cross_entropy == "liger":
-            raise ExpertMeshError(
-                "--cross-entropy liger: gives no loss for each token, which the weights of the data need; give auto or "
-                "chunked"
             )
 
     def check(self, config: TrainConfig, training: Samples, evaluation: Samples | None) -> None:
@@ -146,6 +145,11 @@ class Task:
         """
         if any(samples is not None and samples.is_weighted for samples in (training, evaluation)):
             self.check_weighted(config)
+        if config.train_mtp > 0 and self.objective(config, DataTraits()).by_token:
+            raise ExpertMeshError(
+                f"--train-mtp: goes with the cross-entropy alone, and --task {config.task} has a loss of its own; "
+                "leave it out"
+            )
 
     def open(self, config: TrainConfig, student: ModelSource, inputs: Inputs, ranks: Ranks) -> Facts:
         """Open what it reads beside model and data, of which it gives the facts. All ranks call it together, as

@@ -9,7 +9,7 @@ Shape suffixes: N target tokens, K of the teacher's most likely tokens at each o
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,18 @@ from torch import Tensor
 from ...checkpoints.files.directories import write_errors
 from ...checkpoints.hf.hub import resolve_model
 from ...checkpoints.hf.source import ModelSource, open_source
+from ...moe.hf_model.build import has_experts
 from ...moe.util.atomic_write import PARTIAL
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
 from ..config.train_config import TrainConfig, read_by
-from ..data.batch import CANDIDATES, LossInputs, collate_rows
+from ..data.batch import CANDIDATES, Batch, LossInputs, collate_rows
 from ..data.sequences import Rows
 from ..engine.engine import Engine
 from ..start.fingerprints import teacher_key
 from ..start.inputs import load_tokenizer
 from ..steps.evaluate import by_length, head_outputs, inference
+from .dense_teacher import DenseTeacher
 from .kept import KeptPass
 from .task import InputsOf, Preparation, TaskInputs
 
@@ -154,8 +156,9 @@ def _read(directory: Path, name: str) -> NDArray[Any]:
 
 def _compute(config: TrainConfig, source: ModelSource, rows: dict[str, Rows], ranks: Ranks, directory: Path) -> None:
     try:
-        engine = Engine(_of_teacher(config), source, ranks)
-        engine.place()
+        with raise_together():
+            kind = EngineTeacher if has_experts(source.config) else DenseTeacher
+        teacher = kind(config, source, ranks)
     except ExpertMeshError as error:
         raise ExpertMeshError(f"--teacher {config.teacher}: {error}") from error
     with raise_together(), write_errors(directory):
@@ -163,7 +166,30 @@ def _compute(config: TrainConfig, source: ModelSource, rows: dict[str, Rows], ra
             directory.mkdir(exist_ok=True)
             (directory / _FACTS).unlink(missing_ok=True)
     for name, part in rows.items():
-        _compute_part(engine, config, part, directory / f"{name}.npy")
+        _compute_part(teacher, config, teacher.rows_of(part), directory / f"{name}.npy")
+
+
+class EngineTeacher:
+    """A model with experts, on the layout of the run. All ranks make it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, where it cannot be loaded.
+    """
+
+    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks):
+        engine = Engine(_of_teacher(config), source, ranks)
+        engine.place()
+        self.model, self.mesh, self.padding, self.ranks = engine.model, engine.mesh, engine.padding, ranks
+
+    @staticmethod
+    def rows_of(rows: Rows) -> Rows:
+        """The data as sequences that it takes."""
+        return rows
+
+    def outputs(self, batches: Iterable[Batch], top_k: int) -> Iterator[tuple[Sequence[Batch], Sequence[Tensor]]]:
+        """Batches on the device, some at a time, and (N, 2, K) of each: log-probabilities of the K likeliest tokens,
+        and these; nothing where a pipeline's last stage is elsewhere."""
+        return head_outputs(self.model, batches, self.ranks.device, by_token=False, top_k=top_k)
 
 
 def _of_teacher(config: TrainConfig) -> TrainConfig:
@@ -176,11 +202,11 @@ def _of_teacher(config: TrainConfig) -> TrainConfig:
     return TrainConfig(model=config.teacher, optim=optim, cross_entropy="chunked", **own)
 
 
-def _compute_part(engine: Engine, config: TrainConfig, rows: Rows, path: Path) -> None:
+def _compute_part(teacher: EngineTeacher | DenseTeacher, config: TrainConfig, rows: Rows, path: Path) -> None:
     """Every rank computes some micro-batches; rank 0 writes what all have found."""
-    firsts, top_k, model, mesh = _firsts(rows), config.teacher_top_k, engine.model, engine.mesh
+    firsts, top_k, mesh = _firsts(rows), config.teacher_top_k, teacher.mesh
     mine = by_length(rows, config.per_device_eval_batch_size, mesh)
-    padding = engine.padding.within(int(rows.lengths.max()))
+    padding = teacher.padding.within(int(rows.lengths.max()))
 
     def batch(numbers: list[int]) -> Any:
         lines = LossInputs(by_target={_LINE: _lines_of(rows, firsts, numbers)})
@@ -188,12 +214,12 @@ def _compute_part(engine: Engine, config: TrainConfig, rows: Rows, path: Path) -
 
     partial = path.with_name(path.name + PARTIAL)
     with raise_together(), write_errors(path.parent):
-        lines = _new_lines(partial, int(firsts[-1]), top_k) if engine.ranks.rank == 0 else None
-    with inference(model):
-        for batches, heads in head_outputs(model, map(batch, mine), engine.ranks.device, by_token=False, top_k=top_k):
+        lines = _new_lines(partial, int(firsts[-1]), top_k) if teacher.ranks.rank == 0 else None
+    with inference(teacher.model):
+        for batches, heads in teacher.outputs(map(batch, mine), top_k):
             # a pipeline's last stage has them alone
             found = [(_numbers(here), gave.cpu().numpy()) for here, gave in zip(batches, heads, strict=False)]
-            of_ranks: list[Any] | None = None if lines is None else [None] * engine.ranks.world_size
+            of_ranks: list[Any] | None = None if lines is None else [None] * teacher.ranks.world_size
             dist.gather_object(found, of_ranks)
             if lines is not None:
                 for numbers, figures in (entry for of_rank in of_ranks or () for entry in of_rank):

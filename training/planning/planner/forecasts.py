@@ -14,6 +14,7 @@ from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
 from ....moe.util.child import cores, forks_compute
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
+from ....sharding.parallelize.choices import Checkpointing
 from ...config.optimizers import OUR_OPTIMIZERS
 from ...config.train_config import TrainConfig, read_by
 from ..coverage import NOT_MODELLED
@@ -36,6 +37,10 @@ LAYOUT: Mapping[str, Any] = {
 T = TypeVar("T")
 
 
+def _tell_nobody(what: str, done: int, number: int) -> None:
+    """A function with a name, as forecasts are handed to other processes."""
+
+
 class Forecasts:
     """Answers of one model.
 
@@ -43,7 +48,7 @@ class Forecasts:
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to be run.
         is_kept: whether answers go to the cache directory, and come from there.
-        tell: is called whenever one of several dry runs is done.
+        tell: tell(what, done, number) is called with what is being done, and how many of a number are.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Forecasts:
         load: Callable[[], Any],
         device: Literal["cuda", "cpu"] = "cuda",
         is_kept: bool = True,
-        tell: Callable[[], object] = bool,
+        tell: Callable[[str, int, int], object] = _tell_nobody,
     ):
         self.said, self.load, self.device, self.is_kept = kept.of_model(said), load, device, is_kept
         self.tell = tell
@@ -96,20 +101,39 @@ class Forecasts:
         settled = [self.settled(asked) for asked in several]
         found = {number: self._known(Account, *_key(asked)) for number, asked in enumerate(settled)}
         missing = [number for number, known in found.items() if known is None]
+
+        def tell(done: int) -> None:
+            self.tell("dry-running layouts", done, len(missing))
+
+        if missing:
+            tell(0)
         if len(missing) < 2 or cores() == 1 or not forks_compute():
-            for number in missing:
+            for done, number in enumerate(missing, 1):
                 found[number] = _account(self, several[number])
-                self.tell()
+                tell(done)
         else:
             with side_by_side() as pool:
                 self.load(), self.facts(several[0].config)
                 futures = {pool.submit(_account, self, settled[number]): number for number in missing}
-                for future in as_completed(futures):
+                for done, future in enumerate(as_completed(futures), 1):
                     number, account = futures[future], future.result()
                     # which is in the cache directory already
                     found[number] = self._found[self._name(*_key(settled[number]))] = account
-                    self.tell()
+                    tell(done)
         return [account for account in found.values() if account is not None]
+
+    def all_accounts(self, several: Sequence[Asked]) -> list[Account]:
+        """The same where none is refused.
+
+        Raises:
+            ExpertMeshError: one of them is.
+        """
+        accounts = []
+        for account in self.accounts(several):
+            if isinstance(account, ExpertMeshError):
+                raise account
+            accounts.append(account)
+        return accounts
 
     def settled(self, asked: Asked) -> Asked:
         """The same with what a run would choose by itself, and nothing on which no figure depends."""
@@ -125,9 +149,12 @@ class Forecasts:
         return replace(asked, config=config, cluster=cluster, routing=routing, device=self.device)
 
     def _of_model(self, kind: type[T], name: str, config: TrainConfig, of: Callable[[Any], Callable[..., T]]) -> T:
-        whole = replace(alike(config), **LAYOUT)
+        # layers that keep products are of a kind of their own
+        way: Checkpointing = "selective" if config.keep_expert_products else "none"
+        whole = replace(alike(config), **LAYOUT, gradient_checkpointing=way, offload_activations=False)
 
         def find() -> T:
+            self.tell("looking at the model's layers", 0, 0)
             from ..rehearsal import engine
 
             return of(engine)(whole, self.load(), self.device)
@@ -139,7 +166,7 @@ class Forecasts:
         if found is None:
             found = _tried(find)
             self._found[self._name(*key)] = found
-            if self._is_kept(key):
+            if self._is_kept(key) and _lasts(found):
                 kept.keep(found, self._name(*key))
         if isinstance(found, ExpertMeshError):
             raise found
@@ -177,22 +204,25 @@ def _tried(find: Callable[[], T]) -> T | ExpertMeshError:
         return error
 
 
+def _lasts(found: Any) -> bool:
+    """Whether another process would find the same: figures, or what a check refuses. What else was raised may be this
+    machine's: it has too little memory, or a package is missing."""
+    error = found
+    while isinstance(error, ExpertMeshError) and error.__cause__ is not None:
+        error = error.__cause__
+    return not isinstance(error, BaseException) or isinstance(error, ExpertMeshError)
+
+
 @contextmanager
 def side_by_side() -> Iterator[ProcessPoolExecutor]:
     """Processes that know all that this one has imported."""
     # imported once for all of them
-    import torch
-
+    from ....moe.util.threads import on_one_thread
     from ..rehearsal import engine
 
     assert engine
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ProcessPoolExecutor(cores(), multiprocessing.get_context("fork")) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)
+    with on_one_thread(), ProcessPoolExecutor(cores(), multiprocessing.get_context("fork")) as pool:
+        yield pool
 
 
 def alike(config: TrainConfig) -> TrainConfig:

@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from types import MappingProxyType
 from typing import get_args
 
-from ....moe.util.errors import ExpertMeshError
 from ....sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
 from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule, schedule_without_queue
 from ....sharding.pipeline.timeline import Costs, Timetable
@@ -335,12 +334,7 @@ def dry_run_pipeline(forecasts: Forecasts, step: PlannedPipeline) -> tuple[Accou
     Raises:
         ExpertMeshError: a dry run has failed.
     """
-    accounts = []
-    for account in forecasts.accounts(step.rehearsed()):
-        if isinstance(account, ExpertMeshError):
-            raise account
-        accounts.append(account)
-    return step.by_dry_runs(accounts)
+    return step.by_dry_runs(forecasts.all_accounts(step.rehearsed()))
 
 
 def with_open_settings(forecasts: Forecasts, asked: Asked, can_queue: bool = True) -> tuple[TrainConfig, str]:

@@ -13,10 +13,8 @@ from ....moe.hf_model.mtp import PublishedMTP, add_mtp
 from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
 from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
 from ....sharding.state import set_parameter_dtype
-from ...config.settings import CrossEntropy
 from ...config.train_config import TrainConfig
 from ...engine.assembly import assemble, compute_dtype, kernel_of
-from ...loss.head import choose_cross_entropy
 from ...model_setup.rates import published
 from .liger_stand_in import computed_by_torch
 from .short import keep_layers
@@ -79,17 +77,11 @@ def build_rehearsed(
         config = replace(config, async_tp=False)
     # operators are what is recorded, not what a compiler makes of them
     with computed_by_torch():
-        model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
+        model = assemble(config, source, device_type, _kernel, compiles=False).model
     if config.optimizer_entry.parameters_in_bf16 and config.adapter == "none" and source.config.dtype != torch.bfloat16:
         # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
         set_parameter_dtype(model, torch.float32, frozen_alone=True)
     return model
-
-
-def _cross_entropy(asked: CrossEntropy, device_type: str) -> str:
-    """The cross-entropy to build: what a run takes, but for liger-kernel's Triton kernel, which keeps as little as
-    ours."""
-    return "chunked" if asked == "liger" else choose_cross_entropy(asked, device_type)
 
 
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:

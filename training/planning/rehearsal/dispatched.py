@@ -19,8 +19,8 @@ from ....moe.dispatch import alltoall
 from ....moe.dispatch import dedup as once
 from ....moe.dispatch.dedup import OnceDispatcher, RowCounts
 from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
-from ....moe.kernels import expert_products
-from ....moe.kernels.expert_products import even
+from ....moe.kernels import expert_rows
+from ....moe.kernels.expert_rows import even
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.recompute_cache import is_replaying
 from ..planner.asked import Asked
@@ -75,7 +75,7 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
 
 class Splits:
     """Rows to and from each ep rank, by chunk, and those of this rank's experts, as even as possible (see
-    `moe.dispatch.alltoall.Told`)."""
+    `moe.dispatch.alltoall.HostCounts`)."""
 
     def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
         self.sent_PS, self.received_PS = (
@@ -114,7 +114,7 @@ def given_rows(asked: Asked, tokens: int, top_k: int, shares: Sequence[float], r
     with (
         mock.patch.multiple(alltoall, exchange_counts=exchange_counts, wait_for_counts=lambda device: None),
         mock.patch.multiple(once, gather_counts=gather_counts, wait_for_counts=lambda device: None),
-        mock.patch.object(expert_products, "read_counts", lambda counts_e, num_rows: even(num_rows, counts_e.numel())),
+        mock.patch.object(expert_rows, "read_counts", lambda counts_e, num_rows: even(num_rows, counts_e.numel())),
         mock.patch.object(OnceDispatcher, "rows", rows),
     ):
         yield

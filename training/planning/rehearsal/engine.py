@@ -14,11 +14,10 @@ from ....moe.hf_model.images import image_parameters
 from ....sharding.parallelize.recompute import keep_products
 from ....sharding.pipeline.pipeline import pipeline_of
 from ....sharding.pipeline.survey import survey
-from ....sharding.state import parameters_of
 from ...config.train_config import TrainConfig
 from ...engine.assembly import compute_dtype
 from ...fused.liger_norm import is_by_liger
-from ...optim.optimizer import matrix_parts, state_bytes
+from ...optim.optimizer import matrix_rows, state_bytes
 from ..planner.account import Account, Figures, SentBytes, at_layers, on_line, peaks_of_phases
 from ..planner.asked import Asked
 from ..planner.facts import Cuts, Held, LayerFacts, ModelFacts
@@ -79,20 +78,14 @@ class _Bytes:
 
     def __init__(self, model: Any, config: TrainConfig):
         self.config = config
-        self.expert_of = {part.tensor: part.expert for part in parameters_of(model).values()}
         self.kept = set(fp32_parameters(model).values())
-        self.of_matrices: set[Tensor] = set()
-        if config.optimizer_entry.takes_matrices:
-            self.of_matrices = {part.tensor for parts in matrix_parts(model) for part in parts}
+        self.rows = matrix_rows(model, config)
 
     def of(self, parameters: Iterable[Tensor]) -> Held:
         return sum(map(self._of_one, parameters), Held())
 
     def _of_one(self, parameter: Tensor) -> Held:
-        number, rows = parameter.numel(), 0
-        if parameter in self.of_matrices:
-            expert = self.expert_of[parameter]
-            rows = parameter.shape[0] if expert is None else expert.rows_an_expert
+        number, rows = parameter.numel(), self.rows.get(parameter, 0)
         is_computed = parameter.is_floating_point() and parameter not in self.kept
         each = compute_dtype(self.config).itemsize if is_computed else parameter.element_size()
         gradient = parameter.nbytes if parameter.requires_grad else 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ....moe.torch_private import FakeTensor, FakeTensorMode
+from ....moe.torch_private import CalledDirectly, FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -34,7 +34,7 @@ _KNOWN: dict[Hashable, tuple[type | None, list[_Result | None]]] = {}
 """What operators gave, by what they were given: of all models of a process, as a plan tries one with several flags."""
 
 
-class FakeTensors(FakeTensorMode):
+class FakeTensors(CalledDirectly, FakeTensorMode):
     """Within it tensors hold no memory. torch knows the shape of `grouped_mm`'s result in bf16 alone, and computes it
     in fp32 too: that shape is given here. Every element counts as non-zero: the most that there could be.
 
@@ -54,6 +54,9 @@ class FakeTensors(FakeTensorMode):
             return args[0].new_empty(_grouped_shape(args[0], args[1], kwargs["offs"] if kwargs else args[2]))
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func.namespace == "profiler":
+            # it has no tensors
+            return func(*args, **(kwargs or {}))
         if func.namespace != "aten" or not _OF_DATA.isdisjoint(func.tags):
             return super().__torch_dispatch__(func, types, args, kwargs)
         asked = (func, torch.get_default_dtype(), _looks(args), _looks(tuple((kwargs or {}).items())))

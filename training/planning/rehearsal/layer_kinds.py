@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ....moe.experts.model_layers import decoder_layers
+from ....moe.hf_model.family_exceptions import HANDS_ON, TAKES
 from ....moe.hf_model.images import trains_images
 
-_Facts = dict[Hashable, Any]
+_Facts = dict[tuple[Hashable, ...], Any]
 
 
 def kinds_of_layers(model: Any) -> list[int]:
@@ -29,6 +30,9 @@ def kinds_of_layers(model: Any) -> list[int]:
         if all(of_layer.get(key, number) == number for number, of_layer in enumerate(facts)):
             for of_layer in facts:
                 of_layer.pop(key, None)
+    if not any(value for of_layer in facts for key, value in of_layer.items() if key[-1] == TAKES):
+        # what nobody takes changes nothing that is computed
+        facts = [{key: value for key, value in of_layer.items() if key[-1] != HANDS_ON} for of_layer in facts]
     for name, values in _lists(model.config.get_text_config(), len(layers)):
         for of_layer, value in zip(facts, values, strict=True):
             of_layer["config", name] = _plain(value, "")
@@ -36,7 +40,7 @@ def kinds_of_layers(model: Any) -> list[int]:
     has_gradient = any(p.requires_grad for p in model.parameters() if p not in in_layers and _is_below(model, p))
     has_gradient = has_gradient or trains_images(model)
     for layer, of_layer in zip(layers, facts, strict=True):
-        of_layer["gradient of the input"] = has_gradient
+        of_layer["layer", "gradient of the input"] = has_gradient
         has_gradient = has_gradient or any(p.requires_grad for p in layer.parameters())
     numbers: dict[frozenset[Any], int] = {}
     return [numbers.setdefault(frozenset(of_layer.items()), len(numbers)) for of_layer in facts]

@@ -14,8 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....moe.experts.bf16_copies import WorkingWeights
-from ....moe.torch_private import watching_resizes
-from ....sharding.state import has_dtensor, local_tensor
+from ....moe.torch_private import CalledDirectly, watching_resizes
+from ....sharding.state import has_dtensor, local_storage
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an operator's argument or result."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
 
 
 class Pausable:
@@ -33,7 +40,7 @@ class Pausable:
             self.is_paused = was_paused
 
 
-class LiveTensors(Pausable, TorchDispatchMode):
+class LiveTensors(CalledDirectly, Pausable, TorchDispatchMode):
     """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make.
     `changed` is called with the number of each storage that grows or shrinks, by how much, and whether it is freed.
 
@@ -59,7 +66,7 @@ class LiveTensors(Pausable, TorchDispatchMode):
         self.total = 0
         self.peak = 0
         for tensor in held:
-            self._add(local_tensor(tensor.detach()))
+            self._add(local_storage(tensor))
 
     def __enter__(self) -> "LiveTensors":
         def resized(storage: torch.UntypedStorage) -> None:
@@ -83,14 +90,13 @@ class LiveTensors(Pausable, TorchDispatchMode):
         if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        for tensor in tensors_in(result):
+            self._add(tensor.untyped_storage())
         return result
 
     def number(self, tensor: Tensor) -> int | None:
         """The number that `changed` is given for a tensor's storage; None if it is not counted."""
-        return self.numbers.get(local_tensor(tensor.detach()).untyped_storage()._cdata)
+        return self.numbers.get(local_storage(tensor)._cdata)
 
     @contextmanager
     def noting_casts(self) -> Iterator[set[int]]:
@@ -107,8 +113,7 @@ class LiveTensors(Pausable, TorchDispatchMode):
         with mock.patch.object(WorkingWeights, "_rounded", noted):
             yield casts
 
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _add(self, storage: torch.UntypedStorage) -> None:
         # the address of the storage itself: that of its memory may be another's before this one is gone
         key = storage._cdata
         if key in self.sizes or key in self.left_out:

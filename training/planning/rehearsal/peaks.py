@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....moe.util.step_parts import STEP_PARTS
-from ....sharding.state import local_tensor
+from ....sharding.state import local_storage
 from ...monitoring.attribution import FSDP, LASTING
 from ..memory import MemoryTerm
 from ..planner.account import KINDS, Moment
@@ -125,5 +125,5 @@ def _phases_of_end(recorder: Recorder) -> dict[int, str]:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of this rank's shards; of those that share a storage, once."""
-    storages = [local_tensor(tensor.detach()).untyped_storage() for tensor in tensors]
+    storages = [local_storage(tensor) for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -18,14 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ....moe.dispatch.exchange import UnderWay
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
 from ....moe.hf_model.image_costs import is_known
 from ....moe.kernels.fp8_casts import MULTIPLE
-from ....moe.torch_private import FakeTensor, FSDPParamGroup, _current_autograd_node, _resolve_process_group
+from ....moe.torch_private import (
+    CalledDirectly,
+    FakeTensor,
+    FSDPParamGroup,
+    _current_autograd_node,
+    _resolve_process_group,
+)
 from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
 from ....sharding.pipeline.schedule import Action, SendReceive
@@ -35,7 +40,7 @@ from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
 from .liger_stand_in import recorded_liger
-from .live_memory import Pausable
+from .live_memory import Pausable, tensors_in
 from .triton_stand_in import kinds_of_kernels
 
 aten = torch.ops.aten
@@ -140,7 +145,7 @@ class Maker:
         return self.come_to if self.place.layer is None else self.place.layer
 
 
-class Recorder(Pausable, TorchDispatchMode):
+class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
     """Within it every operator leaves an `Event`. Values that the host would read from a tensor are 1, as there are
     none.
 
@@ -170,11 +175,11 @@ class Recorder(Pausable, TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_dtensor(types):
-            return NotImplemented  # what it does with its local tensor comes here by itself
         if operator is _DEVICE and isinstance(args[0], FakeTensor):
             # asked for at every second step, and known
             return args[0].fake_device
+        if has_dtensor(types):
+            return NotImplemented  # what it does with its local tensor comes here by itself
         if operator is aten._local_scalar_dense.default and not is_known(args[0]):
             if is_gpu(args[0].device.type):
                 self._wait()
@@ -333,7 +338,7 @@ class Recorder(Pausable, TorchDispatchMode):
         elif name == _FILLS_A_PART:
             # the other argument is the buffer
             inputs = list(args[0])
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         fresh = [tensor for tensor in results if _is_fresh(tensor, inputs + changed)]
         if name in _GATHERS:
             index = [tensor for tensor in inputs[1:] if not tensor.is_floating_point()]
@@ -436,7 +441,7 @@ def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[T
     for argument in declared:
         if argument.name not in by_name:
             continue
-        tensors = [leaf for leaf in tree_leaves(by_name[argument.name]) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(by_name[argument.name])
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         is_written &= by_name.get(_WRITTEN_WITH.get((operator.name(), argument.name), ""), True) is not None
         (changed if is_written else read).extend(tensors)

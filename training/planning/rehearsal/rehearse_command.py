@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..planner.hardware import chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import find_config
 from ..planner.pipelines import dry_run_pipeline, pipelined, with_open_settings
 from ..planner.search import Plan
+from ..progress import DryRuns
 from ..tables import print_account
 
 
@@ -41,31 +42,10 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     routing = _routing(arguments, config)
     file = find_config(config.model)
     started = time.time()
-    forecasts = Forecasts(file.content, file.load)
-    facts = forecasts.facts(config)
-    imbalance_of(routing.busiest, facts.num_experts)
-    asked = Asked(config, arguments.gpus, cluster, 0, routing)
-    if config.pp_size > 1:
-        config = with_open_settings(forecasts, asked)[0]
-        asked = replace(asked, config=config)
-    ranks = [replace(asked, rank=rank) for rank in _ranks(arguments, config, routing)]
-    pipeline = step = None
-    if config.pp_size > 1:
-        pipeline, step = dry_run_pipeline(forecasts, pipelined(forecasts, asked))
-    if len(ranks) == 1 and not arguments.every_layer:
-        accounts, compared = [forecasts.account(ranks[0])], 0
-    else:
-        accounts, compared = _in_order(forecasts, ranks, file.load(), arguments.every_layer)
-    if pipeline is not None:
-        # whoever tells of the step, it takes as long, and the mean rank needs as much
-        accounts = [replace(account, time=pipeline.time, needed=pipeline.needed) for account in accounts]
-    plans = [Plan(config, arguments.gpus, cluster, account, facts) for account in accounts]
+    with DryRuns() as progress:
+        forecasts = Forecasts(file.content, file.load, tell=progress)
+        plans, even, compared = _dry_run(arguments, config, forecasts, cluster, routing, file.load)
     largest = max(plans, key=lambda plan: plan.fit.total)
-    even = None
-    if arguments.imbalance is None:
-        evenly = replace(ranks[0], routing=replace(routing, busiest=1.0))
-        account = forecasts.account(evenly) if step is None else pipelined(forecasts, evenly, step.longer).account()
-        even = replace(largest, account=account)
     if arguments.json:
         for line in not_modelled(config):
             print(folded(f"note: {line}"), file=sys.stderr)
@@ -77,6 +57,47 @@ def dry_run(arguments: argparse.Namespace, config: TrainConfig) -> int:
         print(f"ranks run: {figures}; shown: the largest. Their {compared:,} collectives have the same order.")
     print(f"dry run took {time.time() - started:.0f} s")
     return 0 if largest.fits else 1
+
+
+def _dry_run(
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    forecasts: Forecasts,
+    cluster: Cluster,
+    routing: GivenRouting,
+    load: Callable[[], Any],
+) -> tuple[list[Plan], Plan | None, int]:
+    """Each rank's plan; that of the largest with balanced routing, where no imbalance was given; and how many
+    collectives of several ranks were compared.
+
+    Raises:
+        ExpertMeshError: a dry run fails.
+    """
+    facts = forecasts.facts(config)
+    imbalance_of(routing.busiest, facts.num_experts)
+    asked = Asked(config, arguments.gpus, cluster, 0, routing)
+    if config.pp_size > 1:
+        config = with_open_settings(forecasts, asked)[0]
+        asked = replace(asked, config=config)
+    ranks = [replace(asked, rank=rank) for rank in _ranks(arguments, config, routing)]
+    evenly = replace(ranks[0], routing=replace(routing, busiest=1.0))
+    pipeline = step = None
+    if config.pp_size > 1:
+        pipeline, step = dry_run_pipeline(forecasts, pipelined(forecasts, asked))
+    if len(ranks) == 1 and not arguments.every_layer:
+        # side by side with what is asked for below
+        beside = [evenly] if arguments.imbalance is None and step is None else []
+        accounts, compared = forecasts.all_accounts([*ranks, *beside])[:1], 0
+    else:
+        accounts, compared = _in_order(forecasts, ranks, load(), arguments.every_layer)
+    if pipeline is not None:
+        # whoever tells of the step, it takes as long, and the mean rank needs as much
+        accounts = [replace(account, time=pipeline.time, needed=pipeline.needed) for account in accounts]
+    plans = [Plan(config, arguments.gpus, cluster, account, facts) for account in accounts]
+    if arguments.imbalance is not None:
+        return plans, None, compared
+    account = forecasts.account(evenly) if step is None else pipelined(forecasts, evenly, step.longer).account()
+    return plans, replace(max(plans, key=lambda plan: plan.fit.total), account=account), compared
 
 
 def _as_json(plan: Plan, even: Plan) -> dict[str, Any]:

@@ -16,26 +16,39 @@ from ....moe.experts.model_layers import decoder_layers
 
 LONGEST = 12
 """Layers of the longest block that is looked for."""
-FEWEST = {1: 3}
-"""Repeats of a block of so many layers from which on figures are straight lines; of longer blocks two."""
+FEWEST, OF_SEVERAL = 3, 4
+"""Layers of a run from which on figures are straight lines, where all are alike and where its block has several: the
+first ones and the last have the neighbours that they have in the complete model."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """So many repeats of a block of as many layers, from the layer `start` on."""
+    """So many repeats of a block of as many layers, from the layer `start` on, and the first `rest` of one more."""
 
     start: int
     size: int
     repeats: int
+    rest: int = 0
 
     @property
     def stop(self) -> int:
-        return self.start + self.size * self.repeats
+        return self.start + self.layers(self.repeats)
+
+    def layers(self, repeats: int) -> int:
+        """How many there are with so many repeats."""
+        return self.size * repeats + self.rest
 
     @property
     def fewest(self) -> int:
-        """The repeats of the shortest model."""
-        return min(self.repeats, FEWEST.get(self.size, 2))
+        """The repeats of the shortest model: all layers of the block are in it."""
+        least = (FEWEST if self.size == 1 else OF_SEVERAL) - self.rest
+        return min(self.repeats, max(1, -(-least // self.size)))
+
+    @property
+    def near(self) -> int:
+        """Layers that count as near an end: all, or half of the shortest model's."""
+        layers = self.layers(self.fewest)
+        return layers if self.repeats == self.fewest else -(-layers // 2)
 
 
 def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Repeats]:
@@ -46,8 +59,8 @@ def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Repeats]:
     while at < len(kinds):
         sizes = range(1, min(LONGEST, len(kinds) - at) + 1)
         found = max(
-            (Repeats(start + at, size, _repeats(kinds, at, size)) for size in sizes),
-            key=lambda run: (run.repeats > 1, run.size * run.repeats, -run.size),
+            (Repeats(start + at, size, *divmod(_alike(kinds, at, size), size)) for size in sizes),
+            key=lambda run: (run.repeats > 1, run.stop, -run.size),
         )
         if found.repeats == 1:
             found = Repeats(start + at, 1, 1)
@@ -56,11 +69,12 @@ def runs_of(kinds: Sequence[Any], start: int = 0) -> list[Repeats]:
     return runs
 
 
-def _repeats(kinds: Sequence[Any], at: int, size: int) -> int:
-    block, number = kinds[at : at + size], 1
-    while kinds[at + number * size : at + (number + 1) * size] == block:
-        number += 1
-    return number
+def _alike(kinds: Sequence[Any], at: int, size: int) -> int:
+    """How many layers there are from one on until the first that is not like the one a block before it."""
+    stop = at + size
+    while stop < len(kinds) and kinds[stop] == kinds[stop - size]:
+        stop += 1
+    return stop - at
 
 
 @dataclass(frozen=True)
@@ -98,8 +112,25 @@ class Short:
 
     @property
     def shortest(self) -> "Short":
-        """The fewest repeats of each run; of a pipeline, one of those of stages that are not the rank's own."""
-        return replace(self, repeats=tuple(run.fewest if n in self.own else 1 for n, run in enumerate(self.runs)))
+        """The fewest repeats of each run that is not cheaper to keep than to have models of; of a pipeline, one of
+        those of stages that are not the rank's own."""
+        found = replace(self, repeats=tuple(run.fewest if n in self.own else 1 for n, run in enumerate(self.runs)))
+        while len(found.longer) > 1:
+            kept = (
+                replace(found, repeats=(*found.repeats[:n], run.repeats, *found.repeats[n + 1 :]))
+                for n, run in enumerate(self.runs)
+                if n in self.own and found.repeats[n] < run.repeats
+            )
+            cheapest = min(kept, key=lambda short: short.run)
+            if cheapest.run >= found.run:
+                break
+            found = cheapest
+        return found
+
+    @property
+    def run(self) -> int:
+        """Layers of all models by which the complete one is told."""
+        return self.number + sum(each.number for each, _ in self.longer)
 
     @property
     def longer(self) -> "list[tuple[Short, int]]":
@@ -113,7 +144,7 @@ class Short:
     @property
     def number(self) -> int:
         """Of layers; of a pipeline, of the rank's own stages."""
-        return sum(self.runs[n].size * self.repeats[n] for n in self.own)
+        return sum(self.runs[n].layers(self.repeats[n]) for n in self.own)
 
     @property
     def is_complete(self) -> bool:
@@ -124,16 +155,17 @@ class Short:
         """Numbers of the complete model's layers that are kept."""
         found: list[int] = []
         for run, number in zip(self.runs, self.repeats, strict=True):
-            first = -(-number // 2)
-            found += range(run.start, run.start + first * run.size)
-            found += range(run.stop - (number - first) * run.size, run.stop)
+            layers = run.layers(number)
+            first = -(-layers // 2)
+            found += range(run.start, run.start + first)
+            found += range(run.stop - (layers - first), run.stop)
         return found
 
     @property
     def layers_of_stages(self) -> list[int]:
         """How many layers each stage keeps."""
         ends = [sum(self.stages[:stage]) for stage in range(len(self.stages) + 1)]
-        sizes = [run.size * number for run, number in zip(self.runs, self.repeats, strict=True)]
+        sizes = [run.layers(number) for run, number in zip(self.runs, self.repeats, strict=True)]
         return [sum(sizes[start:end]) for start, end in pairwise(ends)]
 
     @property
@@ -142,13 +174,10 @@ class Short:
         run the layer as far from that end. Models that differ by a repeat have these in common."""
         found: list[tuple[int, ...]] = []
         for run, number in zip(self.runs, self.repeats, strict=True):
-            near = run.repeats if run.repeats <= run.fewest else -(-run.fewest // 2)
-            for repeat in range(number):
-                for place in range(run.size):
-                    first = run.start + repeat * run.size + place
-                    last = run.stop - (number - repeat) * run.size + place
-                    ends = [(repeat, first), (number - 1 - repeat, last)]
-                    found.append(tuple(dict.fromkeys(layer for far, layer in ends if far < near)))
+            layers = run.layers(number)
+            for place in range(layers):
+                ends = [(place, run.start + place), (layers - 1 - place, run.stop - layers + place)]
+                found.append(tuple(dict.fromkeys(layer for far, layer in ends if far < run.near)))
         return found
 
 

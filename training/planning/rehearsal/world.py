@@ -145,16 +145,18 @@ def rehearse(
         check_sizes(asked.topology, moe_shape(model).num_experts)
         dist.init_process_group("fake", rank=asked.rank, world_size=asked.world_size, store=FakeStore())
         try:
-            return _rehearse(asked, model, keep, is_update_alone)
+            return _rehearse(asked, model, model_config, keep, is_update_alone)
         finally:
             dist.destroy_process_group()
 
 
-def _rehearse(asked: Asked, model: Any, keep: Sequence[int] | None = None, is_update_alone: bool = False) -> Rehearsed:
+def _rehearse(
+    asked: Asked, model: Any, model_config: Any, keep: Sequence[int] | None = None, is_update_alone: bool = False
+) -> Rehearsed:
     config, world_size, is_gpu = asked.config, asked.world_size, asked.device == "cuda"
     # within it our code does what it would do on such a device
     on_device = as_on_gpu if is_gpu else nullcontext
-    balance, shape = choose_balance(config, model, model.config), moe_shape(model)
+    balance, shape = choose_balance(config, model, model_config), moe_shape(model)
     image = image_of(model, asked.routing.image_tokens) if asked.routing.image_tokens else None
     ranks_per_node = config.ranks_per_node or asked.cluster.gpus_per_node
     if config.ep_size > 1:

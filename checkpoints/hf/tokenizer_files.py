@@ -1,0 +1,292 @@
+"""A tokenizer's files beside weights: those that it was read from, with what is new in it as the only difference.
+
+`save_pretrained` writes a file of its own release instead, with another class and other keys, and not what it has not
+read: transformers 4, and what builds on it, may not load that.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...moe.util.errors import ExpertMeshError
+from ..files.paths import check_regular
+from .hub import resolve_model
+from .json_files import read_json
+
+# every name under which transformers' tokenizers save themselves or their chat template, or others theirs
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "additional_chat_templates/*",
+)
+Files = dict[str, Path | bytes]
+"""By name, a file that is copied, or what is written."""
+
+_PIECE_BYTES = 4 * 2**20
+_CONFIG, _FAST, _ADDED, _SPECIAL = (
+    *("tokenizer_config.json", "tokenizer.json"),
+    *("added_tokens.json", "special_tokens_map.json"),
+)
+_TEMPLATE, _TEMPLATE_OF_PROCESSOR = "chat_template.jinja", "chat_template.json"
+_SETTINGS = ("model_max_length", "padding_side", "truncation_side")
+_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
+"""What transformers 4 calls further special tokens, and what 5 does, which reads both."""
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has any file of a tokenizer's."""
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a tokenizer has a file of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def tokenizer_files(tokenizer: Any, model_config: Path) -> Files:
+    """The files from which transformers reads this tokenizer.
+
+    They are those of the directory that it came from, with another chat template, new tokens, other special tokens,
+    lengths and sides as the only difference. What differs in more, or came from no directory, has the files that
+    transformers writes.
+
+    Args:
+        model_config: the config.json beside which they will lie.
+
+    Raises:
+        ExpertMeshError: a file of that directory is damaged.
+        OSError: a file cannot be read or written.
+    """
+    state = _State(tokenizer)
+    known = _MADE.get(tokenizer)
+    if known is None or known[:2] != (state.told, model_config):
+        files = _edited(tokenizer, state, model_config)
+        known = _MADE[tokenizer] = (state.told, model_config, _saved(tokenizer) if files is None else files)
+    return dict(known[2])
+
+
+_MADE: WeakKeyDictionary[Any, tuple[Any, Path, Files]] = WeakKeyDictionary()
+"""What was made of each tokenizer as it was then: a run saves the same one with each checkpoint."""
+
+
+class _State:
+    """What a tokenizer is.
+
+    Attributes:
+        template: chat template. added: tokens beside the vocabulary, by id. named: special tokens by their role.
+        special: further ones. settings: lengths and sides.
+        rest: everything else by which texts become tokens.
+        told: a digest of all but `rest`, which does not change unless somebody reaches into a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.template = tokenizer.chat_template
+        self.added = {int(number): _as_json(token) for number, token in tokenizer.added_tokens_decoder.items()}
+        names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
+        self.named = {name: None if (said := getattr(tokenizer, name)) is None else str(said) for name in names}
+        self.special = list(map(str, tokenizer.extra_special_tokens))
+        self.settings = {name: getattr(tokenizer, name) for name in _SETTINGS}
+        self.told = repr((self.template, self.added, self.named, self.special, self.settings, self._scalars))
+
+    @property
+    def _scalars(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in vars(self.tokenizer).items()
+            if isinstance(value, bool | int | float | str)
+            and not name.startswith("_")
+            and not name.endswith("_file")
+            and name not in ("name_or_path", "chat_template", *_SETTINGS)
+        }
+
+    @property
+    def rest(self) -> Any:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            added = {token["content"] for token in self.added.values()}
+            vocabulary: Any = {name: n for name, n in self.tokenizer.get_vocab().items() if name not in added}
+        else:
+            vocabulary = json.loads(backend.to_str())
+            for name in ("added_tokens", "padding", "truncation"):  # the last two are of the latest call
+                del vocabulary[name]
+        return type(self.tokenizer), self._scalars, vocabulary
+
+    def is_as(self, other: "_State") -> bool:
+        return self.told == other.told and self.rest == other.rest
+
+
+def _as_json(token: Any) -> dict[str, Any]:
+    """A token as tokenizer.json has it, but for its id."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"content": token.content, **{name: getattr(token, name) for name in flags}}
+
+
+def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
+    """The files of the directory that a tokenizer came from, with what is new; None where that is not all."""
+    if (origin := _origin(tokenizer)) is None:
+        return None
+    loaded = _loaded(origin)
+    if loaded is None or (was := _State(loaded)).rest != state.rest:
+        return None
+    files: Files = {}
+    for path in sorted({path for pattern in TOKENIZER_FILES for path in origin.glob(pattern)}):
+        check_regular(path)
+        files[path.relative_to(origin).as_posix()] = path
+    if state.told == was.told:
+        return files
+    if isinstance(state.template, dict) or any(state.added.get(number) != token for number, token in was.added.items()):
+        return None
+    tables: dict[str, dict[str, Any]] = {
+        name: read_json(path)
+        for name, path in files.items()
+        if name in (_CONFIG, _FAST, _ADDED, _SPECIAL, _TEMPLATE_OF_PROCESSOR) and isinstance(path, Path)
+    }
+    before = json.dumps(tables)
+    tables.setdefault(_CONFIG, {})
+    if state.template != was.template:
+        _set_template(state.template, files, tables)
+    if new := sorted(state.added.keys() - was.added.keys()):
+        _add_tokens(new, state.added, tables)
+    _set_special(state, was, tables)
+    tables[_CONFIG] |= {name: value for name, value in state.settings.items() if value != was.settings[name]}
+    unchanged = json.loads(before)
+    files |= {name: _written(table) for name, table in tables.items() if table != unchanged.get(name, {})}
+    return files if _reads_as(files, state, model_config) else None
+
+
+def _origin(tokenizer: Any) -> Path | None:
+    """The directory that a tokenizer came from; None: there is none, or it has no tokenizer any more."""
+    try:
+        directory = resolve_model(str(tokenizer.name_or_path), weights=False) if tokenizer.name_or_path else None
+    except ExpertMeshError:
+        return None
+    return directory if directory is not None and has_tokenizer(directory) else None
+
+
+def _loaded(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception:  # whatever it is, these files are not what a tokenizer can be read from
+        return None
+
+
+def _set_template(template: str | None, files: Files, tables: Mapping[str, dict[str, Any]]) -> None:
+    """One template in the place of all: in a file of its own, and wherever else there was one."""
+    for name in [name for name in files if name.startswith("additional_chat_templates/")]:
+        del files[name]
+    files.pop(_TEMPLATE, None)
+    if template is not None:
+        files[_TEMPLATE] = template.encode()
+    for name in (_CONFIG, _TEMPLATE_OF_PROCESSOR):
+        if "chat_template" in tables.get(name, {}):
+            tables[name]["chat_template"] = template
+
+
+def _add_tokens(new: Sequence[int], added: Mapping[int, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
+    """
+    Args:
+        new: ids of the new ones among all that are added to the vocabulary.
+    """
+    if _FAST not in tables and _ADDED not in tables:
+        # else transformers would give the ids behind the vocabulary to the new ones first
+        tables[_ADDED] = {token["content"]: number for number, token in sorted(added.items())}
+    for number in new:
+        if _FAST in tables:
+            tables[_FAST]["added_tokens"].append({"id": number, **added[number]})
+        if "added_tokens_decoder" in tables[_CONFIG]:
+            tables[_CONFIG]["added_tokens_decoder"][str(number)] = added[number]
+        if _ADDED in tables:
+            tables[_ADDED][added[number]["content"]] = number
+
+
+def _set_special(state: _State, was: _State, tables: Mapping[str, dict[str, Any]]) -> None:
+    """Special tokens in the places that had them: as texts, which the added tokens say more of."""
+    changed: dict[str, Any] = {name: token for name, token in state.named.items() if token != was.named[name]}
+    for table in (tables[_CONFIG], tables.get(_SPECIAL)):
+        if table is None:
+            continue
+        if state.special != was.special:
+            table[next((name for name in _MORE_SPECIAL if name in table), _MORE_SPECIAL[0])] = state.special
+        for name, token in changed.items():
+            if token is None:
+                table.pop(name, None)
+            else:
+                table[name] = token
+
+
+def _written(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _reads_as(files: Files, state: _State, model_config: Path) -> bool:
+    """Whether transformers reads this tokenizer from these files."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_beside({**files, model_config.name: model_config}, Path(directory))
+        loaded = _loaded(Path(directory))
+        return loaded is not None and _State(loaded).is_as(state)
+
+
+def _saved(tokenizer: Any) -> Files:
+    """The files that transformers writes of a tokenizer.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            tokenizer.save_pretrained(directory)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # what the tokenizers package makes of an OSError
+            raise OSError(str(error)) from error
+        written = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in written}
+
+
+def write_beside(files: Mapping[str, Path | bytes], directory: Path) -> None:
+    """Copy or write files into a directory.
+
+    Raises:
+        ExpertMeshError: one that is copied cannot be read.
+        OSError: one cannot be written.
+    """
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        with (directory / name).open("wb") as target:
+            for piece in [content] if isinstance(content, bytes) else pieces(content):
+                target.write(piece)
+
+
+def pieces(file: Path) -> Iterator[bytes]:
+    """What a file has, a few MiB at a time.
+
+    Raises:
+        ExpertMeshError: it cannot be read.
+    """
+    try:
+        with file.open("rb") as source:
+            while piece := source.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise ExpertMeshError(f"{file}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,42 @@
+"""A real model, upcycled (benchmarks/real_model.py), and what transformers makes of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from benchmarks.real import RECORDS, Batch, made_up
+from benchmarks.real_model import moe_model
+from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.user_cache import cache_directory
+
+KEPT = cache_directory("real")
+"""The user's own cache, which tests have another of."""
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Two experts, both of which each token takes: 214 M parameters."""
+    try:
+        return moe_model(KEPT, 2)
+    except ExpertMeshError as error:
+        pytest.skip(f"no real model: {error}")
+
+
+@pytest.fixture(scope="session")
+def batch(real_model: Path) -> Batch:
+    return Batch(real_model, made_up(RECORDS))
+
+
+@pytest.fixture(scope="session")
+def shared(in_common: Path) -> Path:
+    (path := in_common / "real").mkdir(exist_ok=True)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(shared: Path) -> Iterator[None]:
+    """Each takes some 8 GB of memory."""
+    with FileLock(shared / "one"):
+        yield

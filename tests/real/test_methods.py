@@ -1,0 +1,18 @@
+"""Twenty steps of DPO, of KTO and of distillation on a real model: what they are judged by goes the right way."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real import METHODS, Batch, learned
+from tests.real.conftest import KEPT
+from tests.tiers import tiered
+
+
+@pytest.mark.parametrize("method", tiered(slow=["DPO"], release=["KTO", "distillation"]))
+def test_it_learns(batch: Batch, tmp_path: Path, method: str) -> None:
+    ran, how = learned(method, KEPT, 2, batch.records, tmp_path / "run"), METHODS[method]
+    losses, judged = ran.values("loss"), ran.values(how.judged_by)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+    assert judged[-1] > judged[0] + 1 if how.rises else judged[-1] < judged[0] / 2

@@ -1,0 +1,132 @@
+"""What is kept of a text that is longer than --max-seq-length."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+Truncation = Literal["right", "left", "drop", "split", "error"]
+Range = tuple[int, int]
+"""(begin, end) of tokens."""
+
+
+class Calls(NamedTuple):
+    """Tokens of an answer with tool calls that is trained on: where it begins, where its calls do, and where both
+    end."""
+
+    answer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A text's tokens.
+
+    tokens: without `before` ones in front of them, of a text of `length` tokens. is_trained: of each. ends: tokens that
+    end answers. weights: of each; none where all are 1. calls: of answers that are trained on, in tokens of the text.
+    """
+
+    tokens: Sequence[int]
+    is_trained: Sequence[bool]
+    ends: Iterable[int] = ()
+    weights: Sequence[float] = ()
+    calls: Sequence[Calls] = ()
+    length: int = -1
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            object.__setattr__(self, "length", len(self.tokens))
+
+    def part(self, begin: int, end: int) -> "Tokenized":
+        """The tokens of a part of the text, as lists."""
+        inside = slice(begin - self.before, end - self.before)
+        assert inside.start >= 0, (begin, self.before)
+        return replace(
+            self,
+            tokens=list(self.tokens[inside]),
+            is_trained=list(self.is_trained[inside]),
+            weights=list(self.weights[inside]),
+            before=begin,
+        )
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """What is kept of a text. parts: one, none, or the pieces that it is split into. loses_call: whether more is left
+    out than is too long, as a tool call would have been cut."""
+
+    parts: list[Range] = field(default_factory=list)
+    loses_call: bool = False
+
+
+def truncate(text: Tokenized, policy: Truncation, max_length: int, limit: int | None = None) -> Truncated:
+    """The parts of a text that become samples.
+
+    Args:
+        max_length: tokens of each at most.
+        limit: where an image begins that does not end within them: all from there on is cut off.
+
+    Raises:
+        ValueError: the text is too long, which `policy` does not accept.
+    """
+    length = text.length
+    if length <= max_length and limit is None:
+        return Truncated([(0, length)])
+    if policy == "error":
+        raise ValueError(
+            f"has {length:,} tokens, more than --max-seq-length {max_length}; raise that, mend the record, or give "
+            "another --truncation than error"
+        )
+    if policy == "drop":
+        return Truncated()
+    if policy == "split":
+        return Truncated(_pieces(length, max_length))
+    if policy == "left":
+        begin = length - max_length
+        within = next((calls for calls in text.calls if calls.begin < begin < calls.end), None)
+        return Truncated([(begin, length)]) if within is None else Truncated([(within.end, length)], loses_call=True)
+    end = max_length if limit is None else limit
+    within = next((calls for calls in text.calls if calls.begin < end < calls.end), None)
+    return Truncated([(0, end)]) if within is None else Truncated([(0, within.answer)], loses_call=True)
+
+
+def _pieces(length: int, max_length: int) -> list[Range]:
+    """Pieces of a text, each of which begins with the last token of the one before it: that predicts the next one, so
+    that each token of the text but the first is predicted once."""
+    return [(begin, min(begin + max_length, length)) for begin in range(0, length - 1, max_length - 1)]
+
+
+def shortened(text: Tokenized, policy: Truncation, max_length: int) -> Tokenized:
+    """Without the tokens that no policy's `truncate` keeps, so that many texts need less memory."""
+    if text.length <= max_length or policy == "split":
+        return text
+    begin = text.length - max_length if policy == "left" else 0
+    return text.part(begin, begin + max_length)
+
+
+def kept_tokens(lengths: Sequence[tuple[int, int]], policy: Truncation, max_length: int) -> int:
+    """Tokens that a policy keeps.
+
+    Args:
+        lengths: of texts, in tokens, each with how many have it.
+    """
+    if policy in ("right", "left"):
+        return sum(min(length, max_length) * number for length, number in lengths)
+    return sum(length * number for length, number in lengths if policy == "split" or length <= max_length)
+
+
+def length_that_keeps(lengths: Sequence[tuple[int, int]], share: float) -> int:
+    """The least --max-seq-length that keeps so much of all tokens.
+
+    Args:
+        lengths: of texts, in tokens, each with how many have it, in order.
+    """
+    wanted = share * sum(length * number for length, number in lengths)
+    longer, below = sum(number for _, number in lengths), 0
+    for length, number in lengths:
+        if below + length * longer >= wanted:
+            return math.ceil((wanted - below) / longer)
+        below, longer = below + length * number, longer - number
+    return 0
