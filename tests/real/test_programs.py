@@ -1,18 +1,33 @@
-"""The exported model in other programs: EP shards and back bit for bit, and the same words in llama.cpp."""
+"""The exported model in other programs: EP shards and back bit for bit, the same words in llama.cpp, the same scores in
+lm-eval."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from benchmarks.llama_cpp import LlamaCpp, llama_cpp, prompt
-from benchmarks.real import ROWS, Batch, loaded, run
+from benchmarks.real import ROWS, Batch, Trained, loaded, run
+from benchmarks.real_model import lock, make
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.checkpoints.commands import run as run_command
 from tests.real.conftest import KEPT
+from tests.rounding import OTHER_ORDER
+from tests.test_readmes import DOCS, blocks, commands
 
 TOKENS = 60
+LM_EVAL = "lm-eval==0.4.13"
+PAGE = DOCS / "how-to" / "serve-evaluate-publish.md"
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "The capital of France is", "choices": ["Paris", "Madrid", "seven"], "answer": 0},
+    {"question": "The opposite of hot is", "choices": ["table", "cold", "green"], "answer": 1},
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +57,56 @@ def test_the_same_words_in_llama_cpp(program: LlamaCpp, real_model: Path, batch:
     assert len(words) > 10
     assert words == made_1S[0, ids_1S.shape[1] :].tolist()
     assert torch.equal(made_1S[:, : ids_1S.shape[1]], ids_1S)
+
+
+@pytest.fixture(scope="module")
+def lm_eval() -> Path:
+    """The packages of lm-eval, in the user's cache."""
+    try:
+        with lock(KEPT):
+            if not (packages := KEPT / "lm-eval").exists():
+                make(packages, [sys.executable, "-m", "pip", "install", "--quiet", LM_EVAL, "--target"])
+    except ExpertMeshError as error:
+        pytest.skip(f"no lm-eval: {error}")
+    return packages
+
+
+@pytest.mark.release
+def test_scores_in_lm_eval(lm_eval: Path, real_model: Path, batch: Batch, tmp_path: Path) -> None:
+    """By the page's commands and its task: an adapter beside its base scores as the merged model does, and both as
+    transformers' own log-probabilities say."""
+    Trained.by(real_model, batch, row := ROWS["LoRA, ep 2"], tmp_path)
+    run(row, real_model, batch, tmp_path / "run", "--export", "--merge")
+    merged, adapter = tmp_path / "run" / "hf", tmp_path / "run" / "adapter"
+    (tasks := tmp_path / "tasks").mkdir()
+    (task,) = blocks(PAGE, "yaml")
+    (tasks / "mine.yaml").write_text(task, encoding="utf-8")
+    (tasks / "mine.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
+    of_adapter, of_model = [line for line in commands(PAGE) if "lm_eval run" in line][1:]
+    scores = {}
+    for name, line in (("merged", of_model), ("peft", of_adapter.replace("gsm8k", "mine --include_path tasks"))):
+        line = line.replace("=BASE", f"={real_model}").replace("=ADAPTER", f"={adapter}").replace("=HF", f"={merged}")
+        words = [sys.executable, "-m", *line.split(), "--log_samples", "--output_path", name]
+        environment = {**os.environ, "PYTHONPATH": str(lm_eval), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (file,) = (tmp_path / name).rglob("samples_mine_*.jsonl")
+        samples = sorted(
+            map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda each: each["doc_id"]
+        )
+        scores[name] = [float(answer[0]) for sample in samples for answer in sample["filtered_resps"]]
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    model, base = loaded(merged), loaded(real_model)
+    pairs = [(each["question"], f" {choice}") for each in QUESTIONS for choice in each["choices"]]
+    expected = [_log_likelihood(model, tokenizer, *pair) for pair in pairs]
+    assert expected != pytest.approx([_log_likelihood(base, tokenizer, *pair) for pair in pairs], rel=100 * OTHER_ORDER)
+    assert scores["merged"] == pytest.approx(expected, rel=OTHER_ORDER)
+    assert scores["peft"] == pytest.approx(expected, rel=10 * OTHER_ORDER)
+
+
+@torch.no_grad()
+def _log_likelihood(model: Any, tokenizer: Any, text: str, continuation: str) -> float:
+    """Of the continuation's tokens, added up."""
+    given, whole = (len(tokenizer(text).input_ids), tokenizer(text + continuation, return_tensors="pt").input_ids)
+    logprobs_SV = model(whole).logits[0, :-1].log_softmax(-1)
+    return float(logprobs_SV.gather(-1, whole[0, 1:, None])[given - 1 :].sum())
