@@ -74,14 +74,18 @@ def settle_malloc() -> None:
     a heap that they fragment; and it returns the heap's end after each step, to have it zeroed again in the next.
     As heaps are kept, there must be few: by default there are eight for each core, of which a new thread takes any, so
     that the threads which write checkpoints would in time leave as much in each of them as a checkpoint needs.
-    Useful where computation is on the CPU. Without glibc nothing happens.
+    Useful where computation is on the CPU. What the user's own variables of glibc settle stays as they say. Without
+    glibc nothing happens.
     """
-    trim_threshold, mmap_threshold, most_heaps = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
+    settings = {
+        "MALLOC_MMAP_THRESHOLD_": (-3, 16 * 2**20),  # M_MMAP_THRESHOLD
+        "MALLOC_TRIM_THRESHOLD_": (-1, 2**30),  # M_TRIM_THRESHOLD
+        "MALLOC_ARENA_MAX": (-8, 2),  # M_ARENA_MAX
+    }
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, 16 * 2**20)
-        mallopt(trim_threshold, 2**30)
-        mallopt(most_heaps, 2)
+    for variable, (option, value) in settings.items():
+        if mallopt is not None and variable not in os.environ:
+            mallopt(option, value)
 
 
 def use_own_cores() -> None:

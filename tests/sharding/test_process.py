@@ -36,9 +36,9 @@ from expertmesh.sharding.torchrun import node_name
 from tests.distributed.pool import RankPool
 
 
-def output_of(program: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+def output_of(program: str, argument: str, **environment: str) -> str:
+    command, environment = [sys.executable, "-c", program, argument], {**os.environ, **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 PAGES = """
@@ -96,6 +96,12 @@ def test_malloc(how: str, own_pages: int, least: int, most: int) -> None:
     any thread ever had of it."""
     assert int(output_of(PAGES, how)) == own_pages
     assert least <= output_of(HEAPS, how).count("<heap nr=") <= most
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_malloc_as_the_user_settles_it() -> None:
+    assert int(output_of(PAGES, "settled", MALLOC_MMAP_THRESHOLD_=str(2**25))) == 0
 
 
 def ranks_at_one_store(world_size: int) -> list[Ranks]:
