@@ -3,10 +3,9 @@
 measured: settings of small random models on this machine's CPU, each on ranks that are started afresh. The peak is
 VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of the
 same model with fewer layers, in which libraries compile code and make buffers for these shapes. What is freed goes back
-to the system at once (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of glibc are 64 KiB); with --default-malloc it
-does not, and the difference is malloc's slack. Bytes are counted at the collectives of one step. Every expert gets
-equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
-same ranks measure.
+to the system at once (benchmarks.variants.GIVEN_BACK); with --default-malloc it does not, and the difference is
+malloc's slack. Bytes are counted at the collectives of one step. Every expert gets equally many tokens, as the forecast
+assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same ranks measure.
 
 rehearsed: models at full size on 8 to 1,024 GPUs: what dry runs of short models tell of all layers, beside a dry run of
 these (`benchmarks.rehearsed`).
@@ -37,7 +36,7 @@ from benchmarks.load_memory import resident
 from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
-from benchmarks.variants import forced_experts
+from benchmarks.variants import GIVEN_BACK, forced_experts
 from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.atomic_write import whole
@@ -279,7 +278,7 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if not default_malloc:
-        environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        environment |= GIVEN_BACK
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
         command += ["-m", "benchmarks.plan_accuracy", "--worker", str(number), directory]

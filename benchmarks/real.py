@@ -5,7 +5,8 @@ ranks on this CPU, and prints for each
 
     loss, norm   by how much the worst step's loss and gradient norm differ, relatively, from those of a loop of
                  transformers (with adapters: of PEFT) in one process
-    GiB          memory of a rank at its peak, and by the forecast
+    GiB          memory of a rank at its peak, and by the forecast; what is freed goes back to the system at once
+                 (benchmarks.variants.GIVEN_BACK), but with --default-malloc
     s/step       seconds of the last step
 
 then 20 steps of DPO, KTO and distillation, with the loss and the figure by which each is judged, at the first step and
@@ -36,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.demo import ROOT
 from benchmarks.practice import make_records
 from benchmarks.real_model import dense_model, moe_model
+from benchmarks.variants import GIVEN_BACK
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.user_cache import cache_directory
 from expertmesh.training.environment import cpu_model
@@ -118,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=2)
     parser.add_argument("--dataset", type=Path, default=None, metavar="FILE", help="JSON lines: question, answer")
     parser.add_argument("--answers", type=int, default=50, help="of which the perplexity is")
+    parser.add_argument("--default-malloc", action="store_true", help="leave malloc as train_ep.py has it")
     arguments = parser.parse_args(argv)
+    os.environ.update({} if arguments.default_malloc else GIVEN_BACK)
     kept = cache_directory("real")
     model = moe_model(kept, arguments.experts)
     records = _records(arguments.dataset, RECORDS + arguments.answers)
@@ -139,8 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             figure = METHODS[name].judged_by
             ran = learned(name, kept, arguments.experts, batch.records, directory / name)
             of_both = (f"{values[0]:.4f} to {values[-1]:.4f}" for values in (ran.values("loss"), ran.values(figure)))
-            lines.append((name, *of_both, figure))
-        _print(("", "loss", "judged by", ""), lines)
+            measured, forecast = memory_of(ran)
+            lines.append((name, *of_both, figure, f"{measured} ({forecast})"))
+        _print(("", "loss", "judged by", "", "GiB (forecast)"), lines)
         held_out = records[RECORDS:]
         for base in arguments.bases:
             # minutes each: what is known is told at once
@@ -299,7 +304,8 @@ def by_command(ranks: int, model: Path, records: Sequence[dict[str, Any]], out: 
     data = write(records, out.parent / f"{out.name}.jsonl")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["train_ep.py", "--model", str(model), "--dataset", str(data), "--output-dir", str(out)]
-    command += ["--use-cpu", "--verbose", "--save-steps", "0", *flags, *["--no-export"] * ("--export" not in flags)]
+    command += ["--use-cpu", "--verbose", *flags, *["--no-export"] * ("--export" not in flags)]
+    command += ["--save-steps", "0"] * ("--save-steps" not in flags)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     if done.returncode != 0:
@@ -315,14 +321,19 @@ def compared(name: str, expected: Trained, ran: Ran) -> tuple[str, ...]:
     """A line of the table."""
     of_each = ((ran.values("loss"), expected.losses), (ran.values("grad_norm"), expected.norms))
     off = [max(abs(one / other - 1) for one, other in zip(*both, strict=True)) for both in of_each]
-    return (name, *(f"{error:.1e}" for error in off), *memory_of(ran), f"{ran.values('step_seconds')[-1]:.1f}")
+    return (
+        name,
+        *(f"{error:.1e}" for error in off),
+        *map(str, memory_of(ran)),
+        f"{ran.values('step_seconds')[-1]:.1f}",
+    )
 
 
-def memory_of(ran: Ran) -> tuple[str, str]:
+def memory_of(ran: Ran) -> tuple[float, float]:
     """GiB of a rank, measured and forecast."""
     found = re.search(r"peak ([\d.]+) GiB measured, ([\d.]+) GiB forecast", " ".join(ran.printed.split()))
     assert found is not None, ran.printed
-    return found[1], found[2]
+    return float(found[1]), float(found[2])
 
 
 def perplexity(model: Path, records: Sequence[dict[str, str]], base: str, out: Path) -> float:

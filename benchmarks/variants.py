@@ -32,6 +32,9 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.steps.step import train_step
 
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Variables by which glibc gives back to the system at once what is freed, so that a peak is that of tensors."""
+
 
 @dataclass(frozen=True)
 class Work:

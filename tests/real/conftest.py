@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from benchmarks.real import RECORDS, Batch, made_up
+from benchmarks.real import RECORDS, Batch, Ran, made_up, memory_of
 from benchmarks.real_model import moe_model
+from benchmarks.variants import GIVEN_BACK
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.user_cache import cache_directory
 
@@ -36,7 +37,14 @@ def shared(in_common: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_at_a_time(shared: Path) -> Iterator[None]:
-    """Each takes some 8 GB of memory."""
+def _one_at_a_time(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each takes some 8 GB of memory. Where one looks at how much, that is of tensors."""
+    for variable, value in GIVEN_BACK.items():
+        monkeypatch.setenv(variable, value)
     with FileLock(shared / "one"):
         yield
+
+
+def assert_memory_as_forecast(ran: Ran) -> None:
+    measured, forecast = memory_of(ran)
+    assert forecast == pytest.approx(measured, rel=0.05)

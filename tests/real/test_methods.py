@@ -1,11 +1,12 @@
-"""Twenty steps of DPO, of KTO and of distillation on a real model: what they are judged by goes the right way."""
+"""Twenty steps of DPO, of KTO and of distillation on a real model: what they are judged by goes the right way, and they
+take the memory that was forecast."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks.real import METHODS, Batch, learned
-from tests.real.conftest import KEPT
+from tests.real.conftest import KEPT, assert_memory_as_forecast
 from tests.tiers import tiered
 
 
@@ -16,3 +17,4 @@ def test_it_learns(batch: Batch, tmp_path: Path, method: str) -> None:
     assert len(losses) == 20
     assert losses[-1] < losses[0] / 2
     assert judged[-1] > judged[0] + 1 if how.rises else judged[-1] < judged[0] / 2
+    assert_memory_as_forecast(ran)

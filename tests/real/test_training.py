@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from benchmarks.real import RECORDS, ROWS, Batch, Ran, Trained, loaded, made_up, perplexity, run
 from tests.distributed.whole_runs import assert_equal_weights, read
+from tests.real.conftest import assert_memory_as_forecast
 from tests.rounding import OTHER_ORDER
 from tests.tiers import tiered
 
@@ -42,8 +43,10 @@ def test_as_transformers_trains(
     real_model: Path, batch: Batch, trained: Trained, shared: Path, tmp_path: Path, row: str
 ) -> None:
     is_plain = row == "ep 2"
-    ran = run(ROWS[row], real_model, batch, tmp_path / "run", *["--export"] * is_plain)
+    flags = ["--export", "--save-steps", "2"] if is_plain else []
+    ran = run(ROWS[row], real_model, batch, tmp_path / "run", *flags)
     assert_same(ran, trained)
+    assert_memory_as_forecast(ran)
     if is_plain:
         assert_equal_weights(read(ran.out / "hf"), read(shared / "weights"))
 
@@ -52,6 +55,7 @@ def test_adapters_as_peft_trains_them(real_model: Path, batch: Batch, tmp_path: 
     row = ROWS["LoRA, ep 2"]
     expected = Trained.by(real_model, batch, row, tmp_path)
     ran = run(row, real_model, batch, tmp_path / "run")
+    assert_memory_as_forecast(ran)
     assert ran.values("loss")[:2] == pytest.approx(expected.losses[:2], rel=OF_30_LAYERS)
     # PEFT adds B A to the experts' weights, which rounds them; and later steps add up what AdamW makes of numbers whose
     # sign is not sure
