@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 8 train_ep.py --model DIR --dataset data.jsonl --ep-size 8
     python train_ep.py --model DIR --dataset data.jsonl            # one process
+    python train_ep.py migrate theirs.yaml > ours.yaml             # another tool's settings, for --config
 
 `--help` lists the flags. What is wrong with them is told before torch is imported; the run itself is
 `training/run/run.py`.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["migrate"]:
+        from expertmesh.training.config.migrate import main as migrate
+
+        return migrate(words[1:])
     from expertmesh.sharding.runtime.allocator import let_segments_grow
 
     let_segments_grow(os.environ)

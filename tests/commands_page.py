@@ -18,6 +18,7 @@ The flags of `train_ep.py` have [their own page](flags.md). A checkpoint is a di
 | to | run | installed as |
 | --- | --- | --- |
 | train | `torchrun train_ep.py`, or `python -m expertmesh.train_ep` | `expertmesh-train` |
+| write another tool's config as one of ours | [`python -m expertmesh.train_ep migrate`](#migrate) | |
 | start ranks [like torchrun](output-directory.md#exit-codes) | `python -m expertmesh.launch` | `expertmesh-launch` |
 | find a parallel layout that fits | [`python -m expertmesh.sharding plan`](#plan) | `expertmesh-plan` |
 | dry-run one rank without GPUs | [`python -m expertmesh.sharding rehearse`](#rehearse) | |
@@ -36,6 +37,7 @@ TAKES_A_RUN = "Takes every flag of [`train_ep.py`](flags.md) too. [Plan a run](.
 TRY = "[Try the groups](../how-to/choose-a-layout.md#try-the-groups)."
 CONVERT = "[Convert and verify](../how-to/convert-and-verify.md)."
 COMMANDS = {
+    "migrate": ("train_ep", "[Migrate](../how-to/migrate.md)."),
     "plan": ("training.cluster.commands", TAKES_A_RUN),
     "rehearse": ("training.cluster.commands", TAKES_A_RUN),
     "mesh": (

@@ -31,6 +31,7 @@ MODULES = {
     "checkpoints": "expertmesh.checkpoints.__main__",
     "moe": "expertmesh.training.cluster.families_command",
     "report": "expertmesh.training.report.__main__",
+    "train_ep": "expertmesh.train_ep",
 }
 LINES = {
     "mesh": "sharding mesh --world-size 4 --ep-size 2",
@@ -51,6 +52,7 @@ LINES = {
     "inspect an adapter": "checkpoints inspect ADAPTER",
     "families": "moe families mixtral",
     "report": "report RUN",
+    "migrate": "train_ep migrate SETTINGS",
 }
 VALUES = {"base": "MODEL", "json": "FILE", "calibrate": "FILE", "imbalance": "2"}
 """Of flags that take a file, or text."""
@@ -119,6 +121,7 @@ def places(
     return {
         "MODEL": str(tiny_model), "SHARDS": str(path / "SHARDS"), "RUN": str(path / "RUN"), "TRAINED": trained,
         "ADAPTER": str(path / "LORA" / "adapter"), "ADAPTERS": of_adapters, "DENSE": str(path / "DENSE"),
+        "SETTINGS": str(ROOT / "configs" / "mixtral_8x7b.yaml"),
     }  # fmt: skip
 
 

@@ -270,8 +270,9 @@ class OtherTools:
         last = [[word for word in flags.split() if word.startswith("--")][-1] for flags in asked]
         return [flag[2:].replace("-", "_") for flag in last]
 
-    def other_defaults(self, written: Mapping[str, str], given: Mapping[str, Any]) -> list[str]:
-        """What to give where a file of another tool's leaves out what is something else by default there, in words.
+    def other_defaults(self, written: Mapping[str, str], given: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        """What a file of another tool's leaves out and is something else by default there: the tool, the setting here,
+        and its value there.
 
         Args:
             written: its keys and values.
@@ -291,8 +292,7 @@ class OtherTools:
                 action = self.settings[name]
                 is_other = str(action.default).removesuffix(".0") != value
                 if is_other and {name, *others}.isdisjoint({*named, *given}):
-                    flag = action.option_strings[0]
-                    said.append(f"{name} is left out: {tool} has {value} by default; give {flag} {value}")
+                    said.append((tool, name, value))
         return said
 
     def answer_to_value(self, name: str, value: str) -> str:
@@ -302,6 +302,20 @@ class OtherTools:
         if name.endswith("_steps") and re.fullmatch(r"0?\.\d+", value):
             return "give a number of steps, not a fraction of all"
         return ""
+
+    def flags_of(self, name: str, values: Sequence[str], instead: str) -> list[str] | None:
+        """What to do instead of giving a name these values, as words of a command line.
+
+        Args:
+            instead: in words, as `answer` and `answer_to_value` say it.
+
+        Returns: None: it is no such words, or somebody has to choose or fill in one of them.
+        """
+        action = self.same.get(name.lower())
+        if action is not None and instead == f"give {action.option_strings[0]}":
+            return [action.option_strings[0], *values]
+        words = re.fullmatch(r"give ((?:--[a-z0-9-]+(?: (?!--)[^\s,;:A-Z]+)*(?: |$))+)", instead)
+        return words[1].split() if words else None
 
     def _asked(self, name: str, value: str) -> str | None:
         """The flags that a value of a name asks for."""

@@ -469,7 +469,7 @@ def _adapter_targets(tensors: Iterable[str], config: Mapping[str, Any]) -> list[
     return [*experts, *(rf"\b{path}$" for path in paths)]
 
 
-def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
+def parse_words(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
     """What the arguments say; nothing is at its default."""
     untouched = object()
     of_all = Namespace(**{action.dest: untouched for action in parser._actions})
@@ -572,19 +572,23 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
 
 def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     parser.check_names(arguments)
-    flags = _parsed(parser, arguments)
+    flags = parse_words(parser, arguments)
     config = flags.pop("config", None)
     of_flags = len(parser.passed_over)
-    content = {} if config is None else _read_yaml(Path(config))
+    content = {} if config is None else read_yaml(Path(config))
     words, refused = _arguments(parser, content)
-    given = GivenSettings(flags, _parsed(parser, words), config)
+    given = GivenSettings(flags, parse_words(parser, words), config)
     of_run: list[str] = []
     if not parser.beside:
         of_run += _unknown_template(given.file)
         if refused or of_run:  # else no GPU is to be asked yet
             of_run += _without_tf32(given)
     if refused:
-        refused += [*parser.others.other_defaults(_written_by_name(content), given.all), *of_run]
+        refused += [
+            f"{name} is left out: {tool} has {value} by default; give {flag_of(name)} {value}"
+            for tool, name, value in parser.others.other_defaults(written_by_name(content), given.all)
+        ]
+        refused += of_run
     elif len(of_run) > 1:  # a single one is told by what needs it
         refused = of_run
     said = [f"--config {config}: {refused[0]}", *refused[1:]] if refused else []
@@ -675,16 +679,16 @@ for _kind in ("bool", "int", "float", "timestamp"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.as_written)
 
 
-def _as_read(value: Any) -> Any:
+def as_read(value: Any) -> Any:
     """What YAML reads, within a table."""
     if isinstance(value, dict):
-        return {_as_read(key): _as_read(each) for key, each in value.items()}
+        return {as_read(key): as_read(each) for key, each in value.items()}
     if isinstance(value, list):
-        return list(map(_as_read, value))
+        return list(map(as_read, value))
     return value.value if isinstance(value, _Scalar) else value
 
 
-def _read_yaml(file: Path) -> dict[Any, Any]:
+def read_yaml(file: Path) -> dict[Any, Any]:
     try:
         if not file.exists():
             raise ExpertMeshError(f"--config {file}: no such file")
@@ -708,7 +712,7 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[list[str
     refused: list[str] = []
     for key, value in content.items():
         try:
-            words = _words(parser, str(key), value, given)
+            words = words_of(parser, str(key), value, given)
             parser.parse_known_args(words)
             arguments += words
         except ExpertMeshError as error:
@@ -716,7 +720,7 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[list[str
     return arguments, refused
 
 
-def _written_by_name(content: Mapping[Any, Any]) -> dict[str, str]:
+def written_by_name(content: Mapping[Any, Any]) -> dict[str, str]:
     """The keys of a table of settings, as a flag would be called, with the word that is written there, if it is one."""
     # aliases make a few lines of YAML lists of any length
     words = {key: "" if isinstance(value, list | dict) else str(value) for key, value in content.items()}
@@ -749,7 +753,7 @@ def _without_tf32(given: GivenSettings) -> list[str]:
     return []
 
 
-def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> list[str]:
+def words_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> list[str]:
     """A setting as a flag and its values.
 
     Args:
@@ -757,8 +761,7 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
     """
     name = parser.names.get(key.replace("-", "_"))
     if name is None:
-        # of aliases there may be no end
-        instead = parser.instead_of(key, _written(value) if _is_setting(value) else [])
+        instead = parser.instead_of(key, as_words(value))
         if instead == "":
             return []
         raise ExpertMeshError(
@@ -786,7 +789,7 @@ def _words(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> l
     if isinstance(value, dict):
         if not any(kind.startswith("dict") for kind in SETTINGS[name].metadata.get("also", ())):
             raise ExpertMeshError(f"{key} is a table; give one value")
-        return [f"--{name}={json.dumps(_as_read(value), default=str)}"]
+        return [f"--{name}={json.dumps(as_read(value), default=str)}"]
     return [] if value is None else [f"--{name}={value}"]
 
 
@@ -797,12 +800,14 @@ def _with_values(name: str, values: Sequence[Any]) -> list[str]:
     return [flag_of(name), *map(str, values)] if values else []
 
 
-def _written(value: Any) -> list[str]:
-    """A value as it would be on a command line."""
+def as_words(value: Any) -> list[str]:
+    """A value as it would be on a command line; nothing for one that is not flat: of aliases there may be no end."""
+    if not _is_setting(value):
+        return []
     if isinstance(value, list) and value:
-        return [word for item in value for word in _written(item)]
+        return [word for item in value for word in as_words(item)]
     if isinstance(value, dict | list):
-        return [json.dumps(_as_read(value), default=str)]
+        return [json.dumps(as_read(value), default=str)]
     return ["" if value is None else str(value)]
 
 

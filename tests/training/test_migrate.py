@@ -1,0 +1,120 @@
+"""Another tool's file of settings, written as one of ours: nothing of it is lost, and what is written is taken."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from expertmesh.train_ep import main as train_ep
+from expertmesh.training.config.migrate import migrate
+from expertmesh.training.config.train_config import given_settings, parse_config
+from tests.training.migrate_page import keys
+
+LLAMA_FACTORY = """
+model_name_or_path: org/moe
+trust_remote_code: true
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: a.jsonl
+cutoff_len: 4096
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+plot_loss: true
+flash_attn: 'no'
+wibble: "3\\nmodel: other"
+"""
+AXOLOTL = """
+base_model: org/moe
+load_in_4bit: true
+adapter: qlora
+datasets:
+  - {path: org/data, type: alpaca}
+  - {path: more.jsonl, type: chat_template}
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+warmup_steps: 10
+deepspeed: ds.json
+"""
+
+
+def migrated(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """The settings that are written, and the comments below them."""
+    (theirs := tmp_path / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert train_ep(["migrate", str(theirs)]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "ours.yaml").write_text(printed, encoding="utf-8")
+    return yaml.safe_load(printed) or {}, printed[printed.find("\n#") :]
+
+
+def test_of_llama_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, comments = migrated(LLAMA_FACTORY, tmp_path, capsys)
+    config = parse_config(["--config", str(tmp_path / "ours.yaml")])
+    assert (config.model, config.dataset, config.adapter, config.lora_rank) == ("org/moe", ["a.jsonl"], "lora", 8)
+    assert (config.max_seq_length, config.gradient_accumulation_steps, config.learning_rate) == (4096, 8, 1e-4)
+    # 16 there by default, which is twice the rank; 32 here
+    assert (config.lora_alpha, config.lora_targets) == (16, ["all-linear"])
+    assert settings["attn_implementation"] == "no"
+    left_out, to_do = comments.split("# Open:")
+    assert "plot_loss: true" in left_out
+    assert "stage: sft" in left_out
+    assert "trust_remote_code: true: expertmesh never runs a checkpoint's code" in to_do
+    assert "wibble: 3 model: other: unknown key wibble" in to_do
+
+
+def test_of_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, comments = migrated(AXOLOTL, tmp_path, capsys)
+    config = parse_config(["--config", str(tmp_path / "ours.yaml")])
+    assert (config.adapter, config.base_dtype, config.optim) == ("lora", "nf4", "adamw_torch_8bit")
+    assert config.dataset == ["org/data", "more.jsonl"]
+    assert (config.max_seq_length, config.packing, config.per_device_train_batch_size) == (4096, True, 2)
+    assert (config.lora_rank, config.lora_alpha, config.warmup_steps) == (32, 16, 10)
+    # what axolotl has by default
+    assert (config.lr_scheduler_type, config.truncation) == ("cosine", "drop")
+    assert 'datasets: {"path": "org/data", "type": "alpaca"}: look at its columns with --preview' in comments
+    assert "deepspeed: ds.json: FSDP2 always shards" in comments
+
+
+def test_every_key_is_somewhere(tmp_path: Path) -> None:
+    """The commonest keys of each tool, one at a time: what is written for it is taken, and it is named."""
+    asked = {(name, value) for theirs in keys().values() for name, values in theirs for value in values or ["7"]}
+    assert len(asked) > 300
+    file = tmp_path / "theirs.yaml"
+    for name, value in asked:
+        file.write_text(f"{name}: {value}\n", encoding="utf-8")
+        written = migrate(file)
+        text = written.text()
+        assert (name in text) if written.settings else (f"#   {name}: {value}" in text), text
+        file.write_text(text, encoding="utf-8")
+        taken = given_settings(["--config", str(file)]).file
+        assert {key: taken[key] for key in written.settings} == written.settings, text
+
+
+def test_two_keys_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, comments = migrated("cutoff_len: 4096\nsequence_len: 2048\n", tmp_path, capsys)
+    assert settings["max_seq_length"] == 4096
+    assert "sequence_len: 2048: max_seq_length is 4096 already, by cutoff_len: 4096" in comments
+
+
+def test_what_does_not_go_together_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, comments = migrated("model: m\nwarmup_steps: 3\nwarmup_ratio: 0.5\n", tmp_path, capsys)
+    assert "--warmup-ratio 0.5 and --warmup-steps 3 are both given" in comments
+
+
+@pytest.mark.parametrize("content", [None, "- a\n", "a: [\n"])
+def test_no_such_file(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    assert train_ep(["migrate", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"migrate: error: {file}: ")
