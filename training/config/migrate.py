@@ -52,7 +52,7 @@ class Migrated:
             (as_list,) = yaml.safe_dump([value], allow_unicode=True, default_flow_style=True, width=inf).splitlines()
             yield f"{name}: {as_list[1:-1]}{note}"
         for title, lines in (("Left out, as it is done anyway", self.left_out), ("Open", self.open)):
-            yield from ["", f"# {title}:", *(f"#   {line}" for line in lines)] if lines else []
+            yield from ["", f"# {title}:", *(f"#   {' '.join(line.split())}" for line in lines)] if lines else []
 
 
 def migrate(file: Path) -> Migrated:
@@ -75,40 +75,50 @@ def migrate(file: Path) -> Migrated:
 
 def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> None:
     """One key of the other tool's file."""
-    name = parser.names.get(key.replace("-", "_"))
     if isinstance(value, list) and value and all(isinstance(each, dict) and "path" in each for each in value):
         # axolotl's: each has columns and forms of its own, too, which are found by themselves
         migrated.open += [f"{key}: {_in_line(each)}: look at its columns with --preview" for each in value]
         value = [each["path"] for each in value]
     written = f"{key}: {_in_line(value)}"
     try:
-        if name is not None:
-            migrated.take(parse_words(parser, words_of(parser, key, value, {})), "" if key == name else written)
-            return
+        settings = _here(parser, key, value)
+    except ExpertMeshError as error:
+        migrated.open.append(f"{written}: {error}")
+        return
+    migrated.take(settings, "" if key in settings else written)
+    if not settings:
+        migrated.left_out.append(written)
+
+
+def _here(parser: FlagParser, key: str, value: Any) -> dict[str, Any]:
+    """The settings that ask for what a key asks for; none: it is done anyway.
+
+    Raises:
+        ExpertMeshError: no settings do, or somebody has to choose; with what to do instead.
+    """
+    name = parser.names.get(key.replace("-", "_"))
+    if name is None:
         instead = parser.instead_of(key, as_words(value))
         if instead is None:
             raise ExpertMeshError(unknown_name("key", key, parser.names))
-    except ExpertMeshError as error:
-        instead = "" if name is None else parser.others.answer_to_value(name, str(value))
-        if not instead:
-            migrated.open.append(f"{written}: {error}")
-            return
-    words = parser.others.flags_of(key, as_words(value), instead)
-    if instead in ("", LEAVE_OUT):
-        migrated.left_out.append(written)
-    elif words is None:
-        migrated.open.append(f"{written}: {instead}")
     else:
         try:
-            migrated.take(parse_words(parser, words), written)
-        except ExpertMeshError as error:
-            migrated.open.append(f"{written}: {error}")
+            return parse_words(parser, words_of(parser, key, value, {}))
+        except ExpertMeshError:
+            instead = parser.others.answer_to_value(name, " ".join(as_words(value)))
+            if not instead:
+                raise
+    if instead in ("", LEAVE_OUT):
+        return {}
+    words = parser.others.flags_of(key, as_words(value), instead)
+    if words is None:
+        raise ExpertMeshError(instead)
+    return parse_words(parser, words)
 
 
 def _in_line(value: Any) -> str:
     """What of a value goes into a comment."""
-    words = as_words(value) or ["(a list or table)"]
-    return " ".join(" ".join(words).split())
+    return " ".join(" ".join(as_words(value) or ["(a list or table)"]).split())
 
 
 @ends_with_reader
