@@ -84,9 +84,9 @@ def _casts_to_fp8(dtype: torch.dtype) -> None:
 
 
 def _cross_entropy(dtype: torch.dtype) -> None:
-    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
+    from expertmesh.training.loss.head_triton import fused_losses_and_gradient
 
-    fused_loss_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS))
+    fused_losses_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS), _empty(torch.float32, TOKENS))
 
 
 def _divided_cross_entropy(dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ EXAMPLES = [
     Example(_permute, torch.float32, CHOICES),
     Example(_dequantizing, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
     Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
-    Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
+    Example(_cross_entropy, torch.bfloat16, dict.fromkeys(("targets", "weights", "losses"), ONE)),
     Example(_divided_cross_entropy, torch.bfloat16, dict.fromkeys(("targets", *ROW_FIGURES), ONE)),
     Example(
         _megablocks_sparse,

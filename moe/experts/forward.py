@@ -31,6 +31,7 @@ class Targets:
     by_token: whether the head gives the log-probability of each target, in place of the sum of their cross-entropies.
     candidates_NK: int64, further tokens whose log-probabilities it then gives behind the target's; None: of none.
     top_k: whether, and of how many, it gives the most likely tokens in place of all that.
+    weights_N: fp32, of each target in the sum of their cross-entropies; None: each has 1.
     """
 
     targets_BS: Tensor
@@ -38,6 +39,7 @@ class Targets:
     by_token: bool = False
     candidates_NK: Tensor | None = None
     top_k: int = 0
+    weights_N: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,13 @@ def _fp8(rows: int, width: int) -> None:
 
 
 def _loss(rows: int, width: int) -> None:
-    from expertmesh.training.loss.head_triton import fused_gradient, fused_loss_and_gradient, fused_row_figures
+    from expertmesh.training.loss.head_triton import fused_gradient, fused_losses_and_gradient, fused_row_figures
 
     logits, targets = torch.zeros(rows, width), torch.zeros(rows + 1, dtype=torch.int64)[1:]
-    for some in (targets, targets.clone()):
-        fused_loss_and_gradient(logits, some)
+    for some, weights in ((targets, None), (targets.clone(), None), (targets, torch.zeros(rows + 1)[1:])):
+        fused_losses_and_gradient(logits, some, weights)
         highest, exp_sums, _ = fused_row_figures(logits, some)
-        fused_gradient(logits, some, highest, exp_sums)
+        fused_gradient(logits, some, highest, exp_sums, weights)
 
 
 def _megablocks(rows: int, width: int) -> None:

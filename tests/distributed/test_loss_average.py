@@ -114,7 +114,7 @@ def test_weights_count_as_they_do_without_it() -> None:
     objective = by_sample(False, True, ("a", "b"))
     loss, figures = objective.sums(logprobs_N, batch)
     assert (float(loss), objective.counted([batch])) == (16.5, 5.5)
-    assert loss == WEIGHTED.sums(logprobs_N, batch)[0]
+    assert loss == WEIGHTED.loss(logprobs_N, batch.of_loss)
     assert objective.counted([batch]) == WEIGHTED.counted([batch])
     assert dict(zip(objective.figures, map(float, figures), strict=True)) == {
         "loss/a": 12.0, "share/a": 3.0, "loss/b": 4.5, "share/b": 2.5,

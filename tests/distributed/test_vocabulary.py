@@ -1,7 +1,7 @@
 """Embedding, head and loss with the vocabulary divided over ranks, against one process that has all of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.collectives.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import IGNORED, SplitSequences
-from expertmesh.training.loss.head import chunked_loss_sum, complete_logits, full_loss_sum, vocabulary_loss_sum
+from expertmesh.training.loss.head import chunked_loss_sum, complete_logits, full_loss_sum
 from expertmesh.training.tensor_parallel.divide import DividedEmbedding, undivided_vocabulary
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import sharded_model
@@ -33,7 +33,7 @@ from tests.interpreter import interpreted
 from tests.parity.case import Case
 from tests.rounding import OF_ADDED, OTHER_ORDER, error_beyond
 from tests.tiny import relative_error, tiny_mixtral
-from tests.training.test_head import capped_logits, scaled_logits
+from tests.training.test_head import capped_logits, scaled_logits, weights_of
 
 WIDTH, VOCABULARY, SEQUENCES, LENGTH = 24, 200, 3, 5
 ALL_ROWS = 1000
@@ -42,11 +42,12 @@ ALL_ROWS = 1000
 
 @dataclass(frozen=True)
 class Problem:
-    """shares: of each rank's positions, how many have a target. rows: in a chunk."""
+    """shares: of each rank's positions, how many have a target. rows: in a chunk. is_weighted: whether losses are."""
 
     shares: tuple[float, ...]
     rows: int = ALL_ROWS
     has_bias: bool = False
+    is_weighted: bool = False
     dtype: torch.dtype = torch.float32
     scale: float = 1.0
 
@@ -59,9 +60,12 @@ PROBLEMS = [
     Problem((1.0, 0.4), has_bias=True),
     Problem((0.0, 0.7), rows=3),
     Problem((0.0, 0.0)),
+    Problem((1.0, 0.4), rows=4, has_bias=True, is_weighted=True),
+    Problem((0.0, 0.0), is_weighted=True),
     Problem((0.0, 0.3, 1.0, 0.6), rows=4, has_bias=True),
     Problem((0.5, 1.0, 0.0, 0.2), scale=1e4),
     Problem((0.3, 0.7, 0.1, 0.9), rows=1),
+    Problem((0.3, 0.0, 0.1, 0.9), is_weighted=True),
     Problem((0.0, 0.0, 0.0, 0.5), rows=7, has_bias=True),
 ]
 
@@ -74,6 +78,7 @@ class Tensors:
     weight_VD: Tensor
     bias_V: Tensor | None
     targets_BS: Tensor
+    weights_BS: Tensor | None
 
     def gradients_of(self, loss: Tensor) -> list[Tensor]:
         assert loss.dtype == torch.float32
@@ -92,11 +97,13 @@ def tensors_of(problem: Problem) -> Tensors:
     shares_S = torch.tensor(problem.shares).repeat_interleave(LENGTH)
     targets_BS[torch.rand(SEQUENCES, length, generator=generator) >= shares_S] = IGNORED
     x_BSD, weight_VD, bias_V = (t.to(problem.dtype).requires_grad_() for t in (x_BSD, weight_VD, bias_V))
-    return Tensors(x_BSD, weight_VD, bias_V if problem.has_bias else None, targets_BS)
+    weights_BS = weights_of(targets_BS.numel()).view_as(targets_BS) if problem.is_weighted else None
+    return Tensors(x_BSD, weight_VD, bias_V if problem.has_bias else None, targets_BS, weights_BS)
 
 
-def targets_from(targets_BS: Tensor) -> Targets:
-    return Targets(targets_BS, (targets_BS != IGNORED).flatten().nonzero().flatten())
+def targets_from(targets_BS: Tensor, weights_BS: Tensor | None) -> Targets:
+    index_N = (targets_BS != IGNORED).flatten().nonzero().flatten()
+    return Targets(targets_BS, index_N, weights_N=None if weights_BS is None else weights_BS.flatten()[index_N])
 
 
 def tp_group() -> TPGroup:
@@ -112,7 +119,8 @@ def part_of(tensors: Tensors, group: TPGroup) -> Tensors:
     """What a rank has."""
     x_BLD, weight_vD = own(tensors.x_BSD, 1, group).requires_grad_(), own(tensors.weight_VD, 0, group).requires_grad_()
     bias_v = None if tensors.bias_V is None else own(tensors.bias_V, 0, group).requires_grad_()
-    return Tensors(x_BLD, weight_vD, bias_v, own(tensors.targets_BS, 1, group))
+    weights_BL = None if tensors.weights_BS is None else own(tensors.weights_BS, 1, group)
+    return Tensors(x_BLD, weight_vD, bias_v, own(tensors.targets_BS, 1, group), weights_BL)
 
 
 def loss_of(part: Tensors, targets_BS: Tensor, group: TPGroup) -> Tensor:
@@ -121,8 +129,8 @@ def loss_of(part: Tensors, targets_BS: Tensor, group: TPGroup) -> Tensor:
         targets_BS: of all ranks.
     """
     num_targets = [int((some != IGNORED).sum()) for some in targets_BS.chunk(group.size, dim=1)]
-    given = (part.x_BSD, part.weight_VD, part.bias_V, targets_from(part.targets_BS))
-    return vocabulary_loss_sum(*given, group, num_targets)
+    given = (part.x_BSD, part.weight_VD, part.bias_V, targets_from(part.targets_BS, part.weights_BS))
+    return chunked_loss_sum(*given, group, num_targets)
 
 
 def divided(problem: Problem, group: TPGroup) -> list[Tensor]:
@@ -138,13 +146,13 @@ def complete(problem: Problem, group: TPGroup, kind: Any = full_loss_sum) -> lis
     """The same from one process that has everything."""
     tensors = tensors_of(problem)
     given = (tensors.x_BSD, tensors.weight_VD, tensors.bias_V)
-    loss = kind(*given, targets_from(tensors.targets_BS))
+    loss = kind(*given, targets_from(tensors.targets_BS, tensors.weights_BS))
     grad_x, *others = tensors.gradients_of(loss)
     alone = torch.full_like(tensors.targets_BS, IGNORED)
     run = slice(LENGTH * group.index, LENGTH * (group.index + 1))
     alone[:, run] = tensors.targets_BS[:, run]
     with torch.no_grad():
-        own_loss = kind(*given, targets_from(alone))
+        own_loss = kind(*given, targets_from(alone, tensors.weights_BS))
     return [own_loss, own(grad_x, 1, group), *(own(grad, 0, group) for grad in others)]
 
 
@@ -156,7 +164,7 @@ def test_as_in_one_process(ranks: RankPool, size: int) -> None:
 @interpreted
 def test_in_kernels(ranks: RankPool) -> None:
     """As on a GPU."""
-    ranks.run(_compare, 2, PROBLEMS[:2], in_kernels=True)
+    ranks.run(_compare, 2, [PROBLEMS[0], PROBLEMS[1], PROBLEMS[3]], in_kernels=True)
 
 
 def _compare(problems: Sequence[Problem], in_kernels: bool = False) -> None:
@@ -179,8 +187,8 @@ def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks: RankPool) -> None:
 def _compare_bf16() -> None:
     """Within a factor: gradients of positions are sums of one rounded summand per rank."""
     group = tp_group()
-    for rows, has_bias in ((ALL_ROWS, False), (7, True)):
-        problem = Problem((0.4, 0.9), rows, has_bias, torch.bfloat16)
+    for rows, has_bias, is_weighted in ((ALL_ROWS, False, False), (7, True, False), (7, False, True)):
+        problem = Problem((0.4, 0.9), rows, has_bias, is_weighted, torch.bfloat16)
         found, alone = divided(problem, group), complete(problem, group, chunked_loss_sum)
         tensors = tensors_of(problem)
         x_BSD, weight_VD, bias_V = (
@@ -189,7 +197,7 @@ def _compare_bf16() -> None:
         )
         assert x_BSD is not None
         assert weight_VD is not None
-        rounded = Tensors(x_BSD, weight_VD, bias_V, tensors.targets_BS)
+        rounded = replace(tensors, x_BSD=x_BSD, weight_VD=weight_VD, bias_V=bias_V)
         with mock.patch(f"{__name__}.tensors_of", return_value=rounded):
             exact = complete(problem, group)
         for number, (one, other, true) in enumerate(zip(found, alone, exact, strict=True)):
@@ -277,7 +285,8 @@ def test_shapes_without_ranks() -> None:
         x_BLD = torch.randn(2, 6, WIDTH, requires_grad=True)
         weight_vD = torch.randn(VOCABULARY // 4, WIDTH, requires_grad=True)
         targets = Targets(torch.zeros(2, 6, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))
-        loss = vocabulary_loss_sum(x_BLD, weight_vD, None, targets, group, (3, 5, 0, 1))
+        targets = replace(targets, weights_N=torch.ones(5))
+        loss = chunked_loss_sum(x_BLD, weight_vD, None, targets, group, (3, 5, 0, 1))
         gradients = torch.autograd.grad(loss, (x_BLD, weight_vD))
     assert loss.shape == ()
     assert [gradient.shape for gradient in gradients] == [(2, 6, WIDTH), (VOCABULARY // 4, WIDTH)]

@@ -11,7 +11,6 @@ from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs
 from expertmesh.moe.kernels.kernel_registry import KERNELS
 from expertmesh.moe.linear.quantized import Kind, Storage, dequantize, quantize
-from expertmesh.training.loss import head
 from tests.moe.kernel_contract import COUNTS, check_bias, check_kernel, rows_of
 from tests.moe.test_fp8 import RAGGED
 from tests.moe.test_fp8 import inputs as fp8_inputs
@@ -19,10 +18,10 @@ from tests.moe.test_fp8 import product as fp8_product
 from tests.moe.test_fp8_linear import in_fp8
 from tests.moe.test_megablocks import SIZES, check_joined_swiglu, check_swiglu, original_of
 from tests.moe.test_permute import PADDING, SHAPES, order_of, results
-from tests.rounding import OTHER_ORDER, assert_near
+from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
-from tests.training.test_head import check_halves
+from tests.training.test_head import check_fused, check_halves
 from tests.training.test_low_bit_compiled import EXACT, PARAMETERS, USUAL, both, check_usual
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -191,12 +190,7 @@ def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
     logits_CV = (torch.randn(num_rows, vocabulary) * 5).to(device, dtype)
     targets_C = torch.randint(0, vocabulary, (num_rows,), device=device)
     rtol = 2**-8 if dtype == torch.bfloat16 else OTHER_ORDER
-    expected_CV = logits_CV.float().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
-    (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
-    loss, found_CV = head._loss_and_logit_gradient(logits_CV.clone(), targets_C)
-    assert_near(loss, expected.detach())
-    torch.testing.assert_close(found_CV.float(), gradient_CV, rtol=rtol, atol=1e-6)
+    check_fused(logits_CV, targets_C, rtol)
     check_halves(logits_CV, targets_C, rtol)
 
 

@@ -32,7 +32,9 @@ from expertmesh.training.loss.head import (
     LOSS_SUMS,
     LossHead,
     attach_loss_head,
+    full_logprobs,
     loss_head,
+    token_logprobs,
 )
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference
@@ -55,7 +57,13 @@ TIED: dict[str, Any] = {"tie_word_embeddings": True}
 Inputs = tuple[Tensor, Tensor, Tensor | None, Targets]
 
 
-def inputs(share: float, dtype: torch.dtype = torch.float32, device: str = "cpu", has_bias: bool = False) -> Inputs:
+def inputs(
+    share: float,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    has_bias: bool = False,
+    is_weighted: bool = False,
+) -> Inputs:
     """x_BSD, weight_VD and bias_V, which need gradients, and targets at that share of 3 x 17 positions."""
     generator = torch.Generator().manual_seed(5)
     x_BSD = torch.randn(3, 17, WIDTH, generator=generator)
@@ -65,7 +73,15 @@ def inputs(share: float, dtype: torch.dtype = torch.float32, device: str = "cpu"
     index_N = (targets_BS != IGNORED).flatten().nonzero().squeeze(1)
     bias_V = torch.randn(VOCABULARY, generator=generator)
     x_BSD, weight_VD, bias_V = (t.to(device, dtype).requires_grad_() for t in (x_BSD, weight_VD, bias_V))
-    return x_BSD, weight_VD, bias_V if has_bias else None, Targets(targets_BS.to(device), index_N.to(device))
+    weights_N = weights_of(len(index_N)).to(device) if is_weighted else None
+    targets = Targets(targets_BS.to(device), index_N.to(device), weights_N=weights_N)
+    return x_BSD, weight_VD, bias_V if has_bias else None, targets
+
+
+def weights_of(number: int) -> Tensor:
+    """From 0 to 3; some are 0."""
+    weights_N = torch.rand(number, generator=torch.Generator().manual_seed(7)) * 3
+    return weights_N.where(weights_N > 0.3, 0.0)
 
 
 def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
@@ -78,10 +94,11 @@ def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
 
 @pytest.mark.parametrize("rows_in_chunk", [1, 7, 1000])
 def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, rows_in_chunk: int) -> None:
-    """Whatever the share of targets, with a bias and without, and where logits are large."""
+    """Whatever the share of targets, with a bias and without, with weights and without, and where logits are large."""
     monkeypatch.setitem(head.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
-    for share, has_bias, scale in itertools.product([1.0, 0.4, 0.0], [False, True], [1.0, 1e4]):
-        x_BSD, *others = inputs(share, has_bias=has_bias)
+    of_each = [1.0, 0.4, 0.0], [False, True], [False, True], [1.0, 1e4]
+    for share, has_bias, is_weighted, scale in itertools.product(*of_each):
+        x_BSD, *others = inputs(share, has_bias=has_bias, is_weighted=is_weighted)
         given: Any = ((x_BSD.detach() * scale).requires_grad_(), *others)
         found, expected = (loss_and_gradients(kind, given) for kind in ("chunked", "full"))
         assert len(found) == (4 if has_bias else 3)
@@ -89,11 +106,63 @@ def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, rows_in_chunk: int
             assert relative_error(one, other) < OTHER_ORDER
 
 
+@pytest.mark.parametrize("kind", LOSS_SUMS)
+def test_weights_are_those_of_torchs_losses(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Summed up in fp64."""
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
+    given = inputs(0.6, has_bias=True, is_weighted=True)
+    x_BSD, weight_VD, bias_V = (t.detach().double().requires_grad_() for t in given[:3] if t is not None)
+    logits_NV = (x_BSD @ weight_VD.t() + bias_V).flatten(0, 1)[given[3].index_N]
+    tokens_N = given[3].targets_BS.flatten()[given[3].index_N]
+    losses_N = torch.nn.functional.cross_entropy(logits_NV, tokens_N, reduction="none")
+    assert given[3].weights_N is not None
+    loss = (given[3].weights_N.double() * losses_N).sum()
+    expected = [loss.detach(), *torch.autograd.grad(loss * 0.3, (x_BSD, weight_VD, bias_V))]
+    for found, exact in zip(loss_and_gradients(kind, given), expected, strict=True):
+        assert relative_error(found.double(), exact) < OTHER_ORDER
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch, is_weighted: bool) -> None:
+    """Of each chunk, forward and backward together; with weights too."""
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", 17 * ROW_BYTES)
+    counted = mock.Mock(side_effect=head._logits)
+    monkeypatch.setattr(head, "_logits", counted)
+    loss_and_gradients("chunked", inputs(1.0, is_weighted=is_weighted))
+    assert counted.call_count == 3
+
+
+def weighted_gradient(logits_CV: Tensor, tokens_CK: Tensor, weights_CK: Tensor) -> Tensor:
+    """By the logits, in fp64: the sum over tokens of weight times softmax, less the weight at the token."""
+    gradient_CV = logits_CV.double().softmax(dim=1) * weights_CK.double().sum(dim=1, keepdim=True)
+    return gradient_CV.scatter_add(1, tokens_CK, -weights_CK.double())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_weighted_gradients_in_bf16_are_rounded_once(num_tokens: int) -> None:
+    """Of one token at each position, and of several, two of them the same."""
+    torch.manual_seed(0)
+    logits_CV = (torch.randn(20, VOCABULARY) * 3).bfloat16()
+    tokens_CK = torch.randint(0, VOCABULARY, (20, num_tokens))
+    tokens_CK[:, -1] = tokens_CK[:, 0]
+    weights_CK = weights_of(20 * num_tokens).view(20, num_tokens)
+    exact_CV = weighted_gradient(logits_CV, tokens_CK, weights_CK)
+    _, found_CV = head._losses_and_gradient(logits_CV, tokens_CK, weights_CK, None, True)
+    assert found_CV is not None
+    assert found_CV.dtype == torch.bfloat16
+    # a rounding to bf16 changes a number by 2^-8 of it at the most
+    torch.testing.assert_close(found_CV.double(), exact_CV, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize(("has_bias", "times"), [(False, 1.5), (True, 2.0)])
 def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
     """With a bias, logits are rounded once more than a fused product's."""
     monkeypatch.setitem(head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
-    given = inputs(0.4, torch.bfloat16, has_bias=has_bias)
+    for is_weighted in (False, True):
+        check_bf16(inputs(0.4, torch.bfloat16, has_bias=has_bias, is_weighted=is_weighted), times)
+
+
+def check_bf16(given: Inputs, times: float) -> None:
     x_BSD, weight_VD, bias_V = (None if t is None else t.detach().float().requires_grad_() for t in given[:3])
     assert x_BSD is not None
     assert weight_VD is not None
@@ -120,9 +189,10 @@ class _LargestTensor(TorchDispatchMode):
 def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
     for kind, within in (("chunked", True), ("full", False)):
-        with _LargestTensor() as largest:
-            loss_and_gradients(kind, inputs(1.0))
-        assert (largest.numel <= WIDTH * VOCABULARY) == within
+        for is_weighted in (False, True):
+            with _LargestTensor() as largest:
+                loss_and_gradients(kind, inputs(1.0, is_weighted=is_weighted))
+            assert (largest.numel <= WIDTH * VOCABULARY) == within
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -141,8 +211,17 @@ def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch, ha
     assert relative_error(grad, expected) < OTHER_ORDER
 
 
-def test_a_second_backward_is_refused() -> None:
-    loss = LOSS_SUMS["chunked"](*inputs(0.4))
+@pytest.mark.parametrize("compute", [*LOSS_SUMS.values(), full_logprobs, token_logprobs])
+def test_what_the_head_gives_is_no_view(compute: Callable[..., Tensor]) -> None:
+    """Operations in place on one would drop FSDP's hook on what the model gives, as torch warns."""
+    *given, targets = inputs(0.4)
+    for several in (targets, replace(targets, candidates_NK=targets.index_N.unsqueeze(1))):
+        assert not compute(*given, several)._is_view()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_second_backward_is_refused(is_weighted: bool) -> None:
+    loss = LOSS_SUMS["chunked"](*inputs(0.4, is_weighted=is_weighted))
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="only once"):
         loss.backward()
@@ -254,44 +333,51 @@ def _two_rows_in_a_chunk(path: Path, topology: Topology, case: Case) -> Figures 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(3, 1), (5, 320), (2, 4096), (7, 9001)])
 def test_fused_cross_entropy(dtype: torch.dtype, num_rows: int, vocabulary: int) -> None:
-    """Against torch's own, also of logits that are far apart, and of tokens that are ruled out."""
-    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
-
+    """Against torch's own, also of logits that are far apart, of tokens that are ruled out, and with weights."""
     torch.manual_seed(0)
     logits_CV = (torch.randn(num_rows, vocabulary) * 20).to(dtype)
     targets_C = torch.randint(0, vocabulary, (num_rows,))
     logits_CV[0] = float("-inf")
     logits_CV[0, targets_C[0]] = -3.0
     logits_CV[1, targets_C[1]] = 1e4
-    expected_CV = logits_CV.float().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
-    (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
-    loss, found_CV = fused_loss_and_gradient(logits_CV, targets_C)
-    assert found_CV is logits_CV
-    assert_near(loss, expected.detach())
     # the interpreter cuts off what bf16 has no room for
-    rtol = 2**-7 if dtype == torch.bfloat16 else OTHER_ORDER
-    torch.testing.assert_close(found_CV.float(), gradient_CV, rtol=rtol, atol=1e-6)
+    check_fused(logits_CV, targets_C, 2**-7 if dtype == torch.bfloat16 else OTHER_ORDER)
+
+
+def check_fused(logits_CV: Tensor, targets_C: Tensor, rtol: float) -> None:
+    """One kernel's losses and gradient, with weights and without, against torch."""
+    expected_C = torch.nn.functional.cross_entropy(logits_CV.float(), targets_C, reduction="none")
+    for weights_C in (None, weights_of(len(targets_C)).to(logits_CV.device)):
+        place_CV, weights_C1 = logits_CV.clone(), torch.ones(len(targets_C), 1, device=logits_CV.device)
+        weights_C1 = weights_C1 if weights_C is None else weights_C.unsqueeze(1)
+        exact_CV = weighted_gradient(logits_CV, targets_C.unsqueeze(1), weights_C1)
+        losses_C, found_CV = head_triton().fused_losses_and_gradient(place_CV, targets_C, weights_C)
+        assert found_CV is place_CV
+        assert_near(losses_C, expected_C)
+        torch.testing.assert_close(found_CV.double(), exact_CV, rtol=rtol, atol=1e-6)
+
+
+def head_triton() -> Any:
+    """Which needs triton."""
+    from expertmesh.training.loss import head_triton
+
+    return head_triton
 
 
 @interpreted
 def test_fused_cross_entropy_shows_what_is_no_number() -> None:
-    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
-
     logits_CV = torch.zeros(2, 100)
     logits_CV[1, 7] = float("nan")
-    loss, gradient_CV = fused_loss_and_gradient(logits_CV, torch.tensor([1, 1]))
-    assert loss.isnan()
+    losses_C, gradient_CV = head_triton().fused_losses_and_gradient(logits_CV, torch.tensor([1, 1]))
+    assert losses_C.isnan().tolist() == [False, True]
     assert gradient_CV[0].isfinite().all()
     assert gradient_CV[1].isnan().all()
-    none, _ = fused_loss_and_gradient(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int64))
-    assert none == 0
+    none, _ = head_triton().fused_losses_and_gradient(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int64))
+    assert none.shape == (0,)
 
 
 def check_halves(logits_CV: Tensor, targets_C: Tensor, rtol: float) -> None:
     """The kernels for a divided vocabulary, on each half of it, against torch."""
-    from expertmesh.training.loss.head_triton import fused_gradient, fused_row_figures
-
     whole_CV, half = logits_CV.float(), logits_CV.shape[1] // 2
     highest_C = whole_CV.amax(dim=1)
     exp_sum_C = (whole_CV - highest_C.unsqueeze(1)).exp().sum(dim=1)
@@ -299,17 +385,21 @@ def check_halves(logits_CV: Tensor, targets_C: Tensor, rtol: float) -> None:
     gradient_CV[torch.arange(len(targets_C)), targets_C] -= 1
     for first in (0, half):
         part_Cv, targets_from_first_C = whole_CV[:, first : first + half], targets_C - first
-        figures = fused_row_figures(logits_CV[:, first : first + half].contiguous(), targets_from_first_C)
+        figures = head_triton().fused_row_figures(logits_CV[:, first : first + half].contiguous(), targets_from_first_C)
         is_here_C = (targets_from_first_C >= 0) & (targets_from_first_C < half)
         at_target_C = whole_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1).where(is_here_C, 0.0)
         own_C = part_Cv.amax(dim=1)
         own_sum_C = (part_Cv - own_C.clamp(min=-1e38).unsqueeze(1)).exp().sum(dim=1)
         expected = torch.stack([own_C, own_sum_C, at_target_C])
         torch.testing.assert_close(torch.stack(figures), expected, rtol=OTHER_ORDER, atol=0)
-        place_Cv = logits_CV[:, first : first + half].contiguous()
-        found_Cv = fused_gradient(place_Cv, targets_from_first_C, highest_C, exp_sum_C)
-        assert found_Cv is place_Cv
-        torch.testing.assert_close(found_Cv.float(), gradient_CV[:, first : first + half], rtol=rtol, atol=1e-6)
+        for weights_C in (None, weights_of(len(targets_C)).to(logits_CV.device)):
+            place_Cv = logits_CV[:, first : first + half].contiguous()
+            given = targets_from_first_C, highest_C, exp_sum_C, weights_C
+            found_Cv = head_triton().fused_gradient(place_Cv, *given)
+            assert found_Cv is place_Cv
+            exact_Cv = gradient_CV[:, first : first + half]
+            exact_Cv = exact_Cv if weights_C is None else exact_Cv * weights_C.unsqueeze(1)
+            torch.testing.assert_close(found_Cv.float(), exact_Cv, rtol=rtol, atol=1e-6)
 
 
 @interpreted

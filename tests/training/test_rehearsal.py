@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import ParameterCounts, training_flops
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import WEIGHT, Batch, LossBatch
 from expertmesh.training.loss.balance import choose_balance
 from expertmesh.training.monitoring.attribution import StepPlace
 from expertmesh.training.planning.planner.account import KINDS, PartCost
@@ -181,6 +182,38 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
     formula = training_flops(counts_of(rehearsed, model_config), model_config, tokens, targets, pairs)
     assert needed_flops(rehearsed, times_of(rehearsed, 3)) == pytest.approx(formula, rel=1e-2)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_step_of_weighted_data_is_as_any_other(tp_size: int) -> None:
+    """In FLOPs, kernels and what is sent and held, but for the weights themselves: 4 bytes a target."""
+    made = world._batch
+
+    def weighted(config: TrainConfig, cp_group: Any, routing: Any, fake: Any) -> Batch:
+        batch = made(config, cp_group, routing, fake)
+        index_N = batch.target_index_N
+        with fake:
+            inputs = {WEIGHT: torch.ones(len(index_N))}
+            return replace(batch, for_loss=LossBatch(index_N, index_N, 1, inputs, index_N, 1, cp_group))
+
+    plain, _ = rehearsed("qwen3-30b-a3b", tp_size=tp_size)
+    with mock.patch.object(world, "_batch", weighted):
+        step, _ = rehearsed("qwen3-30b-a3b", tp_size=tp_size)
+    of_head = [[event for event in of.recorder.events if event.place.part == "LM head, loss"] for of in (plain, step)]
+    kernels = [Counter(event.name for event in events if event.name.endswith("_kernel")) for events in of_head]
+    products = [[event.flops for event in events if event.flops] for events in of_head]
+    assert kernels[0] == kernels[1]
+    assert products[0] == products[1]
+    assert len(products[0]) == 3  # logits, and the gradients of rows and weight
+    weights = 4 * (TOKENS - 1)
+    peaks, moved = ([max(map(sum, of.held.values())) for of in (plain, step)], [_moved(events) for events in of_head])
+    assert peaks[0] <= peaks[1] <= peaks[0] + 8 * weights
+    assert moved[0] < moved[1] <= moved[0] + 16 * weights
+    assert needed_flops(step, times_of(step, 3)) == needed_flops(plain, times_of(plain, 3))
+
+
+def _moved(events: list[Event]) -> int:
+    return sum(event.read + event.written for event in events)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ sequence on this rank, R positions with a target on all ranks together, v = V/n.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +42,6 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of rows, weight and bias; None for one that is not needed."""
-
-LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of a chunk's (logits_CV, targets_C), its loss and the gradient by the logits; see `losses_by_chunk`."""
 
 
 class LossHead(nn.Linear):
@@ -103,21 +99,21 @@ class LossHead(nn.Linear):
         weight, bias = self._here()
         if is_draft and self.detaches_drafts:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        if self.vocabulary is not None:
+        group, of_group = self.vocabulary, num_targets
+        if group is not None:
             assert self.is_last
             assert split is not None
             assert not targets.top_k
             # the group is part of those that split sequences, and its ranks are adjacent
-            first = split.cp_group.index - self.vocabulary.index
-            of_group = num_targets[first : first + self.vocabulary.size]
-            of_divided = vocabulary_logprobs if targets.by_token else vocabulary_loss_sum
-            return of_divided(x_BSD, weight, bias, targets, self.vocabulary, of_group)
-        if self.is_last:
-            by_token = full_logprobs if self.kind == "full" and targets.candidates_NK is None else token_logprobs
-            compute = by_token if targets.by_token else LOSS_SUMS[self.kind]
-            compute = top_logprobs if targets.top_k else compute
-            return compute(x_BSD, weight, bias, targets)
-        return F.linear(target_rows(x_BSD, targets), weight, bias).unsqueeze(0)
+            first = split.cp_group.index - group.index
+            of_group = num_targets[first : first + group.size]
+        if not self.is_last:
+            return F.linear(target_rows(x_BSD, targets), weight, bias).unsqueeze(0)
+        if targets.top_k:
+            return top_logprobs(x_BSD, weight, bias, targets)
+        if self.kind == "full" and group is None and targets.candidates_NK is None:
+            return (full_logprobs if targets.by_token else full_loss_sum)(x_BSD, weight, bias, targets)
+        return (token_logprobs if targets.by_token else chunked_loss_sum)(x_BSD, weight, bias, targets, group, of_group)
 
     def _here(self) -> tuple[Tensor, Tensor | None]:
         """Weight, with the rows of new tokens, and bias; where the vocabulary is divided, this rank's rows."""
@@ -138,9 +134,13 @@ class LossHead(nn.Linear):
         logits_NV = logits.squeeze(0).float()
         if targets.top_k:
             return most_likely(logits_NV, targets.top_k)
-        if targets.by_token:
-            return -_row_losses(logits_NV, asked_tokens(targets))[0]
-        return F.cross_entropy(logits_NV, target_tokens(targets), reduction="sum")
+        if targets.weights_N is None and not targets.by_token:
+            return F.cross_entropy(logits_NV, target_tokens(targets), reduction="sum")
+        tokens = asked_tokens(targets)
+        if tokens.dim() > 1:
+            return logits_NV.log_softmax(dim=1).gather(1, tokens)
+        losses_N = F.cross_entropy(logits_NV, tokens, reduction="none")
+        return -losses_N if targets.weights_N is None else (targets.weights_N * losses_N).sum()
 
 
 def attach_loss_head(model: Any, kind: str) -> None:
@@ -165,7 +165,10 @@ def loss_head(model: Any) -> LossHead:
 
 
 def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
-    """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division): the reference."""
+    """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division, times `weights_N`): the
+    reference."""
+    if targets.weights_N is not None:
+        return -(targets.weights_N * full_logprobs(x_BSD, weight_VD, bias_V, targets)).sum()
     logits_TV = F.linear(x_BSD, weight_VD, bias_V).flatten(0, 1).float()
     return F.cross_entropy(logits_TV, targets.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -177,10 +180,33 @@ def full_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targe
     return -F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="none")[targets.index_N]
 
 
-def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
-    """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32."""
-    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
-    loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, bias_V, targets_N, torch.is_grad_enabled())
+def chunked_loss_sum(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets: Targets,
+    group: TPGroup | None = None,
+    num_targets: Sequence[int] = (),
+) -> Tensor:
+    """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32.
+
+    Of a vocabulary that a group divides, it is this rank's part, of its own positions; all ranks of the group call it
+    together, and its backward. The gradient of x_BSD is complete, and that of the weight is complete for the rows that
+    are here: it is of the losses of all ranks, which must all have the same factor in what is differentiated.
+
+    Args:
+        x_BSD: this rank's positions.
+        weight_VD: with a group this rank's rows, the index-th of `group.size` equal parts.
+        targets: of this rank's positions, tokens of the complete vocabulary.
+        group: that divides the vocabulary; None: it is not divided.
+        num_targets: how many each rank of the group has. Known to the host, so that it waits for nothing, and computes
+            no logits of positions without a target: there are often more of these than of the others, and those with
+            one are mostly on the last ranks, which have the ends of sequences.
+    """
+    rows_ND, tokens_N1 = target_rows(x_BSD, targets), target_tokens(targets).unsqueeze(1)
+    weights_N1 = None if targets.weights_N is None else targets.weights_N.unsqueeze(1)
+    of_tokens = tokens_N1, weights_N1, group, num_targets
+    loss: Tensor = _LossSum.apply(rows_ND, weight_VD, bias_V, *of_tokens, torch.is_grad_enabled())
     return loss
 
 
@@ -190,64 +216,90 @@ LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Targets], Tensor]]
 }
 
 
-class _ChunkedLossSum(torch.autograd.Function):
+class _LossSum(torch.autograd.Function):
     """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, with_gradients: bool
+        ctx: Any,
+        rows_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        tokens_N1: Tensor,
+        weights_N1: Tensor | None,
+        group: TPGroup | None,
+        num_targets: Sequence[int],
+        with_gradients: bool,
     ) -> Tensor:
         needs = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        losses, ctx.gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, needs, _loss_and_logit_gradient)
-        loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
-        for chunk_loss in losses:
-            loss += chunk_loss
-        return loss
+        given = rows_ND, weight_VD, bias_V, tokens_N1, weights_N1, group, num_targets
+        losses, ctx.gradients = _losses_by_chunk(*given, needs)
+        return sum((some.sum() for some in losses), torch.zeros((), device=rows_ND.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled(ctx, grad), None, None
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "backward scales the gradients in place: it can run only once"
+        return *(None if g is None else g.mul_(grad) for g in gradients), *[None] * 5
 
 
-def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits.
-
-    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is. In one Triton
-    kernel on a GPU.
-    """
-    if takes_triton(logits_CV):
-        from .head_triton import fused_loss_and_gradient
-
-        return fused_loss_and_gradient(logits_CV, targets)
-    x_CV, targets_C1 = logits_CV.float(), targets.unsqueeze(1)
-    x_CV -= x_CV.amax(dim=1, keepdim=True)
-    at_target_C1 = x_CV.gather(1, targets_C1)
-    exp_sum_C1 = x_CV.exp_().sum(dim=1, keepdim=True)
-    loss = (exp_sum_C1.log() - at_target_C1).sum()
-    x_CV /= exp_sum_C1
-    x_CV.scatter_(1, targets_C1, x_CV.gather(1, targets_C1) - 1)
-    return loss, x_CV.to(logits_CV.dtype)
-
-
-def token_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+def token_logprobs(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets: Targets,
+    group: TPGroup | None = None,
+    num_targets: Sequence[int] = (),
+) -> Tensor:
     """The log-probability of each target, (N,) fp32, and of the candidates behind it, (N, 1 + K). No more of the logits
     than CHUNK_BYTES in fp32 is held at a time: backward computes each chunk's anew, since only then their gradient is
-    known."""
-    rows_ND, tokens = target_rows(x_BSD, targets), asked_tokens(targets)
-    logprobs: Tensor = _TokenLogprobs.apply(rows_ND, weight_VD, bias_V, tokens)
+    known.
+
+    Args:
+        group, num_targets: see `chunked_loss_sum`, also for what all ranks do together.
+    """
+    given = target_rows(x_BSD, targets), weight_VD, bias_V, asked_tokens(targets)
+    logprobs: Tensor = _Logprobs.apply(*given, group, num_targets)
     return logprobs
+
+
+class _Logprobs(torch.autograd.Function):
+    """What a gradient says of each log-probability is its weight in a sum of losses, negated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        tokens: Tensor,
+        group: TPGroup | None,
+        num_targets: Sequence[int],
+    ) -> Tensor:
+        tokens_NK = tokens.unsqueeze(1) if tokens.dim() == 1 else tokens
+        ctx.save_for_backward(rows_ND, weight_VD, bias_V, tokens_NK)
+        ctx.group, ctx.num_targets = group, num_targets
+        losses, _ = _losses_by_chunk(rows_ND, weight_VD, bias_V, tokens_NK, None, group, num_targets, (False,) * 3)
+        # no view: an operation in place on one would drop FSDP's hook on what the model gives
+        return -torch.cat(losses).reshape(tokens.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, weight_VD, bias_V, tokens_NK = ctx.saved_tensors
+        weights_NK = -grad.contiguous().view_as(tokens_NK)
+        given = rows_ND, weight_VD, bias_V, tokens_NK, weights_NK, ctx.group, ctx.num_targets
+        _, gradients = _losses_by_chunk(*given, ctx.needs_input_grad[:3])
+        return *gradients, None, None, None
 
 
 def top_logprobs(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
     """The log-probabilities of the K most likely tokens at each position with a target, and these tokens, (N, 2, K)
     fp32, the likeliest first; without gradients."""
     rows_ND = target_rows(x_BSD, targets)
-    found, _ = losses_by_chunk(
-        *(rows_ND, weight_VD, bias_V, target_tokens(targets), _NO_GRADIENTS),
-        lambda logits_CV, _: (most_likely(logits_CV.float(), targets.top_k), logits_CV),
-    )
-    return torch.cat(found)
+    chunks = rows_ND.chunk(_num_chunks(rows_ND, weight_VD))
+    return torch.cat([most_likely(_logits(c, weight_VD, bias_V).float(), targets.top_k) for c in chunks])
 
 
 def most_likely(logits_CV: Tensor, top_k: int) -> Tensor:
@@ -257,48 +309,18 @@ def most_likely(logits_CV: Tensor, top_k: int) -> Tensor:
     return torch.stack([logprobs_CK, tokens_CK.float()], dim=1)
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_ND, weight_VD, bias_V, tokens)
-        losses, _ = losses_by_chunk(rows_ND, weight_VD, bias_V, tokens, _NO_GRADIENTS, _row_losses)
-        return -torch.cat(losses)
+def complete_logits(x_BSD: Tensor, weight_vD: Tensor, bias_v: Tensor | None, group: TPGroup) -> Tensor:
+    """logits_BSV of positions that all ranks of the group have, the same on each. Without a gradient.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weight_VD, bias_V, tokens = ctx.saved_tensors
-        weigh = _of_several(None, -grad) if grad.dim() > 1 else weighted(_loss_and_logit_gradient, -grad)
-        _, gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, tokens, ctx.needs_input_grad[:3], weigh)
-        return *gradients, None
-
-
-_NO_GRADIENTS = (False, False, False)
-
-
-def _row_losses(logits_CV: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each token, (C,) or (C, K), fp32; the logits stand for a gradient that nobody needs."""
-    if tokens.dim() > 1:
-        return -logits_CV.float().log_softmax(dim=1).gather(1, tokens), logits_CV
-    return F.cross_entropy(logits_CV.float(), tokens, reduction="none"), logits_CV
-
-
-def weighted(loss_and_gradient: LossAndGradient, weights_N: Tensor) -> LossAndGradient:
-    """The same for a sum of losses that have a weight each; the losses it gives are without weights.
-
-    Args:
-        weights_N: in the order in which the chunks come.
+    Raises:
+        ExpertMeshError: a gradient is asked for.
     """
-    begin = 0
-
-    def weighted_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal begin
-        loss, grad_CV = loss_and_gradient(logits_CV, targets_C)
-        grad_CV *= weights_N[begin : begin + len(targets_C)].unsqueeze(1)
-        begin += len(targets_C)
-        return loss, grad_CV
-
-    return weighted_gradient
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_BSD, weight_vD, bias_v)):
+        raise ExpertMeshError(
+            "--tp-size: with a sharded vocabulary, logits have no gradient; use the engine's "
+            "forward_backward, call the model under torch.no_grad(), or give --cross-entropy full"
+        )
+    return group.all_gather(F.linear(x_BSD, weight_vD, bias_v), dim=-1)
 
 
 def target_rows(x_BSD: Tensor, targets: Targets) -> Tensor:
@@ -342,51 +364,70 @@ def chunks_of(num_rows: int, vocabulary: int, chunk_bytes: int) -> int:
     return max(1, math.ceil(num_rows * vocabulary * 4 / chunk_bytes))
 
 
-def losses_by_chunk(
+def _num_chunks(rows_ND: Tensor, weight_VD: Tensor) -> int:
+    return chunks_of(len(rows_ND), len(weight_VD), CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"])
+
+
+def _logits(rows_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    logits_CV = rows_CD @ weight_VD.t()
+    if bias_V is not None:
+        logits_CV += bias_V
+    return logits_CV
+
+
+def _losses_by_chunk(
     rows_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
-    targets_N: Tensor,
+    tokens_NK: Tensor,
+    weights_NK: Tensor | None,
+    group: TPGroup | None,
+    num_targets: Sequence[int],
     needs: Sequence[bool],
-    loss_and_gradient: LossAndGradient,
 ) -> tuple[list[Tensor], Gradients]:
-    """Each chunk's loss, and the gradients of their sum.
+    """The losses of this rank's positions, (N, K) in several parts, and the gradients of the sum of those of all ranks.
 
     Args:
+        tokens_NK, weights_NK: see `_losses_and_gradient`, of the complete vocabulary.
+        group, num_targets: see `chunked_loss_sum`.
         needs: which gradients, of rows, weight and bias.
-        loss_and_gradient: of (logits_CV, targets_C), makes the chunk's loss and the gradient of the logits, in their
-            dtype and preferably in their memory.
     """
     rows_need, weight_needs, bias_needs = needs
-    chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
-    num_chunks = chunks_of(len(rows_ND), len(weight_VD), chunk_bytes)
+    if group is not None:
+        # of all ranks; tokens are counted from this rank's first one
+        rows_ND, tokens_NK = (_gather(group, part, num_targets) for part in (rows_ND, tokens_NK))
+        tokens_NK = tokens_NK - group.index * len(weight_VD)
+        weights_NK = None if weights_NK is None else _gather(group, weights_NK, num_targets)
+    num_chunks = _num_chunks(rows_ND, weight_VD)
     losses: list[Tensor] = []
     grad_rows: list[Tensor] | None = [] if rows_need else None
     adds = weight_needs and weight_VD.dtype == torch.float32
     grad_weight_VD = torch.zeros_like(weight_VD) if adds else None
     grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
-    for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
-        logits_CV = rows_CD @ weight_VD.t()
-        if bias_V is not None:
-            logits_CV += bias_V
-        chunk_loss, grad_logits_CV = loss_and_gradient(logits_CV, targets_C)
-        losses.append(chunk_loss)
+    cut = [part.chunk(num_chunks) for part in (rows_ND, tokens_NK, weights_NK) if part is not None]
+    for rows_CD, tokens_CK, *weights in zip(*cut, strict=True):
+        of_tokens = tokens_CK, weights[0] if weights else None, group
+        losses_CK, grad_CV = _losses_and_gradient(_logits(rows_CD, weight_VD, bias_V), *of_tokens, any(needs))
+        losses.append(losses_CK)
+        if grad_CV is None:
+            continue
         if grad_rows is not None:
-            grad_rows.append(grad_logits_CV @ weight_VD)
+            grad_rows.append(grad_CV @ weight_VD)
         if grad_weight_VD is not None:
-            _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+            _add_product(grad_weight_VD, grad_CV.t(), rows_CD)
         elif weight_needs:
             # a product is rounded to its own dtype before it is added: the first needs no zeros to be added to, and if
             # it is all, no sum in fp32
-            grad_weight_VD = grad_logits_CV.t() @ rows_CD
+            grad_weight_VD = grad_CV.t() @ rows_CD
             grad_weight_VD = grad_weight_VD.float() if num_chunks > 1 else grad_weight_VD
         if grad_bias_V is not None:
-            grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
-    return losses, (
-        None if grad_rows is None else torch.cat(grad_rows),
-        None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
-        None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
-    )
+            grad_bias_V += grad_CV.sum(dim=0, dtype=torch.float32)
+    grad_ND = None if grad_rows is None else torch.cat(grad_rows)
+    if group is not None:
+        losses = [torch.cat(losses).split(list(num_targets))[group.index]]
+        grad_ND = None if grad_ND is None else _sum_scatter(group, grad_ND, num_targets)
+    of_weight, of_bias = (None if g is None else g.to(weight_VD.dtype) for g in (grad_weight_VD, grad_bias_V))
+    return losses, (grad_ND, of_weight, of_bias)
 
 
 def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
@@ -397,229 +438,73 @@ def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
         sum_MN += a_MK @ b_KN
 
 
-def scaled(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients that a forward has left in `ctx.gradients`, scaled in place by that of its loss."""
-    gradients, ctx.gradients = ctx.gradients, None
-    assert gradients is not None, "backward scales the gradients in place: it can run only once"
-    rows, weight, bias = (None if g is None else g.mul_(grad) for g in gradients)
-    return rows, weight, bias
+def _losses_and_gradient(
+    logits_CV: Tensor, tokens_CK: Tensor, weights_CK: Tensor | None, group: TPGroup | None, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropies log Σ exp(x_v) - x_t of tokens t, times their weights, (C, K) fp32, the same on all ranks; and
+    the gradient of their sum by this rank's logits, in the dtype of these: the softmax, times the sum of a position's
+    weights, less the weights at their tokens (after Goodfellow et al., Deep Learning, 2016, equation 6.30).
 
-
-def vocabulary_loss_sum(
-    x_BLD: Tensor,
-    weight_vD: Tensor,
-    bias_v: Tensor | None,
-    targets: Targets,
-    group: TPGroup,
-    num_targets: Sequence[int],
-) -> Tensor:
-    """This rank's part of `full_loss_sum`, an fp32 scalar: of its own positions. All ranks of the
-    group call it together, and its backward.
-
-    The gradient of x_BLD is complete, and that of the weight is complete for the rows that are here: it is of the
-    losses of all ranks, which must all have the same factor in what is differentiated.
+    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is. With one token a
+    position in a Triton kernel on a GPU, with a group in two, between which the ranks exchange what they found.
 
     Args:
-        x_BLD: this rank's positions.
-        weight_vD: this rank's rows, the index-th of `group.size` equal parts.
-        targets: of this rank's positions, tokens of the complete vocabulary.
-        num_targets: how many each rank of the group has. Known to the host, so that it waits for nothing, and computes
-            no logits of positions without a target: there are often more of these than of the others, and those with
-            one are mostly on the last ranks, which have the ends of sequences.
+        tokens_CK: counted from this rank's first token; those of other ranks are not from 0 to V - 1.
+        weights_CK: None: each is 1.
+        group: that divides the vocabulary; None: it is not divided.
+        needs_gradient: whether it is asked for; else it may be None.
     """
-    rows_ND, targets_N = target_rows(x_BLD, targets), target_tokens(targets)
-    assert len(rows_ND) == num_targets[group.index], (len(rows_ND), num_targets)
-    loss: Tensor = _VocabularyLossSum.apply(
-        rows_ND, weight_vD, bias_v, targets_N, group, num_targets, torch.is_grad_enabled()
-    )
-    return loss
+    grad_CV: Tensor | None = None
+    if tokens_CK.shape[1] == 1 and takes_triton(logits_CV):
+        from .head_triton import fused_gradient, fused_losses_and_gradient, fused_row_figures
 
-
-def complete_logits(x_BSD: Tensor, weight_vD: Tensor, bias_v: Tensor | None, group: TPGroup) -> Tensor:
-    """logits_BSV of positions that all ranks of the group have, the same on each. Without a gradient.
-
-    Raises:
-        ExpertMeshError: a gradient is asked for.
-    """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_BSD, weight_vD, bias_v)):
-        raise ExpertMeshError(
-            "--tp-size: with a sharded vocabulary, logits have no gradient; use the engine's "
-            "forward_backward, call the model under torch.no_grad(), or give --cross-entropy full"
-        )
-    return group.all_gather(F.linear(x_BSD, weight_vD, bias_v), dim=-1)
-
-
-class _VocabularyLossSum(torch.autograd.Function):
-    """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_ND: Tensor,
-        weight_vD: Tensor,
-        bias_v: Tensor | None,
-        targets_N: Tensor,
-        group: TPGroup,
-        num_targets: Sequence[int],
-        with_gradients: bool,
-    ) -> Tensor:
-        needs = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        compute = partial(_losses_and_logit_gradient, group)
-        losses, ctx.gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, targets_N, group, num_targets, needs, compute)
-        losses_R = torch.cat(losses)
-        return losses_R.split(list(num_targets))[group.index].sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled(ctx, grad), None, None, None, None
-
-
-def vocabulary_logprobs(
-    x_BLD: Tensor,
-    weight_vD: Tensor,
-    bias_v: Tensor | None,
-    targets: Targets,
-    group: TPGroup,
-    num_targets: Sequence[int],
-) -> Tensor:
-    """`token_logprobs` of this rank's positions, of a vocabulary that is divided (see `vocabulary_loss_sum`). All ranks
-    of the group call it together, and its backward."""
-    rows_ND, tokens = target_rows(x_BLD, targets), asked_tokens(targets)
-    logprobs: Tensor = _VocabularyLogprobs.apply(rows_ND, weight_vD, bias_v, tokens, group, num_targets)
-    return logprobs
-
-
-class _VocabularyLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_ND: Tensor,
-        weight_vD: Tensor,
-        bias_v: Tensor | None,
-        tokens: Tensor,
-        group: TPGroup,
-        num_targets: Sequence[int],
-    ) -> Tensor:
-        ctx.save_for_backward(rows_ND, weight_vD, bias_v, tokens)
-        ctx.group, ctx.num_targets = group, num_targets
-        compute = _of_several(group) if tokens.dim() > 1 else partial(_losses_and_logit_gradient, group)
-        losses, _ = _of_all_ranks(rows_ND, weight_vD, bias_v, tokens, group, num_targets, _NO_GRADIENTS, compute)
-        return -torch.cat(losses).split(list(num_targets))[group.index]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, num_targets = ctx.group, ctx.num_targets
-        weights = _gather(group, -grad.contiguous(), num_targets)
-        several = weights.dim() > 1
-        compute = (
-            _of_several(group, weights) if several else weighted(partial(_losses_and_logit_gradient, group), weights)
-        )
-        needs = ctx.needs_input_grad[:3]
-        rows_ND, weight_vD, bias_v, tokens = ctx.saved_tensors
-        _, gradients = _of_all_ranks(rows_ND, weight_vD, bias_v, tokens, group, num_targets, needs, compute)
-        return *gradients, None, None, None
-
-
-def _of_all_ranks(
-    rows_ND: Tensor,
-    weight_vD: Tensor,
-    bias_v: Tensor | None,
-    targets_N: Tensor,
-    group: TPGroup,
-    num_targets: Sequence[int],
-    needs: Sequence[bool],
-    compute: LossAndGradient,
-) -> tuple[list[Tensor], Gradients]:
-    """`losses_by_chunk` of the positions of all ranks of a group; the rows' gradient is of this rank's own."""
-    rows_RD, targets_R = _gather(group, rows_ND, num_targets), _gather(group, targets_N, num_targets)
-    # counted from this rank's first token
-    targets_R = targets_R - group.index * len(weight_vD)
-    losses, (grad_RD, *others) = losses_by_chunk(rows_RD, weight_vD, bias_v, targets_R, needs, compute)
-    grad_ND = None if grad_RD is None else _sum_scatter(group, grad_RD, num_targets)
-    return losses, (grad_ND, others[0], others[1])
-
-
-def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies in fp32, the same on all ranks, and their gradient by this rank's logits, in the dtype of these.
-
-    Computed in place on the logits, or on an fp32 copy of them. On a GPU in two Triton kernels, between which the ranks
-    exchange what they found.
-
-    Args:
-        targets_C: counted from this rank's first token; those of other ranks are not from 0 to v - 1.
-    """
-    if takes_triton(logits_Cv):
-        from .head_triton import fused_gradient, fused_row_figures
-
-        losses_C, highest_C, exp_sum_C = _exchange(group, *fused_row_figures(logits_Cv, targets_C))
-        return losses_C, fused_gradient(logits_Cv, targets_C, highest_C, exp_sum_C)
-    num_columns = logits_Cv.shape[1]
-    x_Cv, targets_C1 = logits_Cv.float(), targets_C.unsqueeze(1)
-    is_here_C1 = (targets_C1 >= 0) & (targets_C1 < num_columns)
-    place_C1 = targets_C1 % num_columns
-    at_target_C1 = x_Cv.gather(1, place_C1).where(is_here_C1, 0.0)
-    own_C1 = x_Cv.amax(dim=1, keepdim=True)
+        tokens_C, weights_C = tokens_CK.squeeze(1), None if weights_CK is None else weights_CK.squeeze(1)
+        if group is None:
+            losses_C, grad_CV = fused_losses_and_gradient(logits_CV, tokens_C, weights_C)
+            losses_CK = losses_C.unsqueeze(1)
+        else:
+            own_C, own_sum_C, at_token_C = fused_row_figures(logits_CV, tokens_C)
+            losses_CK, highest_C, exp_sum_C = _exchange(group, own_C, own_sum_C, at_token_C.unsqueeze(1))
+            if needs_gradient:
+                grad_CV = fused_gradient(logits_CV, tokens_C, highest_C, exp_sum_C, weights_C)
+        return losses_CK if weights_CK is None else losses_CK * weights_CK, grad_CV
+    x_CV, num_columns = logits_CV.float(), logits_CV.shape[1]
+    is_here_CK, place_CK = (tokens_CK >= 0) & (tokens_CK < num_columns), tokens_CK % num_columns
+    at_token_CK, own_C = x_CV.gather(1, place_CK).where(is_here_CK, 0.0), x_CV.amax(dim=1)
     # -inf less -inf would be no number: tokens that are ruled out may be all that a rank has
-    x_Cv -= own_C1.clamp(min=torch.finfo(torch.float32).min)
-    own_sum_C1 = x_Cv.exp_().sum(dim=1, keepdim=True)
-    own_C = own_C1.squeeze(1)
-    losses_C, highest_C, exp_sum_C = _exchange(group, own_C, own_sum_C1.squeeze(1), at_target_C1.squeeze(1))
-    x_Cv *= ((own_C - highest_C).exp() / exp_sum_C).unsqueeze(1)
-    x_Cv.scatter_(1, place_C1, x_Cv.gather(1, place_C1) - is_here_C1.float())
-    return losses_C, x_Cv.to(logits_Cv.dtype)
-
-
-def _of_several(group: TPGroup | None, weights_NK: Tensor | None = None) -> LossAndGradient:
-    """What gives the cross-entropies of several tokens at each row, (C, K) fp32, and the gradient of their weighted sum
-    by this rank's logits, in the dtype of these.
-
-    Args:
-        group: that divides the vocabulary; tokens are then counted from this rank's first one. None: it is not divided.
-        weights_NK: in the order in which the chunks come; None: no gradient is needed.
-    """
-    begin = 0
-
-    def compute(logits_Cv: Tensor, tokens_CK: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal begin
-        num_rows, num_columns = len(tokens_CK), logits_Cv.shape[1]
-        x_Cv = logits_Cv.float()
-        is_here_CK, place_CK = (tokens_CK >= 0) & (tokens_CK < num_columns), tokens_CK % num_columns
-        at_token_CK, own_C = x_Cv.gather(1, place_CK).where(is_here_CK, 0.0), x_Cv.amax(dim=1)
-        # -inf less -inf would be no number: tokens that are ruled out may be all that a rank has
-        x_Cv = (x_Cv - own_C.clamp(min=torch.finfo(torch.float32).min).unsqueeze(1)).exp_()
-        losses_CK, highest_C, exp_sum_C = _exchange(group, own_C, x_Cv.sum(dim=1), at_token_CK)
-        if weights_NK is None:
-            return losses_CK, logits_Cv
-        weights_CK = weights_NK[begin : begin + num_rows]
-        begin += num_rows
-        x_Cv *= ((own_C - highest_C).exp() / exp_sum_C * weights_CK.sum(dim=1)).unsqueeze(1)
-        x_Cv.scatter_add_(1, place_CK, -weights_CK.where(is_here_CK, 0.0))
-        return losses_CK, x_Cv.to(logits_Cv.dtype)
-
-    return compute
+    x_CV -= own_C.clamp(min=torch.finfo(torch.float32).min).unsqueeze(1)
+    losses_CK, highest_C, exp_sum_C = _exchange(group, own_C, x_CV.exp_().sum(dim=1), at_token_CK)
+    if needs_gradient:
+        if group is None and weights_CK is None:
+            # a quotient is rounded once, and a product with a reciprocal twice
+            x_CV /= exp_sum_C.unsqueeze(1)
+        else:
+            share_C = (own_C - highest_C).exp() / exp_sum_C
+            x_CV *= (share_C if weights_CK is None else share_C * weights_CK.sum(dim=1)).unsqueeze(1)
+        less_CK = is_here_CK.float() if weights_CK is None else weights_CK.where(is_here_CK, 0.0)
+        # a token may be asked for twice
+        grad_CV = x_CV.scatter_add_(1, place_CK, -less_CK).to(logits_CV.dtype)
+    return losses_CK if weights_CK is None else losses_CK * weights_CK, grad_CV
 
 
 def _exchange(
-    group: TPGroup | None, highest_C: Tensor, exp_sum_C: Tensor, at_tokens: Tensor
+    group: TPGroup | None, highest_C: Tensor, exp_sum_C: Tensor, at_token_CK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the highest logit and the sum of exp(logit - highest) of the complete vocabulary, from each
     rank's own.
 
     Args:
-        at_tokens: (C,), or (C, K) of several tokens; 0 for those that are elsewhere.
+        at_token_CK: logits; 0 for tokens that are elsewhere.
     """
-    at_KC = at_tokens.unsqueeze(0) if at_tokens.dim() == 1 else at_tokens.t()
-    figures_nFC = torch.cat([torch.stack([highest_C, exp_sum_C]), at_KC]).unsqueeze(0)
+    figures_nFC = torch.cat([torch.stack([highest_C, exp_sum_C]), at_token_CK.t()]).unsqueeze(0)
     if group is not None:
         figures_nFC = group.all_gather(figures_nFC, dim=0)
-    highest_nC, exp_sum_nC, at_nKC = figures_nFC[:, 0], figures_nFC[:, 1], figures_nFC[:, 2:]
+    highest_nC, exp_sum_nC, at_token_nKC = figures_nFC[:, 0], figures_nFC[:, 1], figures_nFC[:, 2:]
     highest_C = highest_nC.amax(dim=0)
     exp_sum_C = (exp_sum_nC * (highest_nC - highest_C).exp()).sum(dim=0)
     # large logits are subtracted from one another before anything small is added
-    losses_KC = (highest_C - at_nKC.sum(dim=0)) + exp_sum_C.log()
-    return losses_KC.t().reshape(at_tokens.shape), highest_C, exp_sum_C
+    losses_KC = (highest_C - at_token_nKC.sum(dim=0)) + exp_sum_C.log()
+    return losses_KC.t(), highest_C, exp_sum_C
 
 
 def _gather(group: TPGroup, part_N: Tensor, numbers: Sequence[int]) -> Tensor:

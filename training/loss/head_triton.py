@@ -32,16 +32,19 @@ BLOCK = 4096
 # a program reads or writes one value: not to be compiled anew for another alignment.
 
 
-def fused_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """As `training.loss.head._loss_and_logit_gradient`; the gradient takes the place of the logits, which are read
-    twice and written once."""
+def fused_losses_and_gradient(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropies in fp32, without weights, and the gradient of their weighted sum, which takes the place of the
+    logits: these are read twice and written once."""
     num_rows, num_columns = logits_CV.shape
     assert logits_CV.is_contiguous()
     losses_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
     if num_rows > 0:
         kernel: Any = _cross_entropy_kernel
-        kernel[(num_rows,)](logits_CV, targets_C, losses_C, num_columns, BLOCK, num_warps=8, enable_fp_fusion=True)
-    return losses_C.sum(), logits_CV
+        given = (targets_C, weights_C, losses_C)
+        kernel[(num_rows,)](logits_CV, *given, num_columns, BLOCK, num_warps=8, enable_fp_fusion=True)
+    return losses_C, logits_CV
 
 
 def fused_row_figures(logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,24 +61,27 @@ def fused_row_figures(logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Ten
     return highest_C, exp_sum_C, at_target_C
 
 
-def fused_gradient(logits_Cv: Tensor, targets_C: Tensor, highest_C: Tensor, exp_sum_C: Tensor) -> Tensor:
-    """exp(logit - highest) / exp_sum, less 1 at the target; takes the place of the logits."""
+def fused_gradient(
+    logits_Cv: Tensor, targets_C: Tensor, highest_C: Tensor, exp_sum_C: Tensor, weights_C: Tensor | None = None
+) -> Tensor:
+    """exp(logit - highest) / exp_sum, less 1 at the target, times the weight; takes the place of the logits."""
     num_rows, num_columns = logits_Cv.shape
     assert logits_Cv.is_contiguous()
     if num_rows > 0:
         kernel: Any = _gradient_kernel
-        given = (targets_C, highest_C, exp_sum_C)
+        given = (targets_C, weights_C, highest_C, exp_sum_C)
         kernel[(num_rows,)](logits_Cv, *given, num_columns, BLOCK, num_warps=8, enable_fp_fusion=True)
     return logits_Cv
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
-def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr", "weights_ptr"])
+def _cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """weights_ptr may be None."""
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
     highest, sum_of_exp, at_target = _figures(logits_ptr, row, target, num_columns, BLOCK)
     tl.store(losses_ptr + row, tl.log(sum_of_exp) + highest - at_target)
-    _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, BLOCK)
+    _write_gradient(logits_ptr, row, target, weights_ptr, highest, sum_of_exp, num_columns, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr", "at_target_ptr"])
@@ -90,11 +96,14 @@ def _row_figures_kernel(  # type: ignore[no-untyped-def]
     tl.store(at_target_ptr + row, at_target)
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr"])
-def _gradient_kernel(logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr", "weights_ptr", "highest_ptr", "exp_sums_ptr"])
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, weights_ptr, highest_ptr, exp_sums_ptr, num_columns, BLOCK: tl.constexpr
+):
+    """weights_ptr may be None."""
     row = tl.program_id(0)
     target, highest = tl.load(targets_ptr + row), tl.load(highest_ptr + row)
-    _write_gradient(logits_ptr, row, target, highest, tl.load(exp_sums_ptr + row), num_columns, BLOCK)
+    _write_gradient(logits_ptr, row, target, weights_ptr, highest, tl.load(exp_sums_ptr + row), num_columns, BLOCK)
 
 
 @triton.jit
@@ -123,7 +132,9 @@ def _figures(logits_ptr, row, target, num_columns, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write_gradient(  # type: ignore[no-untyped-def]
+    logits_ptr, row, target, weights_ptr, highest, sum_of_exp, num_columns, BLOCK: tl.constexpr
+):
     start = row.to(tl.int64) * num_columns
     offset = tl.arange(0, BLOCK)
     for first in range(0, num_columns, BLOCK):
@@ -131,4 +142,6 @@ def _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, B
         logits = tl.load(logits_ptr + start + first + offset, mask=inside, other=float("-inf")).to(tl.float32)
         share = tl.exp(logits - highest) / sum_of_exp
         gradient = share - tl.where(first + offset == target, 1.0, 0.0)
+        if weights_ptr is not None:
+            gradient *= tl.load(weights_ptr + row)
         tl.store(logits_ptr + start + first + offset, gradient.to(logits_ptr.dtype.element_ty), mask=inside)

@@ -85,8 +85,8 @@ class Objective:
         return loss, tuple(figure.detach() for figure in figures)
 
 
-class _CrossEntropy(Objective):
-    """Its fast way: the head sums up losses, and no token's log-probability is kept."""
+class CrossEntropy(Objective):
+    """Its fast way: the head sums up losses, with the batch's weights, and no token's log-probability is kept."""
 
     by_token = False
 
@@ -94,7 +94,7 @@ class _CrossEntropy(Objective):
         return logprobs_N, ()  # their sum, negated
 
 
-CROSS_ENTROPY = _CrossEntropy(lambda logprobs_N, batch: -logprobs_N.sum())
+CROSS_ENTROPY = CrossEntropy(lambda logprobs_N, batch: -logprobs_N.sum())
 """The mean cross-entropy of the target tokens."""
 
 

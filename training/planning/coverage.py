@@ -19,7 +19,6 @@ NOT_MODELLED = {
     "check_replicas": "its comparisons are not in it",
     "profile": "the forecast is for steps without it",
     "debug_ranks": "the forecast is of a run without it",
-    "weight_column": "the head's logits are taken to be computed once a step, and with weights they are computed twice",
     "streaming": "the host's time to read and tokenize is not in it",
     "eval_dataset": "the forecast is of training steps; evaluations are not in it",
     "eval_ratio": "the forecast is of training steps; evaluations are not in it",
@@ -29,7 +28,8 @@ NOT_MODELLED = {
 """Flags that change a step in a way that no forecast has, and what it says instead."""
 NO_EFFECT = SETTINGS.keys() - read_by("plan") - NOT_MODELLED.keys()
 """Flags on which neither memory nor time of a forecast depends: of data, as all sequences are taken to be full, and all
-tokens to be trained on; numbers with which the same kernels compute; what comes between steps, or after the last."""
+tokens to be trained on, with weights or without; numbers with which the same kernels compute; what comes between steps,
+or after the last."""
 
 
 def check_covered(config: TrainConfig) -> None:

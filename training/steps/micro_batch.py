@@ -6,7 +6,7 @@ Shape suffixes: M micro-batches of a step, L MoE layers, E experts, G groups of 
 L.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from ...moe.util.gpu import computing_values
 from ...moe.util.step_parts import register_step_part
 from ...sharding.pipeline.pipeline import pipeline_of, stage_group
 from ..attention.packed_attention import run_model
-from ..data.batch import CANDIDATES, Batch
+from ..data.batch import CANDIDATES, WEIGHT, Batch
 from ..loss.balance import LossWeights
 from ..loss.head import loss_head
 from ..loss.objective import CROSS_ENTROPY, Objective
@@ -280,16 +280,17 @@ def forward_of(
     """What a model with a `LossHead` is told of a batch beside its arguments.
 
     Args:
-        by_token: whether the log-probability of each target is asked for, in place of their loss, and that of the
-            candidates that the batch has.
+        by_token: whether the log-probability of each target is asked for, in place of their loss with the batch's
+            weights, and that of the candidates that the batch has.
         top_k: how many of the most likely tokens are asked for, in place of that; 0: none.
         drafts: whether a layer for multi-token prediction is run, if there is one.
         has_images: whether any rank's part of the micro-batch has images; None: it is not known.
     """
-    candidates_NK = batch.for_loss.inputs.get(CANDIDATES) if by_token and batch.for_loss is not None else None
+    inputs: Mapping[str, Tensor] = {} if batch.for_loss is None else batch.for_loss.inputs
+    candidates_NK, weights_N = (inputs.get(CANDIDATES), None) if by_token else (None, inputs.get(WEIGHT))
     return Forward(
         batch.is_token_BS,
-        Targets(batch.targets_BS, batch.target_index_N, by_token, candidates_NK, top_k),
+        Targets(batch.targets_BS, batch.target_index_N, by_token, candidates_NK, top_k, weights_N),
         ahead=batch.ahead if drafts else None,
         split=batch.split,
         segments=batch.segments,

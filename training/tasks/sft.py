@@ -13,11 +13,11 @@ from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig
 from ..data.batch import WEIGHT, LossBatch, LossInputs
 from ..data.sequences import Rows
-from ..loss.objective import CROSS_ENTROPY, Objective
+from ..loss.objective import CROSS_ENTROPY, CrossEntropy, Objective
 from ..metrics import LOSS_OF, SHARE_OF
 from .task import DataTraits, InputsOf, Preparation, Task, TaskInputs, samples_in
 
-WEIGHTED = Objective(
+WEIGHTED = CrossEntropy(
     lambda logprobs_N, batch: -(batch[WEIGHT] * logprobs_N).sum(), lambda batch: float(batch[WEIGHT].double().sum())
 )
 """The cross-entropy of data that have weights: the sum of weight times loss, divided by the sum of weights."""
