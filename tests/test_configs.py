@@ -30,7 +30,7 @@ from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
 from expertmesh.training.planning.planner.hardware import preset
 from expertmesh.training.planning.planner.model_config import find_config
-from expertmesh.training.planning.planner.pipelines import dry_run_pipeline, pipelined, with_open_settings
+from expertmesh.training.planning.planner.pipelines import dry_run_pipeline, pipelined
 from expertmesh.training.planning.planner.search import Plan, forecast
 from expertmesh.training.planning.rehearsal import rehearse_command
 from expertmesh.training.planning.tables import launch_line, speed
@@ -294,10 +294,7 @@ def planned_recipe(name: str, gpus: int, *flags: str) -> tuple[Plan, Plan]:
     forecasts = Forecasts(file.content, file.load)
     natural = GivenRouting(samples=1, busiest=None, image_tokens=image_tokens(name))
     balanced = replace(natural, busiest=1.0)
-    asked = Asked(config, gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
-    if config.pp_size > 1:
-        # as a run of it does
-        asked = replace(asked, config=with_open_settings(forecasts, asked)[0])
+    asked = Asked(forecasts.with_stages(config), gpus, Cluster(H100, 8, H100.device.memory), 0, natural)
     plan, even = (planned(forecasts, replace(asked, routing=routing)) for routing in (natural, balanced))
     return plan, even
 

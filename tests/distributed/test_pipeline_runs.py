@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.start.resume import read_resumed
+from expertmesh.training.cluster.commands import main as sharding_main
 from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import round_trip
@@ -46,26 +44,8 @@ def test_a_whole_run(runs: Runs, tmp_path: Path) -> None:
     found, expected = runs(4, f"{flags} --pp-size 2", "stages"), runs(2, flags, "alone")
     assert "layout  4 ranks = pp 2 x dp 1 x ep 2; 4 experts per rank; 12 sequences per step" in found.printed
     assert "batch: 12 sequences = 2 pipelines x 3 sequences x 2 micro-batches; dense shard full" in found.printed
-    # what was chosen is said and recorded, and binds no other run
-    said = r"pipeline: 2 stages of (\d and \d) layers \(balanced by forecast seconds\); ([\w-]+) \(by forecast "
-    ((layers, schedule),) = re.findall(said, found.printed)
-    chosen = {"pipeline_schedule": schedule, "pipeline_layers": layers.replace(" and ", ",")}
-    text, environment = ((found.out / name).read_text() for name in ("config.yaml", "environment.json"))
-    assert (chosen | {"global_batch_size": 12}).items() <= json.loads(environment).items()
-    assert all(f"# chosen for this run: {name}: {value}\n" in text for name, value in chosen.items())
-    assert {yaml.safe_load(text)[name] for name in chosen} == {None}
-    for more, world_size, recorded in (
-        ("", 4, chosen),
-        # of other sizes it is another pipeline
-        ("--pp-size 4 --ep-size 1", 4, {}),
-        ("--pipeline-chunks 2", 4, {}),
-        ("", 8, {}),
-        ("--pipeline-layers 3,1", 4, {"pipeline_schedule": schedule}),
-    ):
-        config = parse_config(["--config", str(found.out / "config.yaml"), "--resume", "auto", *more.split()])
-        resumed = read_resumed(config)
-        assert resumed is not None
-        assert resumed.pipeline(config, world_size) == recorded, more
+    assert "pipeline: 2 stages of 2 and 2 layers (balanced by floating point operations); 1f1b, " in found.printed
+    assert json.loads((found.out / "environment.json").read_text())["global_batch_size"] == 12
     for name in ("expert_tokens", "router_entropy", "loss", "grad_norm", "tokens", "target_tokens", "dropped_tokens"):
         assert np.array(found.values(name)) == near(np.array(expected.values(name))), name
     for name in ("eval_loss", "eval_target_tokens"):
@@ -91,13 +71,28 @@ def test_adapters_are_merged(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_pipeline(runs: Runs, tmp_path: Path) -> None:
-    """Also one that it would not choose; its config.yaml serves a run of another size."""
+def test_a_resumed_run_takes_what_it_is_told_or_the_default(runs: Runs, tmp_path: Path) -> None:
+    """Not what the run had that it resumes, which went the same way; its config.yaml serves a run of another size."""
     runs = runs.of(num_hidden_layers=4)
     flags = f"{LEARNING} --pp-size 2 --save-steps 1 --no-export --max-steps"
-    out = runs(2, f"{flags} 1 --pipeline-layers 1,3 --pipeline-schedule 1f1b").out
-    ended = runs(2, f"{flags} 2 --resume auto")
-    assert "2 stages of 1 and 3 layers (as in the resumed run); 1f1b (as in the resumed run)" in ended.printed
+    out = runs(2, f"{flags} 1 --pipeline-layers 1,3 --pipeline-schedule zero-bubble").out
+    ended, through = runs(2, f"{flags} 2 --resume auto"), runs(2, f"{flags} 2", "through")
+    default = "layers (balanced by floating point operations); 1f1b, "
+    assert f"pipeline: 2 stages of 2 and 2 {default}" in ended.printed
+    assert ended.values("loss") == near(through.values("loss"))
     other = f"--config {out}/config.yaml --resume '' --output-dir {tmp_path}/other"
     ended = runs(4, f"{other} --pp-size 4 --max-steps 1")
-    assert "pipeline: 4 stages of 1, 1, 1 and 1 layers (balanced by forecast seconds)" in ended.printed
+    assert f"pipeline: 4 stages of 1, 1, 1 and 1 {default}" in ended.printed
+
+
+def test_a_run_has_the_stages_of_its_dry_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where both leave them open: those that balance floating point operations, with a head that takes as many as
+    several layers."""
+    runs = runs.of(num_hidden_layers=7, vocab_size=2048)
+    flags = "--pp-size 2 --gradient-accumulation-steps 2 --per-device-train-batch-size 2 --max-seq-length 32"
+    ended = runs(2, f"{flags} --learning-rate 1e-3 --max-steps 1 --save-steps 0 --no-export")
+    ((counts, schedule),) = re.findall(r"pipeline: 2 stages of (\d and \d) layers \(.*\); ([\w-]+), ", ended.printed)
+    assert (counts, schedule) == ("6 and 1", "1f1b")
+    assert sharding_main(["rehearse", "--model", str(runs.model), "--gpus", "2", *flags.split(), "--json"]) == 0
+    (account,) = json.loads(capsys.readouterr().out)
+    assert account["stages"] == "stage 1 (layers 0 to 5) of 2"

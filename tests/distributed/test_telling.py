@@ -88,7 +88,7 @@ def without_plotly(out: Path) -> list[str]:
     """What a run of two logged events says where plotly is not installed, and one that is started again."""
     said: list[str] = []
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
-    log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, 2, ranks, None, None)
+    log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, 2, ranks, None)
     page._script.cache_clear()
     with (
         mock.patch.dict(sys.modules, {"plotly": None, "plotly.offline": None}),

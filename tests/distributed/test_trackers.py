@@ -107,7 +107,7 @@ def statuses_in_mlflow(out: Path) -> list[str]:
         ("running", ExpertMeshError("not finite")), ("finished", OSError(28, "full")),
     ]  # fmt: skip
     for state, error in ends:
-        log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, 2, ranks, None, None)
+        log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, 2, ranks, None)
         with (
             mock.patch.object(Trackers, "finish", lambda _, outcome: found.append(_MLFLOW_STATUS[outcome])),
             suppress(KeyboardInterrupt, ExpertMeshError, OSError),

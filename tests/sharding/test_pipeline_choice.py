@@ -1,4 +1,4 @@
-"""What a run chooses of a pipeline's settings that were left open."""
+"""Which schedule and which stages a pipeline has: in a run as told, or the default; in a plan by forecast."""
 
 import json
 from collections.abc import Sequence
@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages
+from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.imbalance import GivenRouting
-from expertmesh.training.planning.memory import NEAR
-from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
+from expertmesh.training.planning.planner.facts import Cuts
 from expertmesh.training.planning.planner.forecasts import Forecasts
-from expertmesh.training.planning.planner.pipelines import pipelined, with_open_settings
-from expertmesh.training.planning.rank_memory import ChosenPipeline, Forecast, _forecast_alone
+from expertmesh.training.planning.rank_memory import _forecast_alone
 from expertmesh.training.planning.rehearsal import rehearse_command
 from tests.sharding.planned import ByFormula, cluster_of, flags_of
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, PLENTY, asked_of
@@ -32,77 +30,29 @@ def by_formula() -> ByFormula:
     return ByFormula(tiny_config(**WIDE).to_dict())
 
 
-def within(asked: Asked, limit: float) -> Asked:
-    """On cards of which a rank is to hold no more."""
-    return replace(asked, cluster=cluster_of(limit / NEAR))
-
-
-def scheduled(asked: Asked, schedule: Any) -> Account:
-    other = replace(asked, config=replace(asked.config, pipeline_schedule=schedule))
-    return pipelined(by_formula(), other).account()
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
-    """With checkpointing what waits for its weight gradients is more than what is in flight."""
-    asked = asked_of(4, pp_size=4, pipeline_chunks=chunks, max_seq_length=4096, gradient_checkpointing="full")
-    name = "1f1b" if chunks == 1 else "interleaved"
-    plain, queued = scheduled(asked, name), scheduled(asked, "zero-bubble")
-    assert queued.time.total < plain.time.total
-    held = [account.fit(PLENTY).total for account in (plain, queued)]
-    assert held[1] > held[0]
-
-    chosen, why = with_open_settings(by_formula(), asked)
-    assert (chosen.pipeline_schedule, chosen.pipeline_layers) == ("zero-bubble", queued.stages)
-    assert why == f"by forecast {plain.time.total / queued.time.total - 1:.1%} faster than {name}"
-
-    chosen, why = with_open_settings(by_formula(), within(asked, sum(held) / 2))
-    assert chosen.pipeline_schedule == name
-    assert why == f"by forecast zero-bubble would take {held[1] / 2**30:,.1f} GiB per rank"
-
-    chosen, why = with_open_settings(by_formula(), within(asked, held[0] / 2))
-    assert chosen.pipeline_schedule == name
-    assert why == "none fits by forecast, and this one needs the least memory"
-
-    # what was asked for is not argued with
-    given = replace(asked, config=replace(asked.config, pipeline_schedule="zero-bubble"))
-    chosen, why = with_open_settings(by_formula(), within(given, held[0] / 2))
-    assert (chosen.pipeline_schedule, why) == ("zero-bubble", "as asked")
-
-
 @pytest.mark.parametrize(
-    ("flags", "can_queue"),
-    [({"adapter": "lora", "lora_rank": 4}, True), ({}, False)],
-    ids=["adapters", "another package's kernel"],
+    ("flags", "schedule", "layers"),
+    [
+        ({}, "1f1b", None),
+        ({"pipeline_chunks": 2}, "interleaved", None),
+        ({"pipeline_schedule": "zero-bubble", "pipeline_layers": "1,2,2,3"}, "zero-bubble", "1,2,2,3"),
+    ],
+    ids=["default", "several stages per rank", "as told"],
 )
-def test_no_queue_without_weight_gradients_that_can_wait(flags: dict[str, Any], can_queue: bool) -> None:
-    chosen, why = with_open_settings(by_formula(), asked_of(2, pp_size=2, **flags), can_queue)
-    assert chosen.pipeline_schedule == "1f1b"
-    assert why == "no expert weight gradients can wait for zero-bubble"
-
-
-def test_no_queue_where_it_gains_nothing() -> None:
-    """Of many micro-batches the bubble is a small part."""
-    asked = asked_of(2, pp_size=2, gradient_accumulation_steps=256)
-    chosen, why = with_open_settings(by_formula(), asked)
-    assert (chosen.pipeline_schedule, why) == ("1f1b", "by forecast zero-bubble gains less than 1%")
-
-
-def test_layers_that_were_asked_for_stay() -> None:
-    """As those of a run that is resumed do."""
-    asked = asked_of(2, pp_size=2, pipeline_layers="3,5", pipeline_schedule="1f1b")
-    chosen, why = with_open_settings(by_formula(), within(asked, 0.0))
-    assert (chosen.pipeline_layers, chosen.pipeline_schedule, why) == ("3,5", "1f1b", "as asked")
-
-
-def test_settings_with_what_was_chosen() -> None:
-    config = flags_of(pp_size=2)
-    assert Forecast("no reason").chosen(config) == {}
-    assert config.schedule_name == "1f1b"
-    chosen = ChosenPipeline("1f1b", (3, 5), "why", "balance")
-    assert chosen.left_open(config) == {"pipeline_schedule": "1f1b", "pipeline_layers": "3,5"}
-    # what was asked for is not chosen
-    assert chosen.left_open(replace(config, pipeline_schedule="1f1b")) == {"pipeline_layers": "3,5"}
+@pytest.mark.parametrize("memory", [PLENTY, 1.0])
+def test_a_run_searches_nothing(memory: float, flags: dict[str, Any], schedule: str, layers: str | None) -> None:
+    """Whatever would be faster, or fit, its forecast is of what it is told, or else of the default."""
+    forecasts, asked = by_formula(), asked_of(4, memory, pp_size=4, **flags)
+    if layers is None:
+        # by floating point operations alone
+        stages = cut_stages(forecasts.cuts(asked.config), 4, asked.config.pipeline_chunks, None)
+        layers = ",".join(str(len(each)) for each in stages)
+    _forecast_alone(forecasts, asked)
+    found = {(each.config.schedule_name, each.config.pipeline_layers) for each in forecasts.questions}
+    assert found == {("1f1b", None), (schedule, layers)}, "one stage of all layers, and ranks of the pipeline"
+    assert forecasts.with_stages(asked.config) == replace(asked.config, pipeline_layers=layers)
+    alone = flags_of()
+    assert forecasts.with_stages(alone) is alone
 
 
 def all_cuts(num_layers: int, number: int, allowed: Sequence[int]) -> list[tuple[range, ...]]:
@@ -183,31 +133,31 @@ def test_plan_and_dry_run_and_run_tell_one_memory(
     flags: dict[str, Any] = dict(ep_size=2, pp_size=2, pipeline_chunks=int(chunks), gradient_accumulation_steps=8)
     flags |= dict(gradient_checkpointing="full", per_device_train_batch_size=1, max_seq_length=256, bf16=True)
     config, model_config = (
-        flags_of(**flags, pipeline_schedule=schedule),
+        flags_of(**flags, pipeline_schedule=schedule, pipeline_layers=layers[1]),
         tiny_config(**EIGHT_LAYERS | {"hidden_size": 128, "vocab_size": 4096}),
     )
     asked = Asked(config, 4, cluster_of(), 0, GivenRouting(samples=1))
     forecasts = Forecasts(model_config.to_dict(), lambda: model_config, is_kept=False)
-    held, chosen = _forecast_alone(forecasts, asked, True, True, config)
-    assert chosen is not None
-    assert list(chosen.layers) == best["stage_layers"]
+    held = _forecast_alone(forecasts, asked)
     assert round(held.memory.total) == best["memory"]["total"]
 
 
 def test_what_is_in_host_memory_is_not_held_on_a_gpu() -> None:
     config = flags_of(offload=True, gradient_checkpointing="full")
     asked = Asked(config, 2, cluster_of(), 0, GivenRouting(samples=1))
-    held, _ = _forecast_alone(by_formula(), asked, False, True, config)
+    held = _forecast_alone(by_formula(), asked)
     assert held.memory.lasting == 0
     assert held.memory.total == pytest.approx(by_formula().account(asked).fit(PLENTY).total)
 
 
-def test_plan_and_dry_run_have_the_stages_of_a_run(
+def test_a_dry_run_has_the_stages_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `plan` launches is what it has forecast, and what a dry run of that command runs, and of one that leaves
-    its stages open."""
+    """Those that `plan` found and launches, in a dry run of that command; the default in one that leaves them open."""
     tiny_config(**WIDE | {"num_hidden_layers": 10, "vocab_size": 8192}).save_pretrained(tmp_path)
+    # layers that take as long with four times the operations
+    cuts = Cuts("Mixtral", (1.0,) * 8 + (4.0,) * 2 + (0.5,), ())
+    monkeypatch.setattr(ByFormula, "cuts", lambda *_: cuts)
     forecasts = ByFormula(json.loads((tmp_path / "config.json").read_text()))
     monkeypatch.setattr(plan_command, "_forecasts", lambda *_: forecasts)
     batch = ["--gradient-accumulation-steps", "8", "--pp-size", "4", "--pipeline-chunks", "1"]
@@ -216,16 +166,17 @@ def test_plan_and_dry_run_have_the_stages_of_a_run(
     assert main([*plan, "--json"]) == 0
     best, *_ = json.loads(capsys.readouterr().out)
     told = ",".join(map(str, best["stage_layers"]))
-    asked = Asked(flags_of(pp_size=4, gradient_accumulation_steps=8, bf16=True), 4, cluster_of())
-    schedule = replace(asked, config=replace(asked.config, pipeline_schedule=best["schedule"]))
-    assert with_open_settings(forecasts, within(schedule, PLENTY))[0].pipeline_layers == told
     assert main(plan) == 0
-    assert f"--pipeline-layers {told}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"--pipeline-layers {told}" in printed
+    assert f"--pipeline-schedule {best['schedule']}" in printed
+    default = ",".join(str(len(each)) for each in cut_stages(cuts, 4, 1, None))
+    assert default != told
     seen = ByFormula(forecasts.said, lambda asked: "seen" if asked.config.pp_size > 1 else None)
     monkeypatch.setattr(rehearse_command, "Forecasts", lambda *_, **__: seen)
     dry = ["rehearse", "--model", str(tmp_path), "--gpus", "4", *batch, "--bf16", "--max-seq-length", "32"]
     dry += ["--per-device-train-batch-size", "2", "--pipeline-schedule", best["schedule"]]
-    for layers in ([], ["--pipeline-layers", told]):
+    for layers, expected in (([], default), (["--pipeline-layers", told], told)):
         assert main([*dry, *layers]) == 2
         assert "seen" in capsys.readouterr().err
-        assert seen.questions.pop().config.pipeline_layers == told
+        assert seen.questions.pop().config.pipeline_layers == expected

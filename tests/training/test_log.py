@@ -37,7 +37,7 @@ def go_on(out: Path, step: int, failing: bool = False) -> str:
     """What a run says that goes on after `step`: it logs an event and the next step, and looks for its file."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     config = TrainConfig(model="m", dataset=["d"], output_dir=str(out), resume="auto")
-    log = RunLog(config, out, STEPS, ranks, None, None)
+    log = RunLog(config, out, STEPS, ranks, None)
     replace = Path.replace
 
     def or_fail(path: Path, target: Any) -> Path:
@@ -143,7 +143,7 @@ def logged(step: int, **changes: Any) -> dict[str, Any]:
 def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 100) -> str:
     """What a run prints at a logged step, having begun after another one."""
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
-    log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None, None)
+    log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None)
     said: list[str] = []
     with (
         mock.patch("expertmesh.training.monitoring.log.tqdm.write", said.append),

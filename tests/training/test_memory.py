@@ -88,9 +88,15 @@ def test_what_would_fit_is_tried_by_a_plan(
 
 @pytest.mark.parametrize(("available", "warned"), [(20, False), (13, True), (12, True)])
 def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
-    lines = forecast_of(10, 1, available).details()
+    """On GPUs with what searches."""
+    config = TrainConfig(model="m")
+    lines = forecast_of(10, 1, available).details(4, config)
     assert "parameters 10.00 + activations 1.00 = 11.00 GiB" in lines[0]
     assert any(line.startswith("warning: ") for line in lines) == warned
+    on_gpu = replace(forecast_of(10, 1, available), before=0.0).details(4, config)
+    assert any("; to find settings that fit, run `python -m expertmesh.sharding plan" in line for line in on_gpu) == (
+        warned and available < 11 / 0.9
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_copies_for_a_checkpoint_are_a_part_of_it(flags: str, num_steps: int, be
     on_gpu = replace(plain, before=0.0).of_run(config, num_steps)
     assert (on_gpu.total, on_gpu.copies) == (17 * GIB, found.copies)
     for forecast, where in ((found, f"{beyond:.2f} GiB beyond that peak"), (on_gpu, "in host memory")):
-        lines = [line for line in forecast.details() if "24.00 GiB per rank, " + where in line]
+        lines = [line for line in forecast.details(1, config) if "24.00 GiB per rank, " + where in line]
         assert len(lines) == (beyond > 0)
 
 

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,11 @@ from expertmesh.training.run.finished import recorded_date
 from expertmesh.training.start.elastic import recorded_sequences_per_step
 from expertmesh.training.start.resume import read_resumed
 
-PIPELINE: dict[str, Any] = {"pp_size": 2, "pipeline_layers": "1,3", "pipeline_schedule": "1f1b"}
-
 
 def save(path: Path, global_batch: int | None) -> None:
     """A checkpoint of a run on four ranks, as far as its marker goes."""
     saved = TrainConfig(
-        model="m", dataset=["d"], template_date=f"2026-01-{global_batch or 1:02}", router_aux_loss_coef=0.25, **PIPELINE
+        model="m", dataset=["d"], template_date=f"2026-01-{global_batch or 1:02}", router_aux_loss_coef=0.25
     )
     order = {} if global_batch is None else {"global_batch_size": global_batch}
     marker = {"format": FORMAT, "version": VERSION, "world_size": 4, "step": 1, "tokens": 1, "scheduler": {}}
@@ -40,13 +37,12 @@ def test_each_fact_is_the_same_by_every_name(tmp_path: Path, named: str) -> None
     save(damaged, 16)
     (damaged / MARKER).write_text((damaged / MARKER).read_text().replace("16", "17"))
     resume = named if named == "auto" else str(tmp_path / named)
-    config = TrainConfig(model="m", dataset=["d"], resume=resume, output_dir=str(tmp_path), pp_size=2)
+    config = TrainConfig(model="m", dataset=["d"], resume=resume, output_dir=str(tmp_path))
     resumed = read_resumed(config)
     assert resumed is not None
     assert recorded_date(config, resumed) == "2026-01-12"
     assert recorded_sequences_per_step(resumed, tmp_path) == 12
     assert resumed.balance == 0.25
-    assert resumed.pipeline(config, 4) == {"pipeline_layers": "1,3", "pipeline_schedule": "1f1b"}
 
 
 def test_nothing_is_known_where_nothing_is_resumed(tmp_path: Path) -> None:

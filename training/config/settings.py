@@ -735,7 +735,7 @@ class ParallelSettings:
     pp_size: int = _flag(1, "Pipeline-parallel ranks: decoder layers are divided over them; must divide ranks", least=1)
     pipeline_schedule: ScheduleName | None = _flag(
         None,
-        "Order of a stage's forwards and backwards (default: by forecast; interleaved with --pipeline-chunks)",
+        "Order of a stage's forwards and backwards (default: 1f1b; interleaved with --pipeline-chunks)",
         _PP,
         excludes=[
             (
@@ -759,7 +759,7 @@ class ParallelSettings:
     )
     pipeline_layers: str | None = _flag(
         None,
-        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast)",
+        "Decoder layers of each stage, as in 10,12,12,11 (default: balanced by FLOPs)",
         metavar="N,N...",
         requires=(
             lambda config: config.pp_size > 1,

@@ -247,17 +247,10 @@ class TrainConfig(
         """Micro-batches per rank and step."""
         return math.ceil(self.sequences_per_step(world_size) / self.sequences_per_micro_batch(world_size))
 
-    def save(self, path: Path, chosen: Mapping[str, str] | None = None) -> None:
-        """Write what `--config` reads.
-
-        Args:
-            chosen: settings that were chosen for this run alone. They are written as open, with the choice as a
-                comment, so that it does not bind a run of another size.
-        """
-        settings = {**asdict(self), **dict.fromkeys(chosen or {})}
-        comments = [f"# chosen for this run: {name}: {value}\n" for name, value in (chosen or {}).items()]
+    def save(self, path: Path) -> None:
+        """Write what `--config` reads."""
         with whole(path) as partial:
-            partial.write_text("".join(comments) + yaml.safe_dump(settings, sort_keys=False))
+            partial.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,27 +37,17 @@ NOTABLE = ("warning: ", "note: ")
 class RunLog:
     """Use as a context manager; on processes other than the main one every method does nothing.
 
-    chosen: by name, settings that the run was not told and chose; config.yaml leaves them open, environment.json has
-    them.
-
     state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        output_dir: Path,
-        num_steps: int,
-        ranks: Ranks,
-        flash_attention_3: str | None,
-        chosen: Mapping[str, str] | None = None,
+        self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, flash_attention_3: str | None
     ):
         self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.warn)
         self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
         self.flash_attention_3 = flash_attention_3
-        self.chosen = chosen or {}
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
@@ -74,12 +64,12 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         batch = self.config.sequences_per_step(self.ranks.world_size)
-        facts = {**environment(self.ranks, batch, self.flash_attention_3), **self.chosen}
+        facts = environment(self.ranks, batch, self.flash_attention_3)
         facts |= {"num_steps": self.num_steps, "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)
-                self.config.save(self.output_dir / "config.yaml", self.chosen)
+                self.config.save(self.output_dir / "config.yaml")
                 write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see begin_after
                 self._open("a" if self.config.resume else "w")

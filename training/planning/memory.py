@@ -18,8 +18,8 @@ FRAGMENTATION = 0.1
 """Assumed: what torch's allocator cannot use again, as a share of what comes and goes within a step."""
 
 NEAR = 0.9
-"""From this share of the memory on, a forecast that fits is close, and comes with a warning. Pipelines are cut, and
-their schedule is chosen, so that it does not come to that."""
+"""From this share of the memory on, a forecast that fits is close, and comes with a warning. Plans cut pipelines so
+that it does not come to that."""
 
 MemoryTerm = Literal["parameters", "frozen", "gradients", "optimizer", "activations", "gathered", "working"]
 """Fields of `Memory` that are of tensors."""

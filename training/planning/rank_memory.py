@@ -1,5 +1,4 @@
-"""What a rank will hold, forecast before the weights are read. By the same forecast is chosen how a pipeline is run,
-where that was left open."""
+"""What a rank will hold, forecast before the weights are read."""
 
 import shlex
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from ...moe.util.child import in_child
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.process_place import process_place
 from ...moe.util.telling import telling
-from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.runtime.memory import available_memory, resident
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology, ranks_per_equal_node
@@ -23,32 +21,15 @@ from ..config.train_config import TrainConfig, flags_of_config
 from ..data.batch import Padding
 from ..data.sequences import Rows
 from ..start.inputs import Inputs
-from ..start.resume import Resumed
 from .coverage import NO_EFFECT, NOT_MODELLED
 from .imbalance import GivenRouting
 from .memory import NEAR, Memory
 from .planner.account import Account
 from .planner.asked import Asked
 from .planner.forecasts import Forecasts
-from .planner.pipelines import pipelined, with_open_settings
+from .planner.pipelines import pipelined
 from .tables import memory_terms
 from .this_machine import this_machine
-
-
-@dataclass(frozen=True)
-class ChosenPipeline:
-    """How a pipeline is run, by a forecast. layers: of each stage. why: this schedule, and balance: these stages, in a
-    few words."""
-
-    schedule: ScheduleName
-    layers: tuple[int, ...]
-    why: str
-    balance: str
-
-    def left_open(self, config: TrainConfig) -> dict[str, Any]:
-        """What was chosen, by the names of those settings that leave it open."""
-        chosen = {"pipeline_schedule": str(self.schedule), "pipeline_layers": ",".join(map(str, self.layers))}
-        return {name: value for name, value in chosen.items() if getattr(config, name) is None}
 
 
 class Peak(NamedTuple):
@@ -71,7 +52,6 @@ class Forecast:
         available: what it may hold, `before` included.
         copies: of what a training checkpoint has of the rank, in host memory, while it is written.
         beyond: what these add to the most that a rank holds whose memory is the host's; 0 on a GPU.
-        pipeline: how it is run, where there is one.
     """
 
     why_not: str = ""
@@ -81,7 +61,6 @@ class Forecast:
     available: float = float("inf")
     copies: float = 0.0
     beyond: float = 0.0
-    pipeline: ChosenPipeline | None = None
 
     @property
     def total(self) -> float:
@@ -97,17 +76,13 @@ class Forecast:
         beyond = max(beside + self.copies - self.memory.total, 0.0) if self.before else 0.0
         return replace(self, beyond=beyond)
 
-    def chosen(self, config: TrainConfig) -> dict[str, Any]:
-        """What was chosen of what the settings leave open, by their names."""
-        return {} if self.pipeline is None else self.pipeline.left_open(config)
-
     def line(self) -> str:
         """What is forecast, in a line."""
         if self.why_not:
             return f"no forecast: {self.why_not}"
         return f"{self.total / 2**30:,.2f} GiB per rank by forecast, of {self.available / 2**30:,.1f} GiB available"
 
-    def details(self) -> list[str]:
+    def details(self, world_size: int, config: TrainConfig) -> list[str]:
         """The terms, and a warning where it will be close."""
         if self.why_not:
             return []
@@ -124,6 +99,7 @@ class Forecast:
                 f"warning: the forecast is {self.total / self.available:.0%} of the memory; "
                 "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
                 + (", and so does --no-async-save" if self.beyond else "")
+                + ("" if self.before else f"; {self._planned(world_size, config)}")
             )
         return lines
 
@@ -139,15 +115,16 @@ class Forecast:
         terms = {"parameters": m.parameters, "gradients": m.gradients, "optimizer state": m.optimizer}
         terms |= {"gathered layers": m.gathered, "the process itself": self.before}
         said = " + ".join(f"{name} {n / 2**30:,.1f}" for name, n in terms.items() if n)
-        if self.before:
-            # plans are of GPUs
-            instead = "more ranks, another --optim, or --adapter lora may need less memory"
-        else:
-            instead = f"to find settings that fit, run `{_plan_line(config, world_size, self.available)}`"
+        # plans are of GPUs
+        smaller = "more ranks, another --optim, or --adapter lora may need less memory"
+        instead = smaller if self.before else self._planned(world_size, config)
         raise ExpertMeshError(
             f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
             f"{self.available / 2**30:,.1f} GiB available; {instead}; --force starts anyway"
         )
+
+    def _planned(self, world_size: int, config: TrainConfig) -> str:
+        return f"to find settings that fit, run `{_plan_line(config, world_size, self.available)}`"
 
 
 def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
@@ -176,75 +153,45 @@ def forecast_rank(
     inputs: Inputs,
     ranks: Ranks,
     padding: Padding,
-    resumed: Resumed | None = None,
 ) -> Forecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
-    that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together.
-
-    A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
-
-    Args:
-        resumed: on rank 0, what the run resumes.
-    """
+    that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together."""
     told: list[Any] = [None]
     # dry runs of a large model may take longer than a collective's time limit
     with raise_together(patient=ranks):
         if ranks.rank == 0:
             with telling() as failed:  # what has no forecast may still be trained
-                asked = _asked(topology, kernel, config, inputs, ranks, padding, resumed)
-                # without training there is no schedule to choose
-                is_open = topology.pp_size > 1 and inputs.training is not None
-                # queues of weight gradients are another package's where it has the matmuls
-                can_queue = kernel.kernel.product is not None
-                told = [_forecast(source, asked, is_open, can_queue, config)]
+                told = [_forecast(source, _asked(topology, kernel, config, inputs, ranks, padding))]
             if failed:
                 told = [failed[0][:200]]
     dist.broadcast_object_list(told, src=0)
     if isinstance(told[0], str):
         return Forecast(told[0])
-    (when, memory, saved), pipeline = told[0]
+    when, memory, saved = told[0]
     with telling() as failed:
         before = _before(ranks)
-        return Forecast("", when, memory, before, available_memory(ranks.device, before), saved, pipeline=pipeline)
-    return Forecast(failed[0][:200], pipeline=pipeline)
+        return Forecast("", when, memory, before, available_memory(ranks.device, before), saved)
+    return Forecast(failed[0][:200])
 
 
-def _forecast(
-    source: ModelSource, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
-) -> tuple[Peak, ChosenPipeline | None]:
-    """What a rank holds, and how a pipeline is run."""
+def _forecast(source: ModelSource, asked: Asked) -> Peak:
+    """What a rank holds."""
     # to which a dry run adds a layer for multi-token prediction by itself
     plain = replace(source, mtp=None)
     forecasts = Forecasts(plain.said, partial(getattr, plain, "config"), asked.device)
-    if (known := forecasts.known(asked)) is not None and not is_open:
-        return _held(known, asked), None
+    if asked.config.pp_size == 1 and (known := forecasts.known(asked)) is not None:
+        return _held(known, asked)
     # it has the process group of a run, and dry runs make one of their own
-    return in_child(partial(_forecast_alone, forecasts, asked, is_open, can_queue, config))
+    return in_child(partial(_forecast_alone, forecasts, asked))
 
 
-def _forecast_alone(
-    forecasts: Forecasts, asked: Asked, is_open: bool, can_queue: bool, config: TrainConfig
-) -> tuple[Peak, ChosenPipeline | None]:
+def _forecast_alone(forecasts: Forecasts, asked: Asked) -> Peak:
     forget_process_groups()
-    chosen = None
-    if is_open:
-        settled, why = with_open_settings(forecasts, asked, can_queue)
-        recorded = {name: getattr(asked.config, name) != getattr(config, name) for name in _OPEN}
-        layers = tuple(settled.layers_of_stages or ())
-        balance = "as asked" if config.pipeline_layers is not None else "balanced by forecast seconds"
-        reasons = [
-            "as in the resumed run" if recorded[name] else said
-            for name, said in (("pipeline_schedule", why), ("pipeline_layers", balance))
-        ]
-        chosen = ChosenPipeline(settled.schedule_name, layers, *reasons)
-        asked = replace(asked, config=settled)
-    of_pipeline = asked.config.pp_size > 1
-    ranks = pipelined(forecasts, asked).rehearsed() if of_pipeline else [asked]
-    accounts = map(forecasts.account, ranks)
-    return _held(max(accounts, key=lambda account: account.memory.peak), asked), chosen
-
-
-_OPEN = ("pipeline_schedule", "pipeline_layers")
+    ranks = [asked]
+    if asked.config.pp_size > 1:
+        asked = replace(asked, config=forecasts.with_stages(asked.config))
+        ranks = pipelined(forecasts, asked).rehearsed()
+    return _held(max(map(forecasts.account, ranks), key=lambda account: account.memory.peak), asked)
 
 
 def _held(account: Account, asked: Asked) -> Peak:
@@ -265,7 +212,6 @@ def _asked(
     inputs: Inputs,
     ranks: Ranks,
     padding: Padding,
-    resumed: Resumed | None = None,
 ) -> Asked:
     """The step of a run with the longest of its sequences."""
     rows = inputs.training
@@ -275,8 +221,7 @@ def _asked(
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
     # a micro-batch may be larger than the data
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
-    recorded = {} if resumed is None else resumed.pipeline(config, topology.world_size)
-    settings = replace(config, **recorded, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)
+    settings = replace(config, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)
     device: Any = ranks.device.type
     before = _before(ranks)
     cluster = this_machine(config, ranks, available_memory(ranks.device, before) - before)

@@ -44,7 +44,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
     config, source = engine.config, engine.source
     lines = [
         _batch(engine.topology, config, order),
-        *memory.details(),
+        *memory.details(engine.topology.world_size, config),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {engine.kernel.name} ({engine.kernel.why}), "
         f"attention {_attention(engine.model)}, cross-entropy {loss_head(engine.model).kind}"
         + (", fp32 matmuls in TF32" if config.tf32 else "")
@@ -86,23 +86,17 @@ def _complete_sequences(engine: Engine) -> list[str]:
     return [] if line is None else [line]
 
 
-def pipeline_lines(engine: Engine, memory: Forecast) -> list[str]:
-    """The stages of a model that is cut into some, why it has its schedule, and a warning where its ranks mostly wait;
-    nothing of another."""
+def pipeline_lines(engine: Engine) -> list[str]:
+    """The stages of a model that is cut into some, and a warning where its ranks mostly wait; nothing of another."""
     pipeline, config = pipeline_of(engine.model), engine.config
     if pipeline is None:
         return []
-    chosen = memory.pipeline
-    if chosen is None:
-        balance = "as asked" if config.pipeline_layers else "balanced by floating point operations"
-    else:
-        balance = chosen.balance
-    why = "without a forecast" if chosen is None else chosen.why
+    balance = "as asked" if config.pipeline_layers else "balanced by floating point operations"
     pp_size, micro_batches = pipeline.stages.pp_size, config.micro_batches(engine.topology.world_size)
     *counts, last = (str(len(layers)) for layers in pipeline.stages.layers)
     idle = bubble(pipeline.schedule, pp_size, pipeline.chunks, micro_batches)
     stages = f"{pipeline.stages.number} stages of {', '.join(counts)} and {last} layers ({balance})"
-    lines = [f"pipeline: {stages}; {pipeline.schedule} ({why}), bubble {idle:.0%}"]
+    lines = [f"pipeline: {stages}; {pipeline.schedule}, bubble {idle:.0%}"]
     if idle > MOST_BUBBLE:
         lines.append(
             f"warning: --pp-size {pp_size} with {micro_batches} micro-batch{'es' * (micro_batches > 1)}: "

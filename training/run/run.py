@@ -138,8 +138,6 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
             return True
     check_steps(config, num_steps, ranks)
     memory = forecast_memory(engine, inputs, watchdog, 0 if inputs.training is None else num_steps)
-    chosen = memory.chosen(config)
-    config = engine.config
     if ranks.rank == 0:
         lines: list[str] = []
         with telling("lines about the run are missing", tell):
@@ -151,7 +149,7 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     if inputs.training is not None and not config.force:
         with raise_together():
             memory.check(ranks.world_size, config)
-    log = RunLog(config, output_dir, num_steps, ranks, engine.flash_attention_3, chosen)
+    log = RunLog(config, output_dir, num_steps, ranks, engine.flash_attention_3)
     resume_from: Path | None = None
     if config.resume:
         resume_from = find_resume(config.resume, output_dir / "checkpoints", engine.tell, ranks)
@@ -170,7 +168,7 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     at("loading the model")
     engine.place(resume_from, watchdog.limit)
     with telling("lines about the run are missing", log.line):
-        for line in (*pipeline_lines(engine, memory), *dispatch_lines(engine), *replica_lines(engine)):
+        for line in (*pipeline_lines(engine), *dispatch_lines(engine), *replica_lines(engine)):
             log.detail(line)
     for line in filter(None, (engine.untrained, engine.encoding, *ends)):
         log.detail(line)
@@ -212,12 +210,10 @@ def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
 
 
 def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog, num_steps: int) -> Forecast:
-    """What a rank will hold in so many steps, with what is chosen by it put into the engine's settings."""
+    """What a rank will hold in so many steps."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
-    memory = forecast_rank(*known, engine.resumed)
-    engine.config = replace(engine.config, **memory.chosen(engine.config))
-    return memory.of_run(engine.config, num_steps)
+    return forecast_rank(*known).of_run(engine.config, num_steps)
 
 
 def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:

@@ -84,15 +84,6 @@ class Resumed:
         """The weight of the balancing loss that a setting, or a Trainer, gave."""
         return recorded_config(self.marker["settings"], self.path).router_aux_loss_coef
 
-    def pipeline(self, config: TrainConfig, world_size: int) -> dict[str, Any]:
-        """The pipeline's settings that are left open, as that run had them; empty where its pipeline was another."""
-        there = self.marker["settings"]
-        is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
-        if config.pp_size == 1 or not is_alike or self.marker["world_size"] != world_size:
-            return {}
-        open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
-        return {name: there.get(name) for name in open_ones}
-
 
 def read_resumed(config: TrainConfig) -> Resumed | None:
     """The checkpoint that `--resume` means, by its checkpoint.json alone: before `find_resume` has read its files. One

@@ -15,6 +15,7 @@ from ....moe.util.child import cores, forks_compute
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
 from ....sharding.parallelize.choices import Checkpointing
+from ....sharding.pipeline.balance import cut_stages
 from ...config.optimizers import OUR_OPTIMIZERS
 from ...config.train_config import TrainConfig, read_by
 from ..coverage import NOT_MODELLED
@@ -135,9 +136,21 @@ class Forecasts:
             accounts.append(account)
         return accounts
 
+    def with_stages(self, config: TrainConfig) -> TrainConfig:
+        """The same with the layers that each stage of a pipeline has in a run: those given, or those that a run takes
+        by itself.
+
+        Raises:
+            ExpertMeshError: the model cannot be cut so.
+        """
+        if config.pp_size == 1:
+            return config
+        stages = cut_stages(self.cuts(config), config.pp_size, config.pipeline_chunks, config.layers_of_stages)
+        return replace(config, pipeline_layers=",".join(str(len(each)) for each in stages))
+
     def settled(self, asked: Asked) -> Asked:
         """The same with what a run would choose by itself, and nothing on which no figure depends."""
-        config, routing = alike(asked.config.settled()), asked.routing
+        config, routing = alike(self.with_stages(asked.config.settled())), asked.routing
         if not config.packing:
             routing = replace(routing, samples=1)
         cluster = replace(asked.cluster, gpus_per_node=min(asked.cluster.gpus_per_node, asked.world_size))

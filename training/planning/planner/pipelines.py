@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import get_args
 
 from ....sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
-from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule, schedule_without_queue
+from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule
 from ....sharding.pipeline.timeline import Costs, Timetable
-from ...config.train_config import TrainConfig
 from ..memory import FRAGMENTATION, LASTING, NEAR, Memory
 from .account import Account, LayerCosts, action_name
 from .asked import Asked
@@ -20,8 +19,6 @@ from .forecasts import Forecasts
 
 STEADY = 3
 """After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""
-LEAST_GAIN = 0.01
-"""A smaller one is less than what a forecast leaves out."""
 
 
 def one_stage(asked: Asked) -> Asked:
@@ -107,10 +104,7 @@ class PlannedPipeline:
         each = [self.of_kinds[kind] for kind in self.facts.layers]
         seconds = StageCosts.alike(self.number, [one.seconds for one in each], first.seconds, last.seconds)
         by_time = cut_stages(self.cuts, self.pp_size, chunks, config.layers_of_stages, seconds)
-        if config.layers_of_stages is not None or self.asked.device == "cpu":
-            # a CPU's free memory is another at every start, and a run that resumes has the stages that it had
-            return by_time
-        if max(held.total for held in self.held(by_time)) <= self.limit:
+        if config.layers_of_stages is not None or max(held.total for held in self.held(by_time)) <= self.limit:
             return by_time
         by_memory = cut_stages(self.cuts, self.pp_size, chunks, None, seconds, self._memory(by_time))
         return min((by_memory, by_time), key=lambda cut: max(held.total for held in self.held(cut)))
@@ -335,41 +329,3 @@ def dry_run_pipeline(forecasts: Forecasts, step: PlannedPipeline) -> tuple[Accou
         ExpertMeshError: a dry run has failed.
     """
     return step.by_dry_runs(forecasts.all_accounts(step.rehearsed()))
-
-
-def with_open_settings(forecasts: Forecasts, asked: Asked, can_queue: bool = True) -> tuple[TrainConfig, str]:
-    """The run with what its settings leave open of a pipeline: its schedule, and the layers of each stage; and why it
-    has this schedule, in a few words. Zero-bubble is taken only where weight gradients can wait, and that gains time.
-
-    Args:
-        can_queue: whether the expert kernel can leave weight gradients for later.
-
-    Raises:
-        ExpertMeshError: the model cannot be cut, or not compute this.
-    """
-    config, limit = asked.config, NEAR * asked.cluster.memory
-
-    def scheduled(name: ScheduleName) -> tuple[TrainConfig, Account]:
-        other = replace(asked, config=replace(config, pipeline_schedule=name))
-        account = pipelined(forecasts, other).account()
-        return replace(other.config, pipeline_layers=account.stages), account
-
-    def needs(account: Account) -> float:
-        return account.fit(limit).total if asked.device == "cuda" else float(account.memory.peak)
-
-    if config.pipeline_schedule is not None:
-        return scheduled(config.pipeline_schedule)[0], "as asked"
-    without_queue = schedule_without_queue(config.pipeline_chunks)
-    if not can_queue or not can_leave_weights(forecasts.facts(config)):
-        return scheduled(without_queue)[0], "no expert weight gradients can wait for zero-bubble"
-    (plain, one), (queued, other) = scheduled(without_queue), scheduled("zero-bubble")
-    if needs(one) > limit and needs(other) > limit:
-        return plain, "none fits by forecast, and this one needs the least memory"
-    for best, held, name in ((plain, other, "zero-bubble"), (queued, one, str(without_queue))):
-        if needs(held) > limit:
-            return best, f"by forecast {name} would take {needs(held) / 2**30:,.1f} GiB per rank"
-    # a queue has to be worth it, where there is a choice
-    gain = one.time.total / other.time.total - 1
-    if gain > LEAST_GAIN:
-        return queued, f"by forecast {gain:.1%} faster than {without_queue}"
-    return plain, f"by forecast zero-bubble gains less than {LEAST_GAIN:.0%}"

@@ -116,9 +116,7 @@ def account_of(
     config = asked.config
     complete = Short.complete(facts.layers, config.layers_of_stages, asked.own_stages)
     base, longer = complete.shortest, complete.shortest.longer
-    # stages that a run cuts by itself are others in each model
-    is_open = config.pp_size > 1 and not complete.stages
-    if every_layer or is_open or base.number + sum(each.number for each, _ in longer) >= complete.number:
+    if every_layer or base.number + sum(each.number for each, _ in longer) >= complete.number:
         base, longer = complete, []
     update = None
     if longer and config.optimizer_entry.takes_matrices:

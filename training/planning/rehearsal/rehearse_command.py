@@ -25,7 +25,7 @@ from ..planner.costs import Cluster
 from ..planner.forecasts import Forecasts
 from ..planner.hardware import chosen_hardware, gpus_per_node, products_in
 from ..planner.model_config import find_config
-from ..planner.pipelines import dry_run_pipeline, pipelined, with_open_settings
+from ..planner.pipelines import dry_run_pipeline, pipelined
 from ..planner.search import Plan
 from ..progress import DryRuns
 from ..tables import print_account
@@ -75,10 +75,8 @@ def _dry_run(
     """
     facts = forecasts.facts(config)
     imbalance_of(routing.busiest, facts.num_experts)
+    config = forecasts.with_stages(config)
     asked = Asked(config, arguments.gpus, cluster, 0, routing)
-    if config.pp_size > 1:
-        config = with_open_settings(forecasts, asked)[0]
-        asked = replace(asked, config=config)
     ranks = [replace(asked, rank=rank) for rank in _ranks(arguments, config, routing)]
     evenly = replace(ranks[0], routing=replace(routing, busiest=1.0))
     pipeline = step = None
