@@ -61,7 +61,7 @@ def cut_into_stages(
         model: assembled, on the meta device.
         compute_dtype: of its matmuls.
         chunks: stages per rank.
-        layers: how many each stage has; None: such that all take equally long.
+        layers: how many each stage has; None: balanced by floating point operations.
 
     Raises:
         ExpertMeshError: the model cannot be cut so.

@@ -12,6 +12,7 @@ import pytest
 
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
 from expertmesh.training.cluster.commands import main
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner.asked import Asked
@@ -23,11 +24,22 @@ from tests.sharding.planned import ByFormula, cluster_of, flags_of
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, PLENTY, asked_of
 from tests.tiny import tiny_config
 
-WIDE = EIGHT_LAYERS | {"hidden_size": 512, "intermediate_size": 1024}
+WIDE = EIGHT_LAYERS | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
 
 
-def by_formula() -> ByFormula:
-    return ByFormula(tiny_config(**WIDE).to_dict())
+class Uneven(ByFormula):
+    """Two layers have four times the operations of the others, and take as long."""
+
+    def cuts(self, config: TrainConfig) -> Cuts:
+        return Cuts("Mixtral", (1.0,) * (self.said["num_hidden_layers"] - 2) + (4.0, 4.0, 0.5), ())
+
+    def by_operations(self, config: TrainConfig) -> str:
+        stages = cut_stages(self.cuts(config), config.pp_size, config.pipeline_chunks, None)
+        return ",".join(str(len(each)) for each in stages)
+
+
+def by_formula() -> Uneven:
+    return Uneven(tiny_config(**WIDE).to_dict())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +47,7 @@ def by_formula() -> ByFormula:
     [
         ({}, "1f1b", None),
         ({"pipeline_chunks": 2}, "interleaved", None),
-        ({"pipeline_schedule": "zero-bubble", "pipeline_layers": "1,2,2,3"}, "zero-bubble", "1,2,2,3"),
+        ({"pipeline_schedule": "zero-bubble", "pipeline_layers": "1,2,2,7"}, "zero-bubble", "1,2,2,7"),
     ],
     ids=["default", "several stages per rank", "as told"],
 )
@@ -43,10 +55,7 @@ def by_formula() -> ByFormula:
 def test_a_run_searches_nothing(memory: float, flags: dict[str, Any], schedule: str, layers: str | None) -> None:
     """Whatever would be faster, or fit, its forecast is of what it is told, or else of the default."""
     forecasts, asked = by_formula(), asked_of(4, memory, pp_size=4, **flags)
-    if layers is None:
-        # by floating point operations alone
-        stages = cut_stages(forecasts.cuts(asked.config), 4, asked.config.pipeline_chunks, None)
-        layers = ",".join(str(len(each)) for each in stages)
+    layers = layers or forecasts.by_operations(asked.config)
     _forecast_alone(forecasts, asked)
     found = {(each.config.schedule_name, each.config.pipeline_layers) for each in forecasts.questions}
     assert found == {("1f1b", None), (schedule, layers)}, "one stage of all layers, and ranks of the pipeline"
@@ -155,10 +164,7 @@ def test_a_dry_run_has_the_stages_of_a_run(
 ) -> None:
     """Those that `plan` found and launches, in a dry run of that command; the default in one that leaves them open."""
     tiny_config(**WIDE | {"num_hidden_layers": 10, "vocab_size": 8192}).save_pretrained(tmp_path)
-    # layers that take as long with four times the operations
-    cuts = Cuts("Mixtral", (1.0,) * 8 + (4.0,) * 2 + (0.5,), ())
-    monkeypatch.setattr(ByFormula, "cuts", lambda *_: cuts)
-    forecasts = ByFormula(json.loads((tmp_path / "config.json").read_text()))
+    forecasts = Uneven(json.loads((tmp_path / "config.json").read_text()))
     monkeypatch.setattr(plan_command, "_forecasts", lambda *_: forecasts)
     batch = ["--gradient-accumulation-steps", "8", "--pp-size", "4", "--pipeline-chunks", "1"]
     plan = ["plan", "--model", str(tmp_path), "--gpus", "4", "--imbalance", "1", "--seq-length", "32", "--top", "1"]
@@ -170,9 +176,9 @@ def test_a_dry_run_has_the_stages_of_a_run(
     printed = capsys.readouterr().out
     assert f"--pipeline-layers {told}" in printed
     assert f"--pipeline-schedule {best['schedule']}" in printed
-    default = ",".join(str(len(each)) for each in cut_stages(cuts, 4, 1, None))
+    default = forecasts.by_operations(asked_of(4, pp_size=4).config)
     assert default != told
-    seen = ByFormula(forecasts.said, lambda asked: "seen" if asked.config.pp_size > 1 else None)
+    seen = Uneven(forecasts.said, lambda asked: "seen" if asked.config.pp_size > 1 else None)
     monkeypatch.setattr(rehearse_command, "Forecasts", lambda *_, **__: seen)
     dry = ["rehearse", "--model", str(tmp_path), "--gpus", "4", *batch, "--bf16", "--max-seq-length", "32"]
     dry += ["--per-device-train-batch-size", "2", "--pipeline-schedule", best["schedule"]]
