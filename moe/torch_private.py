@@ -254,6 +254,24 @@ def around_shapes_found_out(around: Callable[[], AbstractContextManager[Any]]) -
         yield
 
 
+def fake_like(kind: Any, made: torch.Tensor, device: torch.device, held: Mapping[str, Any]) -> Any:
+    """What `FakeTensor(mode, made, device)` gives, without torch's checks of its arguments, which take several times as
+    long.
+
+    Args:
+        kind: `FakeTensor`. made: on the meta device, without a gradient. held: the attributes of one that torch has
+            made in that mode, on that device.
+    """
+    of_torch: Any = torch.Tensor
+    fake = of_torch._make_subclass(kind, made, False, dispatch_device=True, device_for_backend_keys=device)
+    if held["fake_mode"]._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(held)
+    return fake
+
+
 class CalledDirectly:
     """Of a dispatch mode, named before torch's class: each of its calls is not wrapped against compilers, of which
     there is none within it; a call takes as long as what wraps it."""

@@ -201,7 +201,11 @@ def has_dtensor(types: Iterable[type]) -> bool:
         types: as `__torch_dispatch__` gets them: those of the arguments that have a dispatch of their own, in lists
             too.
     """
-    return any(issubclass(kind, DTensor) for kind in types)
+    # asked at every operator of a dry run: a generator would take as long as all of this
+    for kind in types:  # noqa: SIM110
+        if issubclass(kind, DTensor):
+            return True
+    return False
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.moe.torch_private import FakeTensor
 from expertmesh.training.planning.rehearsal.fake_tensors import _KNOWN, FakeTensors
 
 aten = torch.ops.aten
@@ -46,6 +47,16 @@ def test_what_was_given_before_looks_as_it_did(name: str) -> None:
             x, w = torch.empty(4, 6), torch.empty(6, 4)
             seen.append(looks(CALLS[name](x, w), x, w))
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_what_is_given_again_is_made_as_torch_makes_it() -> None:
+    with FakeTensors() as mode, torch.no_grad():
+        x, w = torch.empty(4, 6), torch.empty(6, 4)
+        own: Any = [x @ w for _ in range(3)][-1]
+        by_torch = FakeTensor(mode, torch.empty(4, 4, device="meta"), own.fake_device)
+        assert vars(own) == vars(by_torch)
+        assert torch._C._dispatch_keys(own) == torch._C._dispatch_keys(by_torch)
+        assert (own.requires_grad, own.is_leaf) == (by_torch.requires_grad, by_torch.is_leaf)
 
 
 def test_results_of_data_are_not_kept() -> None:

@@ -88,6 +88,21 @@ def test_what_was_found_out_is_found_again_by_other_processes_without_torch(own_
         Forecasts(tiny_mixtral().to_dict(), never, is_kept=False).account(asked(ep_size=2))
 
 
+def test_a_models_facts_are_found_out_once() -> None:
+    # a dry run asks with the kernel that "auto" has chosen
+    own, config = forecasts_of(), asked(ep_size=2).config
+    assert config.expert_kernel == "auto"
+    with mock.patch.object(engine, "rehearsed_facts", side_effect=engine.rehearsed_facts) as found_out:
+        facts = own.facts(config)
+        own.account(asked(ep_size=2))
+        chosen = replace(config, expert_kernel=facts.kernel)
+        assert own.facts(chosen) == facts
+        # nor by another process
+        assert forecasts_of(never).facts(chosen) == facts
+    assert found_out.call_count == 1
+    assert Forecasts(tiny_mixtral().to_dict(), tiny_mixtral, is_kept=False).facts(chosen) == facts
+
+
 def test_what_a_figure_may_depend_on_is_in_its_files_name(monkeypatch: pytest.MonkeyPatch) -> None:
     own = forecasts_of()
 

@@ -28,6 +28,7 @@ from expertmesh.training.fused.liger import use_liger
 from expertmesh.training.fused.liger_norm import Norm, may_be_norm, try_norm, use_liger_norm
 from expertmesh.training.fused.liger_rotary import try_rotary, use_liger_rotary
 from expertmesh.training.model_setup.compiling import compile_layers
+from expertmesh.training.planning.rehearsal import liger_stand_in
 from expertmesh.training.planning.rehearsal.liger_stand_in import computed_by_torch, plain_norm, plain_rotate
 from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpret_liger, with_liger
@@ -346,6 +347,16 @@ def test_dry_runs_try_the_same_formulas(monkeypatch: pytest.MonkeyPatch, casting
         rotating = (q, k, cos, sin, width, has_pairs)
         for found, want in zip(liger_rotary.rotate(*rotating), plain_rotate(*rotating), strict=True):
             assert_near(found, want)
+
+
+def test_dry_runs_try_a_norm_once_however_many_models_they_build() -> None:
+    counts = []
+    with mock.patch.object(liger_stand_in, "_TRIED", {}), computed_by_torch():
+        for _ in range(2):
+            with mock.patch.object(liger_stand_in, "_try_norm", side_effect=try_norm) as tried:
+                use_liger(build_model(tiny_family("ernie4_5_moe"), "sdpa"), torch.float32)
+            counts.append(tried.call_count)
+    assert counts == [1, 0]
 
 
 def test_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,14 @@ class Parts:
     Forward: the innermost frame of the call stack whose module is a part of a step by `moe.util.step_parts`, or is
     FSDP's or an optimizer's, or whose `self` is one of the model's modules. Backward of operators: as in the forward
     that made the node of the graph.
+
+    Args:
+        until: code of the function that runs the step: frames outside of it say nothing of a step, and are not looked
+            at.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, until: CodeType | None = None):
+        self.until = until
         self.paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         layers = decoder_layers(model)
         self.layer_paths = {self.paths[layer]: number for number, layer in enumerate(layers)}
@@ -122,7 +127,7 @@ class Parts:
     def _of_frames(self, frame: FrameType | None, in_backward: bool) -> StepPlace:
         part: str | None = None
         layer: int | None = None
-        while frame is not None:
+        while frame is not None and frame.f_code is not self.until:
             code = self.told.get(id(frame.f_code)) or self._told_by(frame)
             if code.is_lasting:
                 return StepPlace(LASTING, None)

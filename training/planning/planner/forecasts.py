@@ -69,7 +69,18 @@ class Forecasts:
         Raises:
             ExpertMeshError: the model cannot be built, or not trained with these flags.
         """
-        return self._of_model(ModelFacts, "facts", config, lambda engine: engine.rehearsed_facts)
+
+        def of(engine: Any) -> Callable[..., ModelFacts]:
+            def find(whole: TrainConfig, *of_model: Any) -> ModelFacts:
+                found: ModelFacts = engine.rehearsed_facts(whole, *of_model)
+                if _leaves_kernel_open(whole):
+                    # a dry run asks with the kernel that was chosen, whose facts these are
+                    self._remember(found, replace(whole, expert_kernel=found.kernel), "facts")
+                return found
+
+            return find
+
+        return self._of_model(ModelFacts, "facts", config, of)
 
     def cuts(self, config: TrainConfig) -> Cuts:
         """
@@ -157,7 +168,7 @@ class Forecasts:
         # those that a run has are not known to every caller
         micro_batches = asked.config.micro_batches(asked.world_size)
         config = replace(config, global_batch_size=None, gradient_accumulation_steps=micro_batches)
-        if config.expert_precision != "fp8" and config.expert_kernel == "auto":
+        if _leaves_kernel_open(config):
             config = replace(config, expert_kernel=self.facts(config).kernel)
         return replace(asked, config=config, cluster=cluster, routing=routing, device=self.device)
 
@@ -178,12 +189,15 @@ class Forecasts:
         found = self._known(kind, *key)
         if found is None:
             found = _tried(find)
-            self._found[self._name(*key)] = found
-            if self._is_kept(key) and _lasts(found):
-                kept.keep(found, self._name(*key))
+            self._remember(found, *key)
         if isinstance(found, ExpertMeshError):
             raise found
         return found
+
+    def _remember(self, found: Any, *key: Any) -> None:
+        self._found[self._name(*key)] = found
+        if self._is_kept(key) and _lasts(found):
+            kept.keep(found, self._name(*key))
 
     def _known(self, kind: type[T], *key: Any) -> T | ExpertMeshError | None:
         name = self._name(*key)
@@ -204,6 +218,11 @@ def _key(asked: Asked) -> tuple[Any, ...]:
     # how much memory a card has changes no figure
     hardware = replace(asked.cluster.hardware, name="", device=replace(asked.cluster.hardware.device, memory=0.0))
     return asked.config, hardware, asked.cluster.gpus_per_node, asked.world_size, asked.rank, asked.routing
+
+
+def _leaves_kernel_open(config: TrainConfig) -> bool:
+    """Whether the experts' kernel is one that the model's facts tell."""
+    return config.expert_precision != "fp8" and config.expert_kernel == "auto"
 
 
 def _account(forecasts: Forecasts, asked: Asked) -> Account | ExpertMeshError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ....moe.torch_private import CalledDirectly, FakeTensor, FakeTensorMode
+from ....moe.torch_private import CalledDirectly, FakeTensor, FakeTensorMode, fake_like
 
 aten = torch.ops.aten
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -48,6 +48,8 @@ class FakeTensors(CalledDirectly, FakeTensorMode):
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         # torch's own
         self.cache_enabled = False
+        # attributes that a tensor on a device has when it is made
+        self._held: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
@@ -79,7 +81,11 @@ class FakeTensors(CalledDirectly, FakeTensorMode):
         else:
             made = torch.empty(0, dtype=result.dtype, device="meta")
             made.set_(args[result.given].untyped_storage(), result.offset, result.shape, result.stride)
-        return FakeTensor(self, made, result.device)
+        if result.device not in self._held:
+            first = FakeTensor(self, made, result.device)
+            self._held[result.device] = dict(vars(first))
+            return first
+        return fake_like(FakeTensor, made, result.device, self._held[result.device])
 
 
 def _looks(value: Any) -> Hashable:

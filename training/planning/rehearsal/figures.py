@@ -3,7 +3,7 @@ the time of all, memory, and bytes sent."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 
 from ....sharding.parallelize.offload import frozen_experts
@@ -92,15 +92,18 @@ def _sent_by(
 
 def parts_of(events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster) -> dict[str, PartCost]:
     """The parts of a step, of whose micro-batches a few were run: those after the first are alike."""
-    parts: defaultdict[str, PartCost] = defaultdict(PartCost)
+    # in the order of their fields: there are too many events for an object each
+    parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(fields(PartCost)))
     for event in events:
-        often, recomputed = times[event.micro], (event.flops - event.needed) * (event.phase != "optimizer step")
-        cost = PartCost(often * event.flops, often * recomputed, sent=often * event.sent)
+        often, part = times[event.micro], parts[event.place.part or "other"]
+        part[0] += often * event.flops
+        part[1] += often * ((event.flops - event.needed) * (event.phase != "optimizer step"))
+        part[4] += often * event.sent
         if event.is_kernel:
-            seconds = often * event_seconds(event, cluster.hardware)
-            cost = replace(cost, moved=often * event.moved, kernels=often, seconds=seconds)
-        parts[event.place.part or "other"] += cost
-    return dict(parts)
+            part[2] += often * event.moved
+            part[3] += often
+            part[5] += often * event_seconds(event, cluster.hardware)
+    return {name: PartCost(*part) for name, part in parts.items()}
 
 
 def needed_flops(rehearsed: Rehearsed, times: Mapping[int | None, int]) -> float:

@@ -5,16 +5,16 @@ Shape suffixes: N rows, D width; B sequences, S positions, H heads of queries an
 the tables.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...fused import liger, liger_norm, liger_rotary
-from ...fused.liger_norm import Norm
+from ...fused.liger_norm import Norm, kind_of
 
 _PROCESSORS = 132
 """Of an H100, each of which sums up its part of a weight's gradient."""
@@ -25,10 +25,23 @@ def computed_by_torch() -> Iterator[None]:
     """Within it, models are tried and built as where liger-kernel is installed."""
     with (
         mock.patch.object(liger, "is_installed", return_value=True),
+        mock.patch.object(liger_norm, "try_norm", _try_once),
         mock.patch.object(liger_norm, "rms_norm", plain_norm),
         mock.patch.object(liger_rotary, "rotate", plain_rotate),
     ):
         yield
+
+
+_try_norm = liger_norm.try_norm
+_TRIED: dict[Hashable, Norm | None] = {}
+"""What trials have found: of all models of a process, as a plan builds many of the same layers."""
+
+
+def _try_once(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Norm | None:
+    key = kind_of(module), dtype, device
+    if key not in _TRIED:
+        _TRIED[key] = _try_norm(module, dtype, device)
+    return _TRIED[key]
 
 
 def plain_norm(x: Tensor, weight_D: Tensor | None, norm: Norm) -> Tensor:

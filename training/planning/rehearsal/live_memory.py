@@ -62,6 +62,7 @@ class LiveTensors(CalledDirectly, Pausable, TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         self.left_out: set[int] = set()
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._numbering = itertools.count()
         self.total = 0
         self.peak = 0
@@ -123,7 +124,8 @@ class LiveTensors(CalledDirectly, Pausable, TorchDispatchMode):
         else:
             self.sizes[key], self.numbers[key] = 0, next(self._numbering)
             self._change(key, storage.nbytes())
-        weakref.finalize(storage, self._drop, key)
+        # not weakref.finalize, which takes several times as long to be made and to be called
+        self._ends[key] = weakref.ref(storage, lambda _: self._drop(key))
 
     def _change(self, key: int, more: int) -> None:
         self.sizes[key] += more
@@ -132,6 +134,7 @@ class LiveTensors(CalledDirectly, Pausable, TorchDispatchMode):
         self.peak = max(self.peak, self.total)
 
     def _drop(self, key: int) -> None:
+        del self._ends[key]
         if key in self.left_out:
             self.left_out.remove(key)
             return

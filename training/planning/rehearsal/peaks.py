@@ -1,7 +1,7 @@
 """What a rank holds over a step: the peak by kind of memory, and of every layer and phase."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,24 +29,27 @@ def held_at(
     held = dict.fromkeys(KINDS, 0) | {"optimizer": state}
     total = most = state
     at_most = before_update = tuple(held.values())
-    found: dict[Moment, tuple[int, ...]] = {}
+    # of each moment its first event, the most bytes and their kinds; a `Moment` for each event would take too long
+    found: dict[Hashable, tuple[Event, int, tuple[int, ...]]] = {}
+    key: Hashable = None
     for number, entry in enumerate(recorder.log):
         if number == recorder.update_begins[1]:
             before_update = tuple(held.values())
         if isinstance(entry, Event):
             # what has changed since the event before belongs to this one
-            moment = entry.moment
-            if moment not in found or most > sum(found[moment]):
-                found[moment] = at_most
+            key = entry.of_moment
+            known = found.get(key)
+            if known is None or most > known[1]:
+                found[key] = (entry if known is None else known[0]), most, at_most
             most, at_most = total, tuple(held.values())
         elif (kind := kinds.get(entry.storage)) is not None:
             held[kind] += entry.more
             total += entry.more
             if total > most:
                 most, at_most = total, tuple(held.values())
-    if found and most > sum(found[moment]):
-        found[moment] = at_most
-    return found, before_update
+    if found and most > found[key][1]:
+        found[key] = found[key][0], most, at_most
+    return {event.moment: of_kinds for event, _, of_kinds in found.values()}, before_update
 
 
 def kept_of(recorder: Recorder, kinds: Mapping[int, MemoryTerm]) -> list[tuple[Maker, int]]:

@@ -110,9 +110,14 @@ class Event:
         return self.come_to if self.place.layer is None else self.place.layer
 
     @property
-    def moment(self) -> Moment:
+    def of_moment(self) -> tuple[Any, ...]:
+        """What its moment consists of."""
         action = None if self.action is None else (self.action.kind, self.action.stage)
-        return Moment(self.phase, self.micro, action, self.layer, self.place.part or "other", self.name)
+        return self.phase, self.micro, action, self.layer, self.place.part or "other", self.name
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(*self.of_moment)
 
     @property
     def told(self) -> str:
@@ -193,8 +198,9 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
         # what is made once in a run is of no step
         if place.part != LASTING:
             self.num_calls += 1
-            if not _moves_nothing(operator):
-                self._record(operator, place, args, kwargs, result)
+            known = _KNOWN.get(operator) or _known_of(operator)
+            if not known.moves_nothing:
+                self._record(known, place, args, kwargs, result)
         return result
 
     def kernel(
@@ -324,22 +330,23 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
 
     def _made_by(self, place: StepPlace) -> None:
         """Note the origin of storages that are new since the last operator."""
-        phase = "recomputation" if place.is_recomputed else self.phase
-        for storage in self._unmade:
-            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
+        if not self._unmade:
+            return
+        maker = Maker(place, "recomputation" if place.is_recomputed else self.phase, self.micro, self.layer)
+        self.makers.update(dict.fromkeys(self._unmade, maker))
         self._unmade.clear()
 
-    def _record(self, operator: Any, place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:
-        name = operator.name()
+    def _record(self, known: "_Known", place: StepPlace, args: Any, kwargs: Any, result: Any) -> None:
+        name = known.name
         event = self._event(name, place)
-        inputs, changed = _inputs(operator, args, kwargs)
+        inputs, changed = known.inputs(args, kwargs)
         if name in _FILLED:
             inputs = []
         elif name == _FILLS_A_PART:
             # the other argument is the buffer
             inputs = list(args[0])
         results = tensors_in(result)
-        fresh = [tensor for tensor in results if _is_fresh(tensor, inputs + changed)]
+        fresh = _fresh(results, inputs + changed)
         if name in _GATHERS:
             index = [tensor for tensor in inputs[1:] if not tensor.is_floating_point()]
             event.read = _bytes_read(index) + sum(map(_bytes, fresh))
@@ -348,7 +355,7 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
         event.written = event.read if name == _FILLS_A_PART else sum(map(_bytes, changed + fresh))
         matmul = _MATMULS.get(name)
         if matmul is not None:
-            event.flops = 2.0 * matmul.products(inputs + changed, results, args) * _seen(operator, inputs, args)
+            event.flops = 2.0 * matmul.products(inputs + changed, results, args) * _seen(known.operator, inputs, args)
         event.work = self._no_matmul(event)
         if matmul is not None and event.flops:
             event.work = matmul.work(inputs + changed, args, event.flops, name)
@@ -391,9 +398,10 @@ def _group_of(args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
     raise AssertionError("a collective without a group")
 
 
-def _is_fresh(tensor: Tensor, inputs: list[Tensor]) -> bool:
-    storage = tensor.untyped_storage()._cdata
-    return all(other.untyped_storage()._cdata != storage for other in inputs)
+def _fresh(results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The results that lie in no storage of the inputs."""
+    given = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return [tensor for tensor in results if tensor.untyped_storage()._cdata not in given]
 
 
 _IN_SOME_LAYER = frozenset({"gradients added up", "other"})
@@ -428,34 +436,81 @@ _WRITTEN_WITH = {("aten::_fused_adamw_", "grads"): "grad_scale"}
 scaled are written back."""
 
 
-def _moves_nothing(operator: Any) -> bool:
-    return operator.is_view or operator.name() in _NO_KERNEL
+class _Argument(NamedTuple):
+    """An argument that an operator declares. is_written: whether it says that it changes it. only_with: the argument
+    without which it does not."""
+
+    name: str
+    is_written: bool
+    only_with: str
 
 
-def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """(read, changed) tensors among an operator's arguments."""
-    read: list[Tensor] = []
-    changed: list[Tensor] = []
-    declared = operator._schema.arguments
-    by_name = dict(zip((a.name for a in declared), args, strict=False)) | kwargs
-    for argument in declared:
-        if argument.name not in by_name:
-            continue
-        tensors = tensors_in(by_name[argument.name])
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        is_written &= by_name.get(_WRITTEN_WITH.get((operator.name(), argument.name), ""), True) is not None
-        (changed if is_written else read).extend(tensors)
-    return read, changed
+class _Known(NamedTuple):
+    """What is asked of an operator at each of its calls, found out once: a step calls few of them very often.
+
+    moves_nothing: whether it is no kernel.
+    """
+
+    operator: Any
+    name: str
+    moves_nothing: bool
+    arguments: tuple[_Argument, ...]
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """(read, changed) tensors among its arguments."""
+        read: list[Tensor] = []
+        changed: list[Tensor] = []
+        here = len(args)
+        for number, argument in enumerate(self.arguments):
+            if number < here:
+                value = args[number]
+            elif argument.name in kwargs:
+                value = kwargs[argument.name]
+            else:
+                continue
+            is_tensor = isinstance(value, Tensor)
+            if not is_tensor and not isinstance(value, list | tuple):
+                continue
+            is_written = argument.is_written and (not argument.only_with or self._is_given(argument, args, kwargs))
+            into = changed if is_written else read
+            if is_tensor:
+                into.append(value)
+            else:
+                into += tensors_in(value)
+        return read, changed
+
+    def _is_given(self, argument: _Argument, args: Any, kwargs: Any) -> bool:
+        names = (each.name for each in self.arguments)
+        by_name = dict(zip(names, args, strict=False)) | kwargs
+        return by_name.get(argument.only_with, True) is not None
+
+
+_KNOWN: dict[Any, _Known] = {}
+"""By operator."""
+
+
+def _known_of(operator: Any) -> _Known:
+    name = operator.name()
+    arguments = tuple(
+        _Argument(
+            each.name,
+            each.alias_info is not None and each.alias_info.is_write,
+            _WRITTEN_WITH.get((name, each.name), ""),
+        )
+        for each in operator._schema.arguments
+    )
+    _KNOWN[operator] = _Known(operator, name, operator.is_view or name in _NO_KERNEL, arguments)
+    return _KNOWN[operator]
 
 
 def _bytes_read(*groups: Sequence[Tensor]) -> int:
     """Bytes of the tensors: parts of one storage add up, but within a group none counts twice."""
     of_storages: dict[int, int] = {}
     for tensors in groups:
-        parts = {
-            (t.untyped_storage()._cdata, t.storage_offset(), t.shape): (_bytes(t), t.untyped_storage().nbytes())
-            for t in tensors
-        }
+        parts: dict[Any, tuple[int, int]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            parts[storage._cdata, tensor.storage_offset(), tensor.shape] = _bytes(tensor), storage.nbytes()
         for (storage, _, _), (size, whole) in parts.items():
             of_storages[storage] = min(of_storages.get(storage, 0) + size, whole)
     return sum(of_storages.values())
@@ -464,6 +519,8 @@ def _bytes_read(*groups: Sequence[Tensor]) -> int:
 def _bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements, those along an expanded dimension once."""
     strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.numel() * tensor.element_size()
     shown = prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride != 0 or size == 0)
     return int(shown) * tensor.element_size()
 

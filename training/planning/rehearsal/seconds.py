@@ -9,9 +9,9 @@ Left out: stragglers, data loading, and in a pipeline that different collectives
 other stages is not on its clock (see `planner.pipelines`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -116,7 +116,8 @@ def layer_costs(
         kept: see `Rehearsed`. kinds: of the layers that were run.
     """
     clock, last = EventClock(cluster), max(event.micro for event in events if event.micro is not None)
-    found: defaultdict[str, LayerCosts] = defaultdict(LayerCosts)
+    # in the order of their fields: there are too many events for an object each
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(fields(LayerCosts)))
     has_seen_layers = {True: False, False: False}
     for event in events:
         before, is_forward = clock.now, event.phase == "forward"
@@ -128,12 +129,15 @@ def layer_costs(
         is_root = event.place.part == FSDP or event.unit is not None
         where = ("root" if is_root else around) if event.layer is None else str(kinds[event.layer])
         seconds = clock.now - before
-        found[where] += LayerCosts(seconds, 0.0) if is_forward else LayerCosts(0.0, seconds)
+        costs = found[where]
+        costs[0 if is_forward else 1] += seconds
         if is_forward and event.flops and event.place.part == "expert GEMMs":
-            found[where] += LayerCosts(weights=event_seconds(event, cluster.hardware), queued=event.moved)
+            costs[2] += event_seconds(event, cluster.hardware)
+            costs[4] += event.moved
     around = "before"
     for maker, size in kept:
         if maker.micro == last:
             around = around if maker.layer is None else "after"
-            found[around if maker.layer is None else str(kinds[maker.layer])] += LayerCosts(kept=size)
-    return {where: cost * (1 / max(1, list(map(str, kinds)).count(where))) for where, cost in found.items()}
+            found[around if maker.layer is None else str(kinds[maker.layer])][3] += size
+    layers = Counter(map(str, kinds))
+    return {where: LayerCosts(*costs) * (1 / max(1, layers[where])) for where, costs in found.items()}

@@ -190,7 +190,7 @@ def _rehearse(
         # forwards of mismatched answers are not modelled
         objective = replace(task_of(config).objective(config, DataTraits()), complete=as_they_are)
         of_step = model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update
-        recorder = Recorder(Parts(model))
+        recorder = Recorder(Parts(model, until=_rehearse.__code__))
         given = partial(_giving, asked, batch.num_tokens, shape.top_k, shares)
         shared: list[Tensor] = []
         if not is_gpu and not is_update_alone:
