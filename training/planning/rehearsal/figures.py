@@ -3,7 +3,7 @@ the time of all, memory, and bytes sent."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from ....sharding.parallelize.offload import frozen_experts
@@ -92,18 +92,18 @@ def _sent_by(
 
 def parts_of(events: Sequence[Event], times: Mapping[int | None, int], cluster: Cluster) -> dict[str, PartCost]:
     """The parts of a step, of whose micro-batches a few were run: those after the first are alike."""
-    # in the order of their fields: there are too many events for an object each
-    parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(fields(PartCost)))
+    # there are too many events for an object each
+    parts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         often, part = times[event.micro], parts[event.place.part or "other"]
-        part[0] += often * event.flops
-        part[1] += often * ((event.flops - event.needed) * (event.phase != "optimizer step"))
-        part[4] += often * event.sent
+        part["flops"] += often * event.flops
+        part["recomputed"] += often * ((event.flops - event.needed) * (event.phase != "optimizer step"))
+        part["sent"] += often * event.sent
         if event.is_kernel:
-            part[2] += often * event.moved
-            part[3] += often
-            part[5] += often * event_seconds(event, cluster.hardware)
-    return {name: PartCost(*part) for name, part in parts.items()}
+            part["moved"] += often * event.moved
+            part["kernels"] += often
+            part["seconds"] += often * event_seconds(event, cluster.hardware)
+    return {name: PartCost(**part) for name, part in parts.items()}
 
 
 def needed_flops(rehearsed: Rehearsed, times: Mapping[int | None, int]) -> float:

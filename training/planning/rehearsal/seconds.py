@@ -11,7 +11,7 @@ other stages is not on its clock (see `planner.pipelines`).
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -116,8 +116,8 @@ def layer_costs(
         kept: see `Rehearsed`. kinds: of the layers that were run.
     """
     clock, last = EventClock(cluster), max(event.micro for event in events if event.micro is not None)
-    # in the order of their fields: there are too many events for an object each
-    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(fields(LayerCosts)))
+    # there are too many events for an object each
+    found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     has_seen_layers = {True: False, False: False}
     for event in events:
         before, is_forward = clock.now, event.phase == "forward"
@@ -130,14 +130,14 @@ def layer_costs(
         where = ("root" if is_root else around) if event.layer is None else str(kinds[event.layer])
         seconds = clock.now - before
         costs = found[where]
-        costs[0 if is_forward else 1] += seconds
+        costs["forward" if is_forward else "backward"] += seconds
         if is_forward and event.flops and event.place.part == "expert GEMMs":
-            costs[2] += event_seconds(event, cluster.hardware)
-            costs[4] += event.moved
+            costs["weights"] += event_seconds(event, cluster.hardware)
+            costs["queued"] += event.moved
     around = "before"
     for maker, size in kept:
         if maker.micro == last:
             around = around if maker.layer is None else "after"
-            found[around if maker.layer is None else str(kinds[maker.layer])][3] += size
+            found[around if maker.layer is None else str(kinds[maker.layer])]["kept"] += size
     layers = Counter(map(str, kinds))
-    return {where: LayerCosts(*costs) * (1 / max(1, layers[where])) for where, costs in found.items()}
+    return {where: LayerCosts(**costs) * (1 / max(1, layers[where])) for where, costs in found.items()}
