@@ -4,8 +4,10 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()  # packages complain of objects that outlive the process
+    # whose end somebody has to wait for: else the seconds of its forks, the ranks, are counted by nobody. What another
+    # fork still holds of it would have that wait for ever
+    fork_server: Any = forkserver
+    stop = threading.Thread(target=fork_server._forkserver._stop, daemon=True)
+    stop.start()
+    stop.join(timeout=10.0)
     if "PYTEST_XDIST_WORKER" not in os.environ and not config.option.collectonly:
         print(f"\n{seconds_used(time.monotonic() - BEGUN, os.times())}")
 
