@@ -1,5 +1,6 @@
 """Another tool's file of settings, written as one of ours: nothing of it is lost, and what is written is taken."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,18 @@ def test_of_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepspeed: ds.json: FSDP2 always shards" in comments
 
 
-def test_every_key_is_somewhere(tmp_path: Path) -> None:
-    """The commonest keys of each tool, one at a time: what is written for it is taken, and it is named."""
-    asked = {(name, value) for theirs in keys().values() for name, values in theirs for value in values or ["7"]}
-    assert len(asked) > 300
+@pytest.mark.parametrize("tool", keys())
+def test_every_key_is_somewhere(tool: str, tmp_path: Path) -> None:
+    """The commonest keys of a tool, with each value asked about: all are named, and what is written is taken."""
     file = tmp_path / "theirs.yaml"
-    for name, value in asked:
-        file.write_text(f"{name}: {value}\n", encoding="utf-8")
+    asked = [(name, values or ["7"]) for name, values in keys()[tool]]
+    for number in range(max(len(values) for _, values in asked)):
+        theirs = {name: values[min(number, len(values) - 1)] for name, values in asked}
+        file.write_text(yaml.safe_dump(theirs), encoding="utf-8")
         written = migrate(file)
         text = written.text()
-        assert (name in text) if written.settings else (f"#   {name}: {value}" in text), text
+        for name, value in theirs.items():
+            assert name in written.settings or re.search(rf"[#;] +{name}: {value}\b", text), (name, value, text)
         file.write_text(text, encoding="utf-8")
         taken = given_settings(["--config", str(file)]).file
         assert {key: taken[key] for key in written.settings} == written.settings, text
@@ -102,6 +105,12 @@ def test_two_keys_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[s
     settings, comments = migrated("cutoff_len: 4096\nsequence_len: 2048\n", tmp_path, capsys)
     assert settings["max_seq_length"] == 4096
     assert "sequence_len: 2048: max_seq_length is 4096 already, by cutoff_len: 4096" in comments
+
+
+@pytest.mark.parametrize("text", ["{prompt}\nAnswer: ", "no", "010", "a # b", "- c", "'d'", "\u00e9\t\\n"])
+def test_a_text_is_what_it_was(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    migrated(yaml.safe_dump({"model": "m", "system_column": text}), tmp_path, capsys)
+    assert given_settings(["--config", str(tmp_path / "ours.yaml")]).file["system_column"] == text
 
 
 def test_what_does_not_go_together_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

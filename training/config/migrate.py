@@ -36,10 +36,10 @@ class Migrated:
     def take(self, settings: Mapping[str, Any], note: str) -> None:
         """Write settings, but for those that have another value already."""
         for name, value in settings.items():
-            if self.settings.setdefault(name, value) != value:
-                self.open.append(f"{note}: {name} is {self.settings[name]} already, by {self.notes[name] or name}")
+            if self.settings.setdefault(name, value) == value:
+                self.notes[name] = "; ".join(filter(None, (self.notes.get(name), note)))
             else:
-                self.notes.setdefault(name, note)
+                self.open.append(f"{note}: {name} is {self.settings[name]} already, by {self.notes[name]}")
 
     def text(self) -> str:
         """As YAML, with comments."""
@@ -47,10 +47,9 @@ class Migrated:
 
     def _lines(self) -> Iterator[str]:
         for name, value in self.settings.items():
-            note = f"  # {self.notes[name]}" if self.notes[name] else ""
-            # of a list, as YAML ends a text alone by a line of its own
-            (as_list,) = yaml.safe_dump([value], allow_unicode=True, default_flow_style=True, width=inf).splitlines()
-            yield f"{name}: {as_list[1:-1]}{note}"
+            # not where the other tool calls it so, too
+            note = "" if self.notes[name].startswith(f"{name}: ") else f"  # {self.notes[name]}"
+            yield f"{name}: {_as_yaml(value)}{note}"
         for title, lines in (("Left out, as it is done anyway", self.left_out), ("Open", self.open)):
             yield from ["", f"# {title}:", *(f"#   {' '.join(line.split())}" for line in lines)] if lines else []
 
@@ -85,7 +84,7 @@ def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> N
     except ExpertMeshError as error:
         migrated.open.append(f"{written}: {error}")
         return
-    migrated.take(settings, "" if key in settings else written)
+    migrated.take(settings, written)
     if not settings:
         migrated.left_out.append(written)
 
@@ -114,6 +113,14 @@ def _here(parser: FlagParser, key: str, value: Any) -> dict[str, Any]:
     if words is None:
         raise ExpertMeshError(instead)
     return parse_words(parser, words)
+
+
+def _as_yaml(value: Any) -> str:
+    """In one line."""
+    quotes = '"' if "\\n" in repr(value) else None
+    # of a list, as YAML ends a text alone by a line of its own
+    as_list = yaml.safe_dump([value], allow_unicode=True, default_flow_style=True, default_style=quotes, width=inf)
+    return as_list.strip()[1:-1]
 
 
 def _in_line(value: Any) -> str:

@@ -52,7 +52,7 @@ def use_liger_norm(
 
     known: what modules have been found to compute; one like another is not tried again.
     """
-    kind = kind_of(module)
+    kind = norm_kind(module)
     if kind not in known:
         known[kind] = try_norm(module, dtype, device)
     norm = known[kind]
@@ -76,7 +76,7 @@ def may_be_norm(module: nn.Module) -> bool:
     return is_plain and has_epsilon and all(p.dim() == 1 for p in parameters) and "Norm" in type(module).__name__
 
 
-def kind_of(module: nn.Module) -> Hashable:
+def norm_kind(module: nn.Module) -> Hashable:
     """The same for modules that compute the same, whatever their weights."""
     plain = tuple((name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str))
     return type(module), plain, tuple((name, p.shape) for name, p in module.named_parameters())

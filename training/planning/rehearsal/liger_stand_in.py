@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fused import liger, liger_norm, liger_rotary
-from ...fused.liger_norm import Norm, kind_of
+from ...fused.liger_norm import Norm, norm_kind
 
 _PROCESSORS = 132
 """Of an H100, each of which sums up its part of a weight's gradient."""
@@ -38,7 +38,7 @@ _TRIED: dict[Hashable, Norm | None] = {}
 
 
 def _try_once(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Norm | None:
-    key = kind_of(module), dtype, device
+    key = norm_kind(module), dtype, device
     if key not in _TRIED:
         _TRIED[key] = _try_norm(module, dtype, device)
     return _TRIED[key]
