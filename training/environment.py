@@ -75,10 +75,25 @@ def commit_of(checkout: Path) -> str | None:
 
 def _devices(ranks: Ranks) -> str:
     """Such as "8 x NVIDIA H100 80GB HBM3", over all ranks."""
-    own = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     names: list[str] = [""] * ranks.world_size
-    dist.all_gather_object(names, own)
+    dist.all_gather_object(names, device_name(ranks.device))
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def device_name(device: torch.device) -> str:
+    """Such as "NVIDIA H100 80GB HBM3", or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def unseen_gpus(directory: Path = Path("/dev")) -> str:
+    """Why torch sees no GPU where there are signs of one, in words; empty where there are none, or torch sees it."""
+    if torch.cuda.is_available():
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    signs = [f"CUDA_VISIBLE_DEVICES is {visible}"] if visible not in ("", "-1") else []
+    signs += [f"there is {file}" for file in sorted(directory.glob("nvidia[0-9]*"))[:1]]
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"{' and '.join(signs)}, but torch {torch.__version__}, {built}, sees no GPU" if signs else ""
 
 
 def cpu_model() -> str | None:

@@ -99,7 +99,7 @@ def test_a_preview_needs_no_ranks(runs: Runs) -> None:
     ended = runs(1, "--preview --ep-size 8 --pp-size 2 --pipeline-layers 1,1 --tp-size 2 --async-tp")
     said = " ".join(ended.printed.split())
     assert "note: a preview in one process ignores --ep-size 8 --tp-size 2 --pp-size 2: figures" in said
-    assert "layout 1 rank = dp 1 x ep 1; 8 experts per rank" in said
+    assert "layout 1 rank on CPU = dp 1 x ep 1; 8 experts per rank" in said
     assert "an epoch" in said
 
 

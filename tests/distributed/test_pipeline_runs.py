@@ -42,7 +42,7 @@ def test_a_whole_run(runs: Runs, tmp_path: Path) -> None:
         "--max-steps 4 --load-best-model-at-end"
     )
     found, expected = runs(4, f"{flags} --pp-size 2", "stages"), runs(2, flags, "alone")
-    assert "layout  4 ranks = pp 2 x dp 1 x ep 2; 4 experts per rank; 12 sequences per step" in found.printed
+    assert "layout  4 ranks on CPU = pp 2 x dp 1 x ep 2; 4 experts per rank; 12 sequences per step" in found.printed
     assert "batch: 12 sequences = 2 pipelines x 3 sequences x 2 micro-batches; dense shard full" in found.printed
     assert "pipeline: 2 stages of 2 and 2 layers (balanced by floating point operations); 1f1b, " in found.printed
     assert json.loads((found.out / "environment.json").read_text())["global_batch_size"] == 12

@@ -1,12 +1,15 @@
 """What is said of the data before the first step."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from expertmesh.training.config.train_config import make_config
 from expertmesh.training.data.samples import Sample
-from expertmesh.training.run.banner import _unknown
+from expertmesh.training.environment import unseen_gpus
+from expertmesh.training.run.banner import _on_cpu, _unknown
 
 
 def inputs(tokens: list[list[int]], **tokenizer: Any) -> Any:
@@ -31,3 +34,30 @@ def test_text_without_tokens_is_warned_of(
 ) -> None:
     said = _unknown(inputs(tokens, **tokenizer))
     assert [line.split(" of the first")[0] for line in said] == ([] if share is None else [f"warning: {share}"])
+
+
+@pytest.mark.parametrize("visible", [None, "", "-1", "0,1"])
+@pytest.mark.parametrize("is_seen", [False, True])
+@pytest.mark.parametrize("files", [[], ["nvidiactl"], ["nvidia1", "nvidia0"]])
+def test_gpus_that_torch_does_not_see(
+    visible: str | None, is_seen: bool, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: is_seen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for file in files:
+        (tmp_path / file).touch()
+    said = unseen_gpus(tmp_path)
+    assert ("CUDA_VISIBLE_DEVICES is 0,1" in said) == (visible == "0,1" and not is_seen)
+    assert (f"there is {tmp_path}/nvidia0" in said) == (len(files) == 2 and not is_seen)
+    assert bool(said) == (not is_seen and (visible == "0,1" or len(files) == 2))
+
+
+def test_a_run_on_the_cpu_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (said,) = _on_cpu(make_config({"model": "m"}))
+    assert said.startswith("warning: this run is on the CPU: CUDA_VISIBLE_DEVICES is 0")
+    assert said.endswith("give --use-cpu")
+    assert _on_cpu(make_config({"model": "m", "use_cpu": True})) == []

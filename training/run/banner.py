@@ -18,6 +18,7 @@ from ..data.preview import describe_origin, lost_in_words, warnings_of
 from ..data.samples import Origin
 from ..data.sequences import DataOrder
 from ..engine.engine import Engine
+from ..environment import device_name, unseen_gpus
 from ..loss.head import loss_head
 from ..planning.rank_memory import Forecast
 from ..start.inputs import Inputs
@@ -43,6 +44,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
     """What `first_lines` leaves out: what computes, how it is trained, and each data set. Some are warnings."""
     config, source = engine.config, engine.source
     lines = [
+        *_on_cpu(config),
         _batch(engine.topology, config, order),
         *memory.details(engine.topology.world_size, config),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {engine.kernel.name} ({engine.kernel.why}), "
@@ -62,6 +64,12 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
         lines += _too_long(inputs, source)
         lines += _unknown(inputs)
     return lines
+
+
+def _on_cpu(config: TrainConfig) -> list[str]:
+    """A warning where nobody asked for the CPU that the run is on."""
+    unseen = "" if config.use_cpu else unseen_gpus()
+    return [f"warning: this run is on the CPU: {unseen}; if that is meant, give --use-cpu"] if unseen else []
 
 
 def _model(engine: Engine) -> str:
@@ -135,7 +143,7 @@ def _layout(num_experts: int, engine: Engine, order: DataOrder) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "pp" or size > 1)
     within = "".join(f", {name} {size}" for name, size in (("cp", config.cp_size), ("tp", config.tp_size)) if size > 1)
     return (
-        f"{_plural(topology.world_size, 'rank')} = {axes}{within}; "
+        f"{_plural(topology.world_size, 'rank')} on {device_name(engine.ranks.device)} = {axes}{within}; "
         f"{_plural(num_experts // topology.ep_size, 'expert')} per rank; "
         f"{_plural(order.global_batch_size, _entry(config))} per step"
     )
