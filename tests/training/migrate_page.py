@@ -22,7 +22,8 @@ torchrun --nproc-per-node 8 train_ep.py --config theirs.yaml
    instead, or why it has no counterpart; and what LLaMA-Factory, ms-swift and axolotl have by default that is
    something else here, such as LoRA. Flags and arguments of `expertmesh.load` are answered in the same way.
 2. `python train_ep.py migrate theirs.yaml > ours.yaml` writes what it can: each setting with the key that it is from,
-   the other tool's defaults that are something else here, and at the end, in comments, what is left to you.
+   those defaults that are something else here, and at the end, in comments, what is left to you. Defaults of
+   transformers, trl and Megatron are not compared.
 3. Look at the data with [`--preview`](prepare-data.md#look-at-what-the-model-sees). A list of tables, such as axolotl's
    `datasets`, becomes a list of files; their columns are found by name.
 

@@ -25,7 +25,8 @@ gradient_accumulation_steps: 8
 learning_rate: 1.0e-4
 num_train_epochs: 3.0
 plot_loss: true
-flash_attn: 'no'
+flash_attn: fa2
+torch_dtype: bfloat16
 wibble: "3\\nmodel: other"
 """
 AXOLOTL = """
@@ -34,7 +35,7 @@ load_in_4bit: true
 adapter: qlora
 datasets:
   - {path: org/data, type: alpaca}
-  - {path: more.jsonl, type: chat_template}
+  - {path: more.jsonl, type: {field_instruction: ask}}
 sequence_len: 4096
 sample_packing: true
 micro_batch_size: 2
@@ -57,13 +58,13 @@ def migrated(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> t
 
 
 def test_of_llama_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, comments = migrated(LLAMA_FACTORY, tmp_path, capsys)
+    _, comments = migrated(LLAMA_FACTORY, tmp_path, capsys)
     config = parse_config(["--config", str(tmp_path / "ours.yaml")])
     assert (config.model, config.dataset, config.adapter, config.lora_rank) == ("org/moe", ["a.jsonl"], "lora", 8)
     assert (config.max_seq_length, config.gradient_accumulation_steps, config.learning_rate) == (4096, 8, 1e-4)
     # 16 there by default, which is twice the rank; 32 here
     assert (config.lora_alpha, config.lora_targets) == (16, ["all-linear"])
-    assert settings["attn_implementation"] == "no"
+    assert (config.attn_implementation, config.bf16) == ("flash_attention_2", True)
     left_out, to_do = comments.split("# Open:")
     assert "plot_loss: true" in left_out
     assert "stage: sft" in left_out
@@ -80,7 +81,8 @@ def test_of_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (config.lora_rank, config.lora_alpha, config.warmup_steps) == (32, 16, 10)
     # what axolotl has by default
     assert (config.lr_scheduler_type, config.truncation) == ("cosine", "drop")
-    assert 'datasets: {"path": "org/data", "type": "alpaca"}: look at its columns with --preview' in comments
+    assert "datasets: {path: org/data, type: alpaca}: its path alone is taken; see --preview" in comments
+    assert "type: {field_instruction: ask}}" in comments
     assert "deepspeed: ds.json: FSDP2 always shards" in comments
 
 
@@ -99,6 +101,45 @@ def test_every_key_is_somewhere(tool: str, tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         taken = given_settings(["--config", str(file)]).file
         assert {key: taken[key] for key in written.settings} == written.settings, text
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "comment"),
+    [
+        ("unfrozen_parameters: [lm_head]", {}, "#   unfrozen_parameters: lm_head: give --freeze with the parameters"),
+        ("debug: underflow_overflow", {}, "#   debug: underflow_overflow: give --detect-anomaly or --debug-ranks"),
+        ("output_router_logits: true", {}, "#   output_router_logits: true: give --router-aux-loss-coef"),
+        ("mtp_num_layers: 2", {"train_mtp": 0.1}, ""),
+        ("mtp_num_layers: 1\nmtp_loss_scaling_factor: 0.3", {"train_mtp": 0.1}, "train_mtp is 0.1 already"),
+        ("pretraining_dataset: org/text", {}, "#   pretraining_dataset: org/text: give --dataset, --text-column"),
+        (
+            "completion_only_loss: true\nassistant_only_loss: false",
+            {"train_on": "all"},
+            "is not what --train-on all says",
+        ),
+        ("train_on_eos: all", {}, "#   train_on_eos: all: what ends an answer is trained with it"),
+        ("train_on_eos: turn", {}, "# Left out, as it is done anyway:"),
+        ("max_length:\nlr: 0.001", {"learning_rate": 0.001}, "# Left out, as it is empty:\n#   max_length:\n"),
+        ("optim: adamw_torch_4bit", {"optim": "adamw_torch_8bit"}, "# optim: adamw_torch_4bit"),
+        ("micro-batch-size: 3\ntrain-iters: 7", {"per_device_train_batch_size": 3, "max_steps": 7}, ""),
+        ("torch_dtype: bfloat16", {"bf16": True}, ""),
+        ("bf16: auto", {"bf16": True}, ""),
+        ("adapter: qlora", {"adapter": "lora", "base_dtype": "nf4"}, ""),
+        ("eval_ratio: 500", {}, "#   eval_ratio: 500: --eval-ratio 500.0: must be"),
+        ("lr_scheduler: rex", {}, "#   lr_scheduler: rex: --lr-scheduler-type: unknown schedule rex"),
+        ("chat_template: llama3", {}, "#   chat_template: llama3: --chat-template llama3: "),
+        ("datasets: [{path: a}, {data_files: b}]", {"dataset": ["a"]}, "#   datasets: {data_files: b}: "),
+        ('wibble: "a\\x1b[0mb"', {}, "#   wibble: a [0mb: unknown key wibble"),
+        ("packing: true\npadding_free: true", {"packing": True}, "# packing: true; padding_free: true"),
+    ],
+)
+def test_in_its_meaning_or_open(
+    text: str, settings: dict[str, Any], comment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was once written wrongly, or lost."""
+    found, _ = migrated(text, tmp_path, capsys)
+    assert found == settings
+    assert comment in (tmp_path / "ours.yaml").read_text(encoding="utf-8")
 
 
 def test_two_keys_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

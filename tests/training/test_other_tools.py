@@ -144,7 +144,7 @@ def test_an_answer_trains_what_was_asked_for(key: str, settings: dict[str, Any],
         ("kto_undesirable_weight", "--undesirable-weight"),
         ("teacher_model_name_or_path", "--teacher"),
         ("gkd_logits_topk", "--teacher-top-k"),
-        ("mtp_num_layers", "--train-mtp"),
+        ("mtp_num_layers", "--train-mtp 0.1"),
     ],
 )
 def test_keys_of_preferences_distillation_and_mtp(key: str, flag: str) -> None:

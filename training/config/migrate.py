@@ -10,11 +10,20 @@ from typing import Any
 import yaml
 
 from ...moe.util.errors import ExpertMeshError, problems_of
-from ...moe.util.parser import Parser, unknown_name
+from ...moe.util.parser import Parser, flag_of, unknown_name
 from ...moe.util.terminal import ends_with_reader
 from .flags import FlagParser
-from .other_tools import LEAVE_OUT
-from .train_config import TrainConfig, as_words, make_parser, parse_words, read_yaml, words_of, written_by_name
+from .train_config import (
+    TrainConfig,
+    as_flag,
+    as_words,
+    make_parser,
+    parse_words,
+    read_yaml,
+    unknown_template,
+    words_of,
+    written_by_name,
+)
 
 
 @dataclass
@@ -24,13 +33,14 @@ class Migrated:
     Attributes:
         settings: by their names.
         notes: by those of settings, where each is from, in words.
-        left_out: lines of the other file that ask for what is done anyway.
+        left_out: lines of the other file that ask for what is done anyway. empty: those without a value.
         open: those that are not here yet, each with what to do instead; and what does not go together.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
 
     def take(self, settings: Mapping[str, Any], note: str) -> None:
@@ -39,7 +49,7 @@ class Migrated:
             if self.settings.setdefault(name, value) == value:
                 self.notes[name] = "; ".join(filter(None, (self.notes.get(name), note)))
             else:
-                self.open.append(f"{note}: {name} is {self.settings[name]} already, by {self.notes[name]}")
+                self.open.append(f"{note}: {name} is {_as_yaml(self.settings[name])} already, by {self.notes[name]}")
 
     def text(self) -> str:
         """As YAML, with comments."""
@@ -47,11 +57,16 @@ class Migrated:
 
     def _lines(self) -> Iterator[str]:
         for name, value in self.settings.items():
-            # not where the other tool calls it so, too
-            note = "" if self.notes[name].startswith(f"{name}: ") else f"  # {self.notes[name]}"
-            yield f"{name}: {_as_yaml(value)}{note}"
-        for title, lines in (("Left out, as it is done anyway", self.left_out), ("Open", self.open)):
-            yield from ["", f"# {title}:", *(f"#   {' '.join(line.split())}" for line in lines)] if lines else []
+            # not where the other tool says the same in the same words
+            is_same = self.notes[name] in (f"{name}: {_in_line(value)}", f"{name}: {_as_yaml(value)}")
+            yield f"{name}: {_as_yaml(value)}" + ("" if is_same else f"  # {_printable(self.notes[name])}")
+        told = {
+            "Left out, as it is done anyway": self.left_out,
+            "Left out, as it is empty": self.empty,
+            "Open": self.open,
+        }
+        for title, lines in told.items():
+            yield from ["", f"# {title}:", *(f"#   {_printable(line)}" for line in lines)] if lines else []
 
 
 def migrate(file: Path) -> Migrated:
@@ -60,11 +75,16 @@ def migrate(file: Path) -> Migrated:
         ExpertMeshError: the file cannot be read.
     """
     parser, content = make_parser(), read_yaml(file)
-    migrated = Migrated()
+    migrated = Migrated(empty=[f"{key}:" for key, value in content.items() if value is None])
+    content = {key: value for key, value in content.items() if value is not None}
     for key, value in content.items():
         _take_key(migrated, parser, str(key), value)
     for tool, name, value in parser.others.other_defaults(written_by_name(content), migrated.settings):
         migrated.take(parse_words(parser, [f"--{name}={value}"]), f"by default in {tool}")
+    for key, values in parser.passed_over:
+        for name in parser.others.contradicted(key.replace("-", "_"), migrated.settings):
+            said = as_flag(name, migrated.settings[name])
+            migrated.open.append(f"{key}: {' '.join(values)}: is not what {said} says, which is from another key")
     try:
         migrated.open += TrainConfig(**{"model": "-", **migrated.settings}).broken_rules()
     except ExpertMeshError as error:
@@ -74,10 +94,11 @@ def migrate(file: Path) -> Migrated:
 
 def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> None:
     """One key of the other tool's file."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "path" in each for each in value):
-        # axolotl's: each has columns and forms of its own, too, which are found by themselves
-        migrated.open += [f"{key}: {_in_line(each)}: look at its columns with --preview" for each in value]
-        value = [each["path"] for each in value]
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        # axolotl's: of each the path alone has a setting of the same meaning
+        told = "its path alone is taken; see --preview, --dataset-split, --dataset-config and NAME:WEIGHT"
+        migrated.open += [f"{key}: {_in_line(each)}: {told}" for each in value]
+        value = [each["path"] for each in value if isinstance(each, dict) and "path" in each]
     written = f"{key}: {_in_line(value)}"
     try:
         settings = _here(parser, key, value)
@@ -93,26 +114,37 @@ def _here(parser: FlagParser, key: str, value: Any) -> dict[str, Any]:
     """The settings that ask for what a key asks for; none: it is done anyway.
 
     Raises:
-        ExpertMeshError: no settings do, or somebody has to choose; with what to do instead.
+        ExpertMeshError: no settings do, their value is none that they may have, or somebody has to choose; with what to
+            do instead.
     """
-    name = parser.names.get(key.replace("-", "_"))
-    if name is None:
-        instead = parser.instead_of(key, as_words(value))
-        if instead is None:
-            raise ExpertMeshError(unknown_name("key", key, parser.names))
-    else:
+    plain = key.replace("-", "_")
+    name = parser.names.get(plain)
+    if name is not None:
         try:
-            return parse_words(parser, words_of(parser, key, value, {}))
+            return _checked(parse_words(parser, words_of(parser, key, value, {})))
         except ExpertMeshError:
-            instead = parser.others.answer_to_value(name, " ".join(as_words(value)))
-            if not instead:
+            words = parser.others.flags_for(name, as_words(value))
+            if words is None or words == [flag_of(name), *as_words(value)]:
                 raise
-    if instead in ("", LEAVE_OUT):
-        return {}
-    words = parser.others.flags_of(key, as_words(value), instead)
+            return parse_words(parser, words)
+    instead = parser.instead_of(key, as_words(value))
+    if instead is None:
+        raise ExpertMeshError(unknown_name("key", key, parser.names))
+    words = [] if instead == "" else parser.others.flags_for(plain.lower(), as_words(value))
     if words is None:
         raise ExpertMeshError(instead)
-    return parse_words(parser, words)
+    return _checked(parse_words(parser, words))
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        ExpertMeshError: a value is none that the setting may have, whatever the others are.
+    """
+    alone = TrainConfig(**{"model": "-", **settings})
+    if problems := [*alone.out_of_range(), *unknown_template(settings)]:
+        raise ExpertMeshError("; ".join(problems))
+    return settings
 
 
 def _as_yaml(value: Any) -> str:
@@ -125,7 +157,22 @@ def _as_yaml(value: Any) -> str:
 
 def _in_line(value: Any) -> str:
     """What of a value goes into a comment."""
-    return " ".join(" ".join(as_words(value) or ["(a list or table)"]).split())
+    words = [_in_short(value)] if isinstance(value, dict) else as_words(value) or [_in_short(value)]
+    return " ".join(words)[:500]
+
+
+def _in_short(value: Any, depth: int = 4) -> str:
+    """A table or list with what it has, but for what is far within: of aliases there may be no end."""
+    if isinstance(value, dict) and depth:
+        return "{" + ", ".join(f"{key}: {_in_short(each, depth - 1)}" for key, each in [*value.items()][:20]) + "}"
+    if isinstance(value, list) and depth:
+        return "[" + ", ".join(_in_short(each, depth - 1) for each in value[:20]) + "]"
+    return "..." if isinstance(value, dict | list) else str(value)
+
+
+def _printable(text: str) -> str:
+    """In one line that YAML takes."""
+    return "".join(each if each.isprintable() else " " for each in " ".join(text.split()))
 
 
 @ends_with_reader

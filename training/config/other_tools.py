@@ -56,6 +56,8 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     # ---- data ----
     ("dataset_prepared_path tokenized_path", "tokenized data are cached by themselves", ""),
     ("overwrite_cache load_from_cache_file", "the cache follows the data and their settings", "true"),
+    ("pretraining_dataset", "give --dataset, --text-column, --packing, --truncation split and --streaming", ""),
+    ("train_on_eos", "what ends an answer is trained with it", "turn"),
     ("dataset_dir custom_dataset_info", "give --dataset with the files, directories or hub ids themselves", ""),
     ("eval_packing eval_sample_packing", "evaluation data are never packed, and their loss is the same", "false"),
     ("pad_to_sequence_len pad_to_multiple_of", "the engine pads as its kernels need", "false auto"),
@@ -189,7 +191,7 @@ OTHER_DEFAULTS: tuple[tuple[str, str, Mapping[str, str], Mapping[str, str]], ...
         {},
         # utils/schemas/training.py and config.py, core/builders/base.py
         {"lr_scheduler_type": "cosine", "warmup_ratio warmup_steps": "0.03", "per_device_train_batch_size": "1"}
-        | {"max_seq_length": "512", "truncation": "drop"},
+        | {"max_seq_length": "512", "truncation pretraining_dataset": "drop"},
     ),
 )
 """Where these are other than here, of the settings that decide what is trained: as LLaMA-Factory 0.9.5, ms-swift 4.6.0
@@ -303,19 +305,29 @@ class OtherTools:
             return "give a number of steps, not a fraction of all"
         return ""
 
-    def flags_of(self, name: str, values: Sequence[str], instead: str) -> list[str] | None:
-        """What to do instead of giving a name these values, as words of a command line.
+    def flags_for(self, name: str, values: Sequence[str]) -> list[str] | None:
+        """The words of a command line that ask for what a name with these values asks for; none: it is done anyway.
 
         Args:
-            instead: in words, as `answer` and `answer_to_value` say it.
+            name: another tool's, or a setting's own.
 
-        Returns: None: it is no such words, or somebody has to choose or fill in one of them.
+        Returns: None: no words do, or somebody has to choose, or to fill one in.
         """
-        action = self.same.get(name.lower())
-        if action is not None and instead == f"give {action.option_strings[0]}":
-            return [action.option_strings[0], *values]
-        words = re.fullmatch(r"give ((?:--[a-z0-9-]+(?: (?!--)[^\s,;:A-Z]+)*(?: |$))+)", instead)
-        return words[1].split() if words else None
+        action = self.same.get(name) or self.settings.get(name)
+        words: list[str] = []
+        own: list[str] = []
+        for value in values or ["true"]:
+            plain = _plain(value) if action else {"1": "true", "0": "false"}.get(_plain(value), _plain(value))
+            flags = self._asked(action.dest if action else name, plain)
+            if flags is not None:
+                words += flags.split()
+            elif action is not None:
+                own.append(value)
+            elif plain not in ("true", "false") or name not in self.asking:
+                return None
+        if action is not None and own:
+            words += [action.option_strings[0], *own]
+        return None if any(word.isupper() for word in words) else words
 
     def _asked(self, name: str, value: str) -> str | None:
         """The flags that a value of a name asks for."""

@@ -359,12 +359,12 @@ class DataSettings:
     MOVES = Moves.SAMPLES
     OF = _DATA
     OTHERS: ClassVar[Others] = {
-        "dataset": "datasets dataset_name dataset_path data_files train_file pretraining_dataset",
+        "dataset": "datasets dataset_name dataset_path data_files train_file",
         "dataset_split": "dataset_train_split",
         "dataset_num_proc": "dataset_processes preprocessing_num_workers",
         "text_column": "dataset_text_field",
         "chat_template": "chat_template_path chat_template_jinja",
-        "train_on": "loss_scale roles_to_train train_on_eos",
+        "train_on": "loss_scale roles_to_train",
         "--train-on all": "train_on_inputs train_on_prompt completion_only_loss=false assistant_only_loss=false",
         "": "chat_template=tokenizer_default train_on=default train_on=turn completion_only_loss=true "
         "assistant_only_loss=true packing_strategy=bfd packing_strategy=binpack",
@@ -909,6 +909,8 @@ class PrecisionSettings:
         "--tf32": "tf32=auto",
         "--bf16 --expert-precision fp8 --dense-precision fp8": "fp8",
         "attn_implementation": "attn_impl flash_attn",
+        "--attn-implementation flash_attention_2": "attn_implementation=fa2 attn_implementation=flash_attn",
+        "--attn-implementation eager": "attn_implementation=disabled",
     }
 
     bf16: bool = _flag(
@@ -1220,7 +1222,12 @@ class MTPSettings:
 
     GROUP = "Multi-token prediction"
     MOVES = Moves.OBJECTIVE
-    OTHERS: ClassVar[Others] = {"train_mtp": "mtp_num_layers mtp_loss_scaling_factor", "": "train_mtp=0 train_mtp=0.0"}
+    OTHERS: ClassVar[Others] = {
+        "train_mtp": "mtp_loss_scaling_factor",
+        # Megatron's own weight, of any number of layers
+        "--train-mtp 0.1": "mtp_num_layers mtp_num_layers=[2-9]",
+        "": "train_mtp=0 train_mtp=0.0 mtp_num_layers=0.0",
+    }
 
     train_mtp: float = _flag(
         0.0,

@@ -79,7 +79,7 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         malformed = list(self._malformed())
-        problems = [*self._out_of_range(), *malformed]
+        problems = [*self.out_of_range(), *malformed]
         if not malformed:
             problems += self.broken_rules()
         if not (problems or self.model):
@@ -151,7 +151,7 @@ class TrainConfig(
         alone: dict[str, Any] = dict.fromkeys((*sizes, "pipeline_chunks"), 1)
         return replace(self, **alone, async_tp=False, pipeline_layers=None, pipeline_schedule=None), given
 
-    def _out_of_range(self) -> Iterator[str]:
+    def out_of_range(self) -> Iterator[str]:
         for name, limits in _LIMITED.items():
             value = getattr(self, name)
             if value is None:
@@ -573,7 +573,7 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     given = GivenSettings(flags, parse_words(parser, words), config)
     of_run: list[str] = []
     if not parser.beside:
-        of_run += _unknown_template(given.file)
+        of_run += unknown_template(given.file)
         if refused or of_run:  # else no GPU is to be asked yet
             of_run += _without_tf32(given)
     if refused:
@@ -720,7 +720,7 @@ def written_by_name(content: Mapping[Any, Any]) -> dict[str, str]:
     return {str(key).replace("-", "_").lower(): word for key, word in words.items()}
 
 
-def _unknown_template(file: Mapping[str, Any]) -> list[str]:
+def unknown_template(file: Mapping[str, Any]) -> list[str]:
     """What is wrong with the chat template that a file of settings names, in words."""
     if not file.get("chat_template"):
         return []
