@@ -120,6 +120,8 @@ def test_every_key_is_somewhere(tool: str, tmp_path: Path) -> None:
         ("train_on_eos: all", {}, "#   train_on_eos: all: what ends an answer is trained with it"),
         ("train_on_eos: turn", {}, "# Left out, as it is done anyway:"),
         ("max_length:\nlr: 0.001", {"learning_rate": 0.001}, "# Left out, as it is empty:\n#   max_length:\n"),
+        ("datasets: [{data_files: b}]\nlr: 0.001", {"learning_rate": 0.001}, "#   datasets: {data_files: b}: "),
+        ("datasets: []\nlr: 0.001", {"learning_rate": 0.001}, "# Left out, as it is empty:\n#   datasets:\n"),
         ("optim: adamw_torch_4bit", {"optim": "adamw_torch_8bit"}, "# optim: adamw_torch_4bit"),
         ("micro-batch-size: 3\ntrain-iters: 7", {"per_device_train_batch_size": 3, "max_steps": 7}, ""),
         ("torch_dtype: bfloat16", {"bf16": True}, ""),

@@ -75,8 +75,8 @@ def migrate(file: Path) -> Migrated:
         ExpertMeshError: the file cannot be read.
     """
     parser, content = make_parser(), read_yaml(file)
-    migrated = Migrated(empty=[f"{key}:" for key, value in content.items() if value is None])
-    content = {key: value for key, value in content.items() if value is not None}
+    migrated = Migrated(empty=[f"{key}:" for key, value in content.items() if _is_empty(value)])
+    content = {key: value for key, value in content.items() if not _is_empty(value)}
     for key, value in content.items():
         _take_key(migrated, parser, str(key), value)
     for tool, name, value in parser.others.other_defaults(written_by_name(content), migrated.settings):
@@ -92,6 +92,10 @@ def migrate(file: Path) -> Migrated:
     return migrated
 
 
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
 def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> None:
     """One key of the other tool's file."""
     if isinstance(value, list) and any(isinstance(each, dict) for each in value):
@@ -99,6 +103,8 @@ def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> N
         told = "its path alone is taken; see --preview, --dataset-split, --dataset-config and NAME:WEIGHT"
         migrated.open += [f"{key}: {_in_line(each)}: {told}" for each in value]
         value = [each["path"] for each in value if isinstance(each, dict) and "path" in each]
+        if not value:
+            return
     written = f"{key}: {_in_line(value)}"
     try:
         settings = _here(parser, key, value)
