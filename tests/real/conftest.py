@@ -37,12 +37,17 @@ def shared(in_common: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_at_a_time(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each takes some 8 GB of memory. Where one looks at how much, that is of tensors."""
-    for variable, value in GIVEN_BACK.items():
-        monkeypatch.setenv(variable, value)
+def _one_at_a_time(shared: Path) -> Iterator[None]:
+    """Each takes some 8 GB of memory."""
     with FileLock(shared / "one"):
         yield
+
+
+@pytest.fixture
+def freed_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the runs that a test starts, for who looks at how much they take; they are slower for it."""
+    for variable, value in GIVEN_BACK.items():
+        monkeypatch.setenv(variable, value)
 
 
 def assert_memory_as_forecast(ran: Ran) -> None:

@@ -17,4 +17,11 @@ def test_it_learns(batch: Batch, tmp_path: Path, method: str) -> None:
     assert len(losses) == 20
     assert losses[-1] < losses[0] / 2
     assert judged[-1] > judged[0] + 1 if how.rises else judged[-1] < judged[0] / 2
-    assert_memory_as_forecast(ran)
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("freed_memory_given_back")
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_as_forecast(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr("benchmarks.real.LEARNED_IN", 2)
+    assert_memory_as_forecast(learned(method, KEPT, 2, batch.records, tmp_path / "run"))

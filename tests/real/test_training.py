@@ -38,6 +38,7 @@ def assert_same(ran: Ran, expected: Trained) -> None:
     assert expected.losses[-1] < expected.losses[0]
 
 
+@pytest.mark.usefixtures("freed_memory_given_back")
 @pytest.mark.parametrize("row", tiered(slow=["ep 2"], release=["cp 3", "pp 2", "packed, ep 2"]))
 def test_as_transformers_trains(
     real_model: Path, batch: Batch, trained: Trained, shared: Path, tmp_path: Path, row: str
@@ -51,6 +52,7 @@ def test_as_transformers_trains(
         assert_equal_weights(read(ran.out / "hf"), read(shared / "weights"))
 
 
+@pytest.mark.usefixtures("freed_memory_given_back")
 def test_adapters_as_peft_trains_them(real_model: Path, batch: Batch, tmp_path: Path) -> None:
     row = ROWS["LoRA, ep 2"]
     expected = Trained.by(real_model, batch, row, tmp_path)
