@@ -8,14 +8,13 @@ fail at their call if they are gone.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from .util.errors import ExpertMeshError
@@ -186,15 +185,6 @@ def flash_operator(name: str) -> Any:
 def replacing_sdpa(replacement: Callable[..., Any]) -> Iterator[None]:
     """Within it `replacement` is called in the place of `scaled_dot_product_attention`."""
     with mock.patch.object(F, "scaled_dot_product_attention", replacement):
-        yield
-
-
-@contextmanager
-def replacing_collectives(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within it these are called in the place of functions of `torch.distributed`, by their names."""
-    with ExitStack() as patches:
-        for name, replacement in replacements.items():
-            patches.enter_context(mock.patch.object(dist, name, replacement))
         yield
 
 
