@@ -125,6 +125,8 @@ def test_every_key_is_somewhere(tool: str, tmp_path: Path) -> None:
         ("optim: adamw_torch_4bit", {"optim": "adamw_torch_8bit"}, "# optim: adamw_torch_4bit"),
         ("micro-batch-size: 3\ntrain-iters: 7", {"per_device_train_batch_size": 3, "max_steps": 7}, ""),
         ("torch_dtype: bfloat16", {"bf16": True}, ""),
+        ("dataset_text_field: TEXT", {"text_column": "TEXT"}, ""),
+        ("model_name_or_path: QWEN\ntask: gkd", {"model": "QWEN"}, "#   task: gkd: "),
         ("bf16: auto", {"bf16": True}, ""),
         ("adapter: qlora", {"adapter": "lora", "base_dtype": "nf4"}, ""),
         ("eval_ratio: 500", {}, "#   eval_ratio: 500: --eval-ratio 500.0: must be"),

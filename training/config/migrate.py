@@ -74,7 +74,7 @@ def migrate(file: Path) -> Migrated:
     Raises:
         ExpertMeshError: the file cannot be read.
     """
-    parser, content = make_parser(), read_yaml(file)
+    parser, content = make_parser(), read_yaml(file, str(file))
     migrated = Migrated(empty=[f"{key}:" for key, value in content.items() if _is_empty(value)])
     content = {key: value for key, value in content.items() if not _is_empty(value)}
     for key, value in content.items():
@@ -93,7 +93,7 @@ def migrate(file: Path) -> Migrated:
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or value in ("", [], {})
+    return value in (None, "", [], {})
 
 
 def _take_key(migrated: Migrated, parser: FlagParser, key: str, value: Any) -> None:
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         migrated = migrate(parser.parse_args(argv).file)
     except ExpertMeshError as error:
-        print(f"migrate: error: {str(error).removeprefix('--config ')}", file=sys.stderr)
+        print(f"migrate: error: {error}", file=sys.stderr)
         return 2
     print(migrated.text(), end="")
     if migrated.open:

@@ -162,6 +162,8 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
 `training.api.trainer_arguments`)."""
 
 
+_SWITCHED = {"1": "true", "0": "false", "true": "true", "false": "false"}
+"""Values of a key that is switched on or off."""
 _LORA_BY_DEFAULT = {"adapter": "lora", "lora_rank": "8", "lora_targets": "all-linear"}
 _THREE_EPOCHS = {"num_train_epochs max_steps": "3"}
 OTHER_DEFAULTS: tuple[tuple[str, str, Mapping[str, str], Mapping[str, str]], ...] = (
@@ -317,31 +319,31 @@ class OtherTools:
         words: list[str] = []
         own: list[str] = []
         for value in values or ["true"]:
-            plain = _plain(value) if action else {"1": "true", "0": "false"}.get(_plain(value), _plain(value))
-            flags = self._asked(action.dest if action else name, plain)
+            flags = self._asked(action.dest if action else name, _plain(value))
             if flags is not None:
                 words += flags.split()
             elif action is not None:
                 own.append(value)
-            elif plain not in ("true", "false") or name not in self.asking:
+            elif _plain(value) not in _SWITCHED or name not in self.asking:
                 return None
-        if action is not None and own:
-            words += [action.option_strings[0], *own]
-        return None if any(word.isupper() for word in words) else words
+        if any(word.isupper() for word in words):
+            return None
+        return [*words, action.option_strings[0], *own] if action is not None and own else words
 
     def _asked(self, name: str, value: str) -> str | None:
         """The flags that a value of a name asks for."""
+        if name not in self.settings:
+            value = _SWITCHED.get(value, value)
         return next((flags for pattern, flags in self.asking.get(name, ()) if fnmatchcase(value, pattern)), None)
 
     def _of_value(self, name: str, value: str) -> str:
         """What to do instead of giving a name this value; empty: nothing."""
         action = self.same.get(name)
-        value = value if action else {"1": "true", "0": "false"}.get(value, value)
         flags = self._asked(action.dest if action else name, value)
         if flags is not None:
             return flags and f"give {flags}"
         if action is None:
-            return "" if value in ("true", "false") else f"give {self.asking[name][0][1]}"
+            return "" if value in _SWITCHED else f"give {self.asking[name][0][1]}"
         flag = action.option_strings[0]
         if isinstance(action, Switch) and value in ("true", "false"):
             off = f"--no-{flag[2:]}"

@@ -568,7 +568,7 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     flags = parse_words(parser, arguments)
     config = flags.pop("config", None)
     of_flags = len(parser.passed_over)
-    content = {} if config is None else read_yaml(Path(config))
+    content = {} if config is None else read_yaml(Path(config), f"--config {config}")
     words, refused = _arguments(parser, content)
     given = GivenSettings(flags, parse_words(parser, words), config)
     of_run: list[str] = []
@@ -681,19 +681,27 @@ def as_read(value: Any) -> Any:
     return value.value if isinstance(value, _Scalar) else value
 
 
-def read_yaml(file: Path) -> dict[Any, Any]:
+def read_yaml(file: Path, named: str) -> dict[Any, Any]:
+    """A file's table of settings.
+
+    Args:
+        named: what an error calls it.
+
+    Raises:
+        ExpertMeshError: it cannot be read, or has no table.
+    """
     try:
         if not file.exists():
-            raise ExpertMeshError(f"--config {file}: no such file")
+            raise ExpertMeshError(f"{named}: no such file")
         if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
-            raise ExpertMeshError(f"--config {file}: must be a file of at most {_MOST_YAML_BYTES:,} bytes")
+            raise ExpertMeshError(f"{named}: must be a file of at most {_MOST_YAML_BYTES:,} bytes")
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
     except ExpertMeshError:
         raise
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
+        raise ExpertMeshError(f"{named}: cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ExpertMeshError(f"--config {file}: contains a {type(content).__name__}, not a table of settings")
+        raise ExpertMeshError(f"{named}: contains a {type(content).__name__}, not a table of settings")
     return content
 
 
