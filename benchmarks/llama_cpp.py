@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -40,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prompt(tokenizer: object, question: str) -> str:
+def prompt(tokenizer: Any, question: str) -> str:
     """By the model's chat template."""
     messages = [{"role": "user", "content": question}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))  # type: ignore[attr-defined]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import ROOT
+from benchmarks.llama_cpp import prompt
 from benchmarks.practice import make_records
 from benchmarks.real_model import dense_model, moe_model
 from benchmarks.variants import GIVEN_BACK
@@ -190,12 +191,11 @@ class Batch:
         tokenizer = AutoTokenizer.from_pretrained(model)
         rows = []
         for record in records:
-            messages = [{"role": "user", "content": record["question"]}]
-            before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            messages.append({"role": "assistant", "content": record["answer"]})
+            roles = {"user": record["question"], "assistant": record["answer"]}
+            messages = [{"role": role, "content": content} for role, content in roles.items()]
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
             tokens = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids
-            start = len(tokenizer(before, add_special_tokens=False).input_ids)
+            start = len(tokenizer(prompt(tokenizer, record["question"]), add_special_tokens=False).input_ids)
             rows.append((tokens, [-100] * start + tokens[start:]))
         self.length = length = max(len(tokens) for tokens, _ in rows)
         self.ids_BS = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens, _ in rows])
