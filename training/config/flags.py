@@ -6,7 +6,6 @@ import sys
 from argparse import Action, ArgumentError, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
-from inspect import get_annotations
 from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -169,7 +168,9 @@ def group_of(settings: type, name: str) -> str:
 
 def of_class(settings: type, name: str, what: str, default: Any = None) -> Any:
     """An attribute of the class whose field it is."""
-    return next(vars(base).get(what, default) for base in settings.__mro__ if name in get_annotations(base))
+    # not inspect.get_annotations, with which a parser takes twice as long
+    bases = (base for base in settings.__mro__ if name in vars(base).get("__annotations__", ()))
+    return vars(next(bases)).get(what, default)
 
 
 def default_of(setting: Field[Any]) -> Any:

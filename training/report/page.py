@@ -341,13 +341,18 @@ def _command(config: dict[str, Any]) -> str | None:
         return None
 
 
+_YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, where PyYAML has it: a report is written again and again."""
+
+
 def _read_table(file: Path) -> dict[str, Any]:
-    """A YAML (or JSON, which is YAML) file with a table in it; empty where there is no such file."""
+    """A YAML or JSON file with a table in it; empty where there is no such file."""
     try:
-        table = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        table = json.loads(text) if file.suffix == ".json" else yaml.load(text, _YAML)
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"{file}: cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise ExpertMeshError(f"{file}: contains a {type(table).__name__}, not a table")
